@@ -84,6 +84,16 @@ GROUPS = (
     Group(
         "Answers",
         (
+            Setting(
+                "tool_call_parser",
+                text,
+                "The form of tool calls, such as hermes, instead of the chat template's; or none.",
+            ),
+            Setting(
+                "reasoning_parser",
+                text,
+                "The marks of thoughts, such as deepseek_r1, instead of the template's; or none.",
+            ),
             Setting("return_tokens_as_token_ids", boolean, "Logprobs name tokens token_id:N."),
             Setting("enable_force_include_usage", boolean, "Usage in every stream."),
         ),
@@ -117,6 +127,7 @@ GROUPS = (
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", boolean, "No effect."),
             Setting("disable_log_stats", boolean, "No effect."),
+            Setting("enable_auto_tool_choice", boolean, "No effect: always on."),
             Setting("enable_prompt_tokens_details", boolean, "No effect: always on."),
             Setting("enable_request_id_headers", boolean, "No effect: always on."),
         ),
@@ -130,9 +141,6 @@ REFUSED = (
     Setting("lora_modules", texts, ""),
     Setting("max_loras", integer, ""),
     Setting("max_lora_rank", integer, ""),
-    Setting("enable_auto_tool_choice", boolean, ""),
-    Setting("tool_call_parser", text, ""),
-    Setting("reasoning_parser", text, ""),
     Setting("otlp_traces_endpoint", text, ""),
     Setting("best_of", integer, ""),
     Setting("swap_space", number, ""),

@@ -13,7 +13,7 @@ import msgspec
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.core.structured import StructuredOutputsParams, Thinking
 
 MAX_LOGPROBS = 20  # the most logprobs that a compiled step returns (OpenAI's and vLLM's cap)
 MAX_LOGIT_BIAS = 512  # entries that a slot holds on the device; OpenAI's cap is 300
@@ -81,7 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order; logprobs
     are of the unmodified distribution. The token drawn at a position is a function of (seed,
     position), the logits and the mask alone. ``guided_decoding`` is the older name of
-    ``structured_outputs``; with either, the answer ends when it is complete, also with ignore_eos.
+    ``structured_outputs``; with either, the answer ends when it is complete, also with ignore_eos,
+    and it begins after the thoughts of ``thinking``.
 
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.
@@ -111,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     guided_decoding: Any = None
+    thinking: Thinking | None = None
 
     best_of: int | None = None
     logits_processors: list[Any] | None = None
@@ -154,6 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
             self.structured_outputs is not None
             or self.allowed_token_ids is not None
             or self.bad_words
+            or (self.thinking is not None and self.thinking.budget is not None)
         )
 
     @property

@@ -71,6 +71,8 @@ class ServerConfig:
         default_factory=lambda: MappingProxyType({})
     )
     response_role: str = "assistant"
+    tool_call_parser: str | None = None  # None: found from the chat template
+    reasoning_parser: str | None = None
     override_generation_config: Mapping[str, Any] = field(
         default_factory=lambda: MappingProxyType({})
     )

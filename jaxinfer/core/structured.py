@@ -18,14 +18,30 @@ FIELD = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model marks its thoughts, which come before the answer. The form of the answer begins
+    after them, and the mark that ends them is forced after ``budget`` tokens.
+    """
+
+    begin: tuple[int, ...] = ()  # token ids of the mark; the answer may also have no thoughts
+    end: tuple[int, ...]
+    is_open: bool = False  # the prompt ends within the thoughts
+    budget: int | None = None  # tokens; None: no limit
+
+    def __post_init__(self) -> None:
+        if not self.end:
+            raise RequestError("thinking.end must have at least one token id")
+        if self.budget is not None and self.budget < 0:
+            raise RequestError(f"thinking.budget must be at least 0, got {self.budget}")
+
+
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Exactly one of ``json`` (a schema), ``regex``, ``choice`` (texts), ``grammar`` (Lark or
     GBNF), ``json_object`` (any object) and ``structural_tag`` (tags whose contents have a schema).
 
     Schemas and structural tags may be given as objects; they are kept as JSON text. Only the shape
-    is checked here; ``text.grammar`` reads the contents. ``starts_after``: token ids after which
-    the form begins, such as the end of a model's thoughts; until these have been drawn in this
-    order, any token may be. Raises ``RequestError`` that begins with the field.
+    is checked here; ``text.grammar`` reads the contents. Raises ``RequestError`` that begins with
+    the field.
     """
 
     json: str | None = None
@@ -38,13 +54,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_om
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     disable_fallback: bool = False  # there is one implementation, so nothing to fall back to
-    starts_after: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("json", "structural_tag"):
             self._set(name, _json_text(name, getattr(self, name)))
         self._set("choice", _choice(self.choice))
-        self._set("starts_after", tuple(self.starts_after))
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             what = f"{' and '.join(given)} are set" if given else "none is set"

@@ -90,6 +90,7 @@ class Tokenizer:
         self.model_max_length = model_max_length
         self._templates = dict(templates)
         self._config = config
+        self.response_template: Any = config.get("response_template")  # the form of answers
         # on first use: a model with a broken template still completes plain prompts
         self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(
             lambda template: ChatTemplate(template, clock, self.special_tokens_map)

@@ -26,7 +26,7 @@ WRONG = {
     "type": ({"temperature": "hot"}, "temperature"),
     "message": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     "tools": ({"tools": [TOOL]}, "tools"),
-    "format": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "format": ({"response_format": {"type": "yaml"}}, "response_format.type"),
 }
 
 

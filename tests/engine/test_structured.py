@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.core.structured import Thinking
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Delta
 from kit.engines import EOS, run, tiny_engine, tiny_limits, tokens
@@ -230,10 +231,23 @@ def test_logprobs_are_of_the_whole_vocabulary(engine: Engine) -> None:
 
 
 def test_a_form_may_begin_after_other_tokens(engine: Engine) -> None:
-    form = {"choice": ["yes", "no"], "starts_after": [10, 10]}
-    answers = texts(engine, structured(form, logit_bias={10: 14.0, EOS: 30.0}))
+    thinking = Thinking(end=(10, 10), is_open=True)
+    form = structured(
+        {"choice": ["yes", "no"]}, logit_bias={10: 14.0, EOS: 30.0}, thinking=thinking
+    )
+    answers = texts(engine, form)
     for text in answers:
         assert re.fullmatch(r"(?:(?!\n\n).)*\n\n(yes|no)", text, re.DOTALL), text
+
+
+def test_the_budget_of_thoughts(engine: Engine) -> None:
+    """On the device: the marks are forced after as many tokens; then the answer goes on."""
+    for budget in (0, 1, 6):
+        thinking = Thinking(end=(60, 61), is_open=True, budget=budget)
+        sampling = replace(SEEDED, thinking=thinking, max_tokens=12, ignore_eos=True, seed=budget)
+        for output in run(engine, PROMPTS, sampling):
+            ids = output.outputs[0].token_ids
+            assert ids[budget : budget + 2] == [60, 61] and len(ids) == 12, ids
 
 
 def test_only_allowed_tokens(engine: Engine) -> None:

@@ -215,7 +215,7 @@ class FakeExecutor:
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:
             num_generated = len(slot.token_ids) - len(slot.request.prompt_token_ids)
-            token_ids.append(draw(slot.request, slot.prefixes[-1], num_generated))
+            token_ids.append(self._draw(slot, num_generated))
             slot.append(token_ids[-1])
             if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
                 break
@@ -229,6 +229,10 @@ class FakeExecutor:
             self._prompt_logprobs(row),
             np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
         )
+
+    def _draw(self, slot: Slot, num_generated: int) -> int:
+        """The next token of a sequence."""
+        return draw(slot.request, slot.prefixes[-1], num_generated)
 
     def _logprobs(self, request: Request, token_ids: list[int]) -> tuple[TokenLogprobs, ...]:
         if (num_listed := request.sampling.logprobs) is None:

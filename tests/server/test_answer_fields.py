@@ -204,7 +204,6 @@ def test_unknown_fields_are_logged_once(server: Serving, caplog: pytest.LogCaptu
     [
         *((COMPLETIONS, name) for name in (*UNSUPPORTED, "suffix")),
         *((CHATS, name) for name in CHAT_UNSUPPORTED),
-        ("/tokenize", "tools"),
     ],
     ids=lambda part: part.rpartition("/")[2],
 )

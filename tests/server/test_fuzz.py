@@ -55,7 +55,10 @@ ORDINARY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     with serving(
-        tiny_engine(), request_timeout=SECONDS / 2, trust_request_chat_template=True
+        tiny_engine(),
+        request_timeout=SECONDS / 2,
+        trust_request_chat_template=True,
+        tool_call_parser="hermes",
     ) as running:
         before = running.post("/v1/completions", **ORDINARY).json()["choices"]
         yield running

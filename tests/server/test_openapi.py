@@ -9,7 +9,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from jaxinfer.core.request import FinishReason
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
@@ -101,7 +100,7 @@ def test_answers_fit():
     choice = responses.ChatChoice(
         index=0,
         message=responses.ChatMessage(role="assistant", content="a"),
-        finish_reason=FinishReason.STOP,
+        finish_reason=responses.ChatFinishReason.STOP,
         token_ids=[1],
     )
     answer = responses.ChatCompletion(
@@ -164,7 +163,13 @@ def test_models_are_named():
 
 
 # rules that no JSON schema without conditions can express
-ACROSS_FIELDS = ("stream_options", "prompt_logprobs", "truncate_prompt_tokens", "top_logprobs")
+ACROSS_FIELDS = (
+    "tool_choice",
+    "stream_options",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "top_logprobs",
+)
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
 
 

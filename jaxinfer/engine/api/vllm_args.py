@@ -40,9 +40,6 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("chat_template_content_format", ("auto", "string"), "templates get the content as text"),
     ("revision", (None,), "give the folder of the revision you want"),
     ("max_logprobs", tuple(range(MAX_LOGPROBS + 1)), f"{MAX_LOGPROBS} is the bound"),
-    ("enable_auto_tool_choice", (False,), "tool calls are not supported"),
-    ("tool_call_parser", (None,), "tool calls are not supported"),
-    ("reasoning_parser", (None,), "reasoning stays in the text"),
     ("otlp_traces_endpoint", (None,), "traces are not supported; see the metrics"),
     # removed from vLLM 0.33
     ("best_of", (None, 1), "ask for n completions and choose among them"),
@@ -60,6 +57,7 @@ IGNORED = MappingProxyType(
         "cpu_offload_gb": "weights stay on the device",
         "disable_custom_all_reduce": "one device is used",
         "compilation_config": "every step is compiled before the first request",
+        "enable_auto_tool_choice": "models call tools whenever a request has some",
         "enable_prompt_tokens_details": "usage always carries them",
         "enable_request_id_headers": "answers always carry X-Request-Id",
         "hf_token": "nothing is downloaded from the hub",

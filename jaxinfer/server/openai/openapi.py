@@ -25,6 +25,7 @@ from jaxinfer.server.openai.schema import (
     GenerateRequest,
     TokenizeRequest,
 )
+from jaxinfer.server.openai.tools import MAX_TOOLS
 
 ERRORS: Mapping[int, str] = MappingProxyType(
     {
@@ -278,6 +279,12 @@ def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequenc
         for form in messages.get("anyOf", [messages]):
             if form["type"] == "array":
                 form["items"] = _message()
+    if "tools" in properties:
+        for form in properties["tools"]["anyOf"]:
+            if form["type"] == "array":
+                form |= {"items": _tool(), "maxItems": MAX_TOOLS}
+    if "tool_choice" in properties:
+        properties["tool_choice"]["anyOf"] = _tool_choices()
     if models:
         properties["model"]["anyOf"][0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
@@ -331,6 +338,23 @@ def _message() -> dict[str, Any]:
     optional = {"anyOf": [*content, {"type": "null"}]}
     roles = {"enum": ["assistant", "tool"]}
     return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
+
+
+def _tool() -> dict[str, Any]:
+    """A tool, with the same rules as ``tools.tool_choice``."""
+    name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
+    parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    text = {"type": ["string", "null"]}
+    fields = {"name": name, "description": text, "parameters": parameters}
+    function = _object(fields, "name")
+    return _object({"type": {"const": "function"}, "function": function}, "type", "function")
+
+
+def _tool_choices() -> list[dict[str, Any]]:
+    """The forms of ``tool_choice``; required ones need tools."""
+    function = _object({"name": {"type": "string"}}, "name")
+    named = _object({"type": {"const": "function"}, "function": function}, "type", "function")
+    return [{"enum": ["none", "auto", "required"]}, named]
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

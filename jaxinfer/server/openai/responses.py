@@ -5,6 +5,7 @@ A field of type ``UnsetType`` is left out of the JSON until it is set; None is s
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Literal
 
 import msgspec
@@ -126,12 +127,49 @@ class ChatLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
     content: list[TokenLogprob]
 
 
+class ChatFinishReason(StrEnum):
+    """Why an answer of a chat ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class CalledFunction(_Struct, frozen=True, kw_only=True, gc=False):
+    """A function that the model calls; in a stream the name comes first, then the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str  # a JSON object as text
+
+
+class ToolCall(_Struct, frozen=True, kw_only=True, gc=False):
+    """A call of one of the request's tools."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(_Struct, frozen=True, kw_only=True, gc=False):
+    """A part of a call; the first has the id and the name."""
+
+    index: int  # of the call
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
 class ChatMessage(_Struct, frozen=True, kw_only=True, gc=False):
-    """A message of the model."""
+    """A message of the model. ``content`` is null in a message of calls alone."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
@@ -140,7 +178,7 @@ class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -164,6 +202,9 @@ class ChatDelta(_Struct, frozen=True, kw_only=True, gc=False):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
@@ -172,7 +213,7 @@ class ChatChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET  # only with a finish_reason
     token_ids: list[int] | UnsetType = UNSET
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta
 
-from jaxinfer.core.request import WHOLE_BOUNDS
+from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.server.openai.fields import (
     IGNORED,
     UNSUPPORTED,
@@ -21,6 +21,7 @@ from jaxinfer.server.openai.fields import (
     bounds,
     field_error,
 )
+from jaxinfer.server.openai.tools import ToolChoice, tool_choice
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
 MAX_DEPTH = 64  # of lists and objects within messages and chat_template_kwargs
@@ -33,24 +34,18 @@ CHAT_UNSUPPORTED: Neutral = MappingProxyType(
         "documents": (None, []),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
-        "include_reasoning": (None, True),
         "mm_processor_kwargs": (None, {}),
         "modalities": (None, ["text"]),
         "moderation": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
-        "thinking_token_budget": (None,),
-        "tool_choice": (None, "none", "auto"),  # with no tools, auto chooses none
-        "tools": (None, []),
         "verbosity": (None, "medium"),
         "web_search_options": (None,),
     }
 )
 CHAT_IGNORED = (
     *IGNORED,
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -58,6 +53,7 @@ CHAT_IGNORED = (
 )
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
+Tools = tuple[dict[str, Any], ...]
 Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
@@ -107,7 +103,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return self.prompt_logprobs
 
 
-class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
@@ -125,9 +121,26 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool = False
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The fields that are variables of the chat template."""
+        return _template_variables(self.chosen_tools.tools, self.reasoning_effort)
+
+    @cached_property
+    def chosen_tools(self) -> ToolChoice:
+        """The tools that the answer may call; raises ``ApiError``."""
+        return tool_choice(self.tools, self.tool_choice)
 
     def check(self) -> None:
         super().check()
+        _ = self.chosen_tools
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
         _check_depths(self)
@@ -155,8 +168,6 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
 class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt, or messages."""
 
-    unsupported: ClassVar[Neutral] = MappingProxyType({"tools": (None, [])})
-
     prompt: str | None = None
     messages: Messages | None = None
     add_generation_prompt: bool = True
@@ -165,8 +176,16 @@ class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    tools: Tools | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The fields that are variables of the chat template."""
+        return _template_variables(tool_choice(self.tools, None).tools, self.reasoning_effort)
 
     def check(self) -> None:
+        tool_choice(self.tools, None)
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
@@ -203,6 +222,18 @@ def change_mode(mode: str) -> Literal["wait", "abort"]:
 type ChatFields = ChatCompletionRequest | TokenizeRequest
 
 
+def _template_variables(tools: Sequence[Any], effort: str | None) -> dict[str, Any]:
+    """Tools, and the effort of thinking. Templates without efforts know whether to think at all:
+    ``enable_thinking`` (Qwen) or ``thinking`` (DeepSeek).
+    """
+    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        if effort == "none":
+            variables |= {"enable_thinking": False, "thinking": False}
+    return variables
+
+
 def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
     """The prompts in any of the four forms; raises ``ApiError`` for a mixture or an empty one."""
     if isinstance(prompt, str):
@@ -228,7 +259,7 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
 
 def _check_depths(request: ChatFields) -> None:
     """Refuse nesting that would exhaust the stack of the chat template or of ``json``."""
-    for name in ("messages", "chat_template_kwargs"):
+    for name in ("messages", "chat_template_kwargs", "tools"):
         level = [getattr(request, name)]
         for _ in range(MAX_DEPTH):
             level = [inner for outer in level for inner in _containers(outer)]

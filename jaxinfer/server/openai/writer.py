@@ -1,4 +1,4 @@
-"""The shared parts of the three response writers, and logprobs in OpenAI's two forms."""
+"""The shared parts of the response writers, and logprobs in OpenAI's two forms."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from jaxinfer.server.openai.responses import (
     Usage,
     encode,
 )
+from jaxinfer.server.openai.tools import AnswerReading
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -42,6 +43,7 @@ class ResponseContext:
     sends_usage: bool
     tokens_as_ids: bool
     tokenizer: Tokenizer | None
+    reading: AnswerReading | None = None  # of a chat whose answers are not plain text
 
     def piece(self, token_id: int) -> str:
         """A token's text next to its logprob."""

@@ -8,15 +8,23 @@ from functools import partial
 
 from starlette.types import ASGIApp
 
+from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.fields import GenerationFields, limit_max_tokens, to_sampling
+from jaxinfer.server.openai.chat_writer import ChatWriter
+from jaxinfer.server.openai.fields import (
+    GenerationFields,
+    field_error,
+    limit_max_tokens,
+    to_sampling,
+)
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.tools import AnswerReading, num_calls, unknown_thoughts
 from jaxinfer.server.openai.writer import ResponseContext, Writer
-from jaxinfer.server.openai.writers import ChatWriter, CompletionWriter, GenerateWriter
+from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service, run_off_loop
-from jaxinfer.server.routes.tokens import chat_prompt
+from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
 
 # of an answer that is written in the event loop: with 20 logprobs each about 5 ms
 INLINE_TOKENS = 256
@@ -34,8 +42,39 @@ async def chat_completions(call: Call) -> ASGIApp:
     """Continue a conversation."""
     call.prompt_field = "messages"
     request = await call.parse(ChatCompletionRequest)
-    prompt = await chat_prompt(call.service, request, request.messages, request.add_special_tokens)
-    return await _answer(call, request, [prompt], ChatWriter)
+    service = call.service
+    prompt = await chat_prompt(service, request, request.messages, request.add_special_tokens)
+    return await _answer(
+        call, request, [prompt], ChatWriter, chat_reading(service, request, prompt)
+    )
+
+
+def chat_reading(
+    service: Service, request: ChatCompletionRequest, prompt: Prompt
+) -> AnswerReading | None:
+    """How the answers to a chat are read; None: they are plain text. Raises ``ApiError`` for tools
+    that the model's answers have no known form of calls for.
+    """
+    choice = request.chosen_tools
+    found = service.answer_format(chosen_template(service, request), choice.tools)
+    if choice.tools and (found is None or not found.has_calls):
+        raise field_error(
+            "tools",
+            "the form of tool calls is not known for this model's chat template; start the server "
+            "with --tool-call-parser, or leave tools out",
+        )
+    if found is not None and not choice.tools:
+        found = found.without_calls()
+    if found is None or not (found.has_calls or found.has_reasoning):
+        return None
+    return AnswerReading(
+        found,
+        prompt.text or "",
+        choice.functions,
+        service.hidden if request.skip_special_tokens else None,
+        request.parallel_tool_calls,
+        num_calls(request.messages),
+    )
 
 
 async def generate(call: Call) -> ASGIApp:
@@ -71,14 +110,38 @@ def _truncated(
     return prompt if len(prompt.token_ids) <= keep else Prompt(None, prompt.token_ids[-keep:])
 
 
+def _constrained(
+    call: Call,
+    sampling: SamplingParams,
+    request: ChatCompletionRequest,
+    reading: AnswerReading | None,
+) -> SamplingParams:
+    """The sampling parameters of a chat's answers."""
+    budget = request.thinking_token_budget
+    if reading is not None:
+        if request.chosen_tools.mode == "required":
+            call.form_field = "tools"
+        tokenizer = call.service.tokenizer
+        return reading.constrained(sampling, request.chosen_tools, budget, tokenizer)
+    if budget is not None:
+        raise unknown_thoughts()
+    return sampling
+
+
 async def _answer[R: GenerationFields](
-    call: Call, request: R, prompts: Sequence[Prompt], kind: type[Writer[R]]
+    call: Call,
+    request: R,
+    prompts: Sequence[Prompt],
+    kind: type[Writer[R]],
+    reading: AnswerReading | None = None,
 ) -> ASGIApp:
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     if (form := request.form()) is not None:
         call.form_field = form.field
     sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
+    if isinstance(request, ChatCompletionRequest):
+        sampling = _constrained(call, sampling, request, reading)
     prompts = [
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
@@ -96,6 +159,7 @@ async def _answer[R: GenerationFields](
             else request.return_tokens_as_token_ids
         ),
         tokenizer=service.client.tokenizer,
+        reading=reading,
     )
     writer = kind(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request)

@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import msgspec
+from regex import Pattern
 
 from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import SamplingParams
@@ -23,7 +24,9 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.text.answers.formats import AnswerFormat, answer_format
+from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
 INLINE_CHARACTERS = 2000
@@ -49,6 +52,8 @@ class Service:
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._format = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(self._format_of)
+        answer_format("", **self._parsers)  # a wrong name is an error before the model is loaded
 
     def attach(self, client: EngineClient, metrics: Metrics) -> None:
         """Register the loaded model; from now on requests are accepted.
@@ -107,6 +112,27 @@ class Service:
             )
 
     # texts
+
+    @property
+    def _parsers(self) -> dict[str, str | None]:
+        config = self.config
+        return {
+            "tool_call_parser": config.tool_call_parser,
+            "reasoning_parser": config.reasoning_parser,
+        }
+
+    def answer_format(self, chat_template: str | None, tools: Sequence[Any]) -> AnswerFormat | None:
+        """The format of answers to a chat with this template (None: the model's own) and tools."""
+        return self._format(self.tokenizer.get_chat_template(chat_template, tools or None))
+
+    def _format_of(self, chat_template: str) -> AnswerFormat | None:
+        declared = self.tokenizer.response_template
+        return answer_format(chat_template, declared, **self._parsers)
+
+    @cached_property
+    def hidden(self) -> Pattern[str] | None:
+        """The special tokens, which are not part of an answer's text."""
+        return hidden_pattern(self.tokenizer.all_special_tokens)
 
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False

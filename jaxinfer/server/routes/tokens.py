@@ -17,19 +17,28 @@ from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 
-async def chat_prompt(
-    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
-) -> Prompt:
-    """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
+def chosen_template(service: Service, request: ChatFields) -> str | None:
+    """The request's chat template, or the server's; None for the model's own."""
     template = request.chat_template
-    if template is not None and not service.config.trust_request_chat_template:
+    if template is None:
+        return service.config.chat_template
+    if not service.config.trust_request_chat_template:
         raise field_error(
             "chat_template",
             "chat_template of a request is a program and not run here; start the server with "
             "--trust-request-chat-template, or with --chat-template",
         )
+    return template
+
+
+async def chat_prompt(
+    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
+) -> Prompt:
+    """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
+    template = chosen_template(service, request)
     variables = {
         **service.config.default_chat_template_kwargs,
+        **request.template_variables,
         **(request.chat_template_kwargs or {}),
     }
     text = await service.render(
@@ -37,7 +46,7 @@ async def chat_prompt(
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         template_kwargs=variables,
-        chat_template=template if template is not None else service.config.chat_template,
+        chat_template=template,
     )
     return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 

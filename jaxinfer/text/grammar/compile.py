@@ -54,12 +54,12 @@ class ConstraintCompiler:
         structured = sampling.structured_outputs
         return Constraint(
             grammar=None if structured is None else self._grammar(structured),
-            starts_after=() if structured is None else structured.starts_after,
             allowed=self._mask_of(sampling.allowed_token_ids),
             bad_words=self._bad_words(sampling.bad_words),
             eos_token_ids=self._eos_token_ids,
             avoids_end=sampling.ignore_eos,
             vocab_size=self._vocab_size,
+            thinking=sampling.thinking,
         )
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:

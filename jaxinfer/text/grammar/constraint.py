@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxinfer.core.constraint import BITS
 from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.structured import Thinking
+from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 NUM_REHEARSALS = 2
 REHEARSED_TOKENS = 64
@@ -83,12 +85,12 @@ class Constraint:
     """Everything that limits the tokens of a request; see ``core.constraint``."""
 
     grammar: Grammar | None
-    starts_after: tuple[int, ...]  # the grammar holds after these tokens
     allowed: np.ndarray | None  # uint32[W]
     bad_words: tuple[tuple[int, ...], ...]  # token ids, none of which may be completed
     eos_token_ids: tuple[int, ...]  # of the model; not allowed before the grammar begins
     avoids_end: bool  # with ``ignore_eos``: they are allowed only where nothing else is
     vocab_size: int
+    thinking: Thinking | None = None  # the grammar holds after the thoughts
 
     def begin(self, drawn: Sequence[int]) -> SequenceFilter:
         """A filter for a sequence that has drawn these tokens; raises ``ValueError``."""
@@ -116,29 +118,47 @@ class SequenceFilter:
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
-        self._last: tuple[int, ...] = ()  # as many as bad words or ``starts_after`` look at
-        self._num_kept = max(constraint.longest_word - 1, len(constraint.starts_after))
+        self._last: tuple[int, ...] = ()  # as many as bad words look at
+        self._num_kept = max(constraint.longest_word - 1, 0)
         self._matcher: Any = None  # set where the grammar begins
         self._is_at_start = False
-        if not constraint.starts_after:
+        thinking = constraint.thinking
+        self._thoughts = None if thinking is None else ThoughtTracker(thinking)
+        if not (thinking and thinking.is_open):
             self._begin_grammar()
 
     def push(self, token_id: int) -> None:
         """Take note of a drawn token; raises ``ValueError`` if the grammar does not allow it."""
-        if self._matcher is not None:
+        thoughts = self._thoughts
+        was_open = thoughts is not None and thoughts.is_open
+        if thoughts is not None:
+            thoughts.push(token_id)
+        if thoughts is not None and (was_open or thoughts.is_open):
+            self._matcher = None  # it had begun in case that there would be no thoughts
+            if thoughts.is_over:
+                self._begin_grammar()
+        elif self._matcher is not None:
             self._is_at_start = False
             if not self._matcher.consume_token(token_id):
-                raise ValueError(_reason(self._matcher))
+                if thoughts is None or thoughts.opening is None:
+                    raise ValueError(_reason(self._matcher))
+                self._matcher = None  # only thoughts begin like this
+        elif thoughts is not None and thoughts.is_over and self._constraint.grammar is not None:
+            raise ValueError("the answer has begun like thoughts and gone on without them")
         if self._num_kept:
             self._last = (*self._last, token_id)[-self._num_kept :]
-            awaited = self._constraint.starts_after
-            if self._matcher is None and awaited and self._last[-len(awaited) :] == awaited:
-                self._begin_grammar()
 
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
         """Write the mask of the next token; raises ``ValueError`` if no token is allowed."""
-        constraint = self._constraint
-        if self._matcher is None:
+        constraint, thoughts = self._constraint, self._thoughts
+        if thoughts is not None and thoughts.forced is not None:
+            mask[:] = 0
+            _set(mask, thoughts.forced)
+            return
+        opening = None if thoughts is None else thoughts.opening
+        if self._matcher is None and constraint.grammar is not None and opening is not None:
+            mask[:] = 0
+        elif self._matcher is None:
             mask[:] = constraint.every_token
             if constraint.grammar is not None:
                 for token_id in constraint.eos_token_ids:
@@ -148,6 +168,8 @@ class SequenceFilter:
             mask[:] = constraint.grammar.first_mask
         else:
             fill_mask(self._matcher, mask)
+        if opening is not None:
+            _set(mask, opening)
         if constraint.allowed is not None:
             mask &= constraint.allowed
         for word in constraint.bad_words:
@@ -172,6 +194,10 @@ class SequenceFilter:
         if not mask.any():
             for token_id, word in ends:
                 mask[token_id // BITS] |= np.uint32(word & (1 << token_id % BITS))
+
+
+def _set(mask: np.ndarray, token_id: int) -> None:  # uint32[W]
+    mask[token_id // BITS] |= np.uint32(1 << token_id % BITS)
 
 
 def _clear(mask: np.ndarray, token_id: int) -> None:  # uint32[W]

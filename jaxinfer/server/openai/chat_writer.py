@@ -1,0 +1,232 @@
+"""The writer of ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from msgspec import UNSET, UnsetType
+
+from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.responses import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatFinishReason,
+    ChatLogprobs,
+    ChatMessage,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from jaxinfer.server.openai.schema import ChatCompletionRequest
+from jaxinfer.server.openai.writer import (
+    EnvelopeWriter,
+    ResponseContext,
+    chat_logprobs,
+    in_order,
+    merged_updates,
+    usage_of,
+)
+from jaxinfer.text.answers.parser import Content, Part, Reasoning
+from jaxinfer.text.messages import join_parts
+
+_FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
+    {reason: ChatFinishReason(reason.value) for reason in FinishReason}
+)
+
+
+class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
+    """A choice has an event for its role, events for its parts, and a last event."""
+
+    _id_prefix = "chatcmpl"
+    _chunk_type = ChatChunk
+
+    def __init__(
+        self, context: ResponseContext, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+    ) -> None:
+        super().__init__(context, request, prompts)
+        self._choices: dict[int, _ChoiceReader] = {}
+
+    def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> ChatCompletion:
+        return ChatCompletion(
+            **self._head,
+            choices=[self._choice(update) for update in in_order(updates)],
+            usage=usage_of(answer),
+            prompt_logprobs=self._prompt_logprobs_of(updates),
+            prompt_token_ids=self._listed(self._prompts[0].token_ids),
+        )
+
+    def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
+        usage = self._running_usage(answer)
+        envelope = self._envelope_with(usage)
+        sent: list[bytes] = []
+        for update in merged_updates(updates):
+            delta = update.delta
+            if update.choice not in self._begun:
+                sent.append(self._opening(update.choice, usage))
+            sent += map(envelope.around, self._new_parts(update.choice, delta))
+            if delta.finish_reason is not None:
+                sent.append(envelope.around(self._ending(update.choice, delta)))
+        return b"".join(sent)
+
+    def _reader(self, choice: int) -> _ChoiceReader:
+        if choice not in self._choices:
+            self._choices[choice] = _ChoiceReader(self._context, choice, self._request)
+        return self._choices[choice]
+
+    def _opening(self, choice: int, usage: Usage | None | UnsetType) -> bytes:
+        """The event with the role, and with ``echo`` the message that is continued."""
+        token_ids = UNSET if self._begun else self._listed(self._prompts[0].token_ids)
+        self._begun.add(choice)
+        says = ChatDelta(role=self._context.role, content=self._echo())
+        envelope = self._envelope_with(usage, prompt_token_ids=token_ids)
+        return envelope.around(ChatChunkChoice(index=choice, delta=says))
+
+    def _new_parts(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
+        """The events of new text: one for each part; the first has the data of the tokens."""
+        parts = self._reader(choice).deltas(delta)
+        shows_tokens = bool(delta.token_ids) and (
+            self._request.logprobs
+            or self._request.return_token_ids
+            or self._request.sends_continuous_usage
+        )
+        if not parts and shows_tokens:
+            parts = [ChatDelta()]
+        return [
+            ChatChunkChoice(
+                index=choice,
+                delta=part,
+                logprobs=None if number else self._logprobs(delta),
+                token_ids=UNSET if number else self._listed(delta.token_ids),
+            )
+            for number, part in enumerate(parts)
+        ]
+
+    def _ending(self, choice: int, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=choice,
+            delta=ChatDelta(),
+            finish_reason=self._reader(choice).finish_reason(delta),
+            stop_reason=delta.stop_reason,
+        )
+
+    def _choice(self, update: ChoiceUpdate) -> ChatChoice:
+        delta, reader = update.delta, self._reader(update.choice)
+        assert delta.finish_reason is not None, "the answer has ended"
+        return ChatChoice(
+            index=update.choice,
+            message=reader.message(delta, self._echo()),
+            logprobs=self._logprobs(delta),
+            finish_reason=reader.finish_reason(delta),
+            stop_reason=delta.stop_reason,
+            token_ids=self._listed(delta.token_ids),
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        top = self._request.top_logprobs or 0
+        return chat_logprobs(self._context, delta.token_ids, delta.logprobs, top)
+
+    def _echo(self) -> str:
+        """The last message, if ``echo`` is set and the message is the beginning of the answer."""
+        last = self._request.messages[-1]
+        if not self._request.echo or last.get("role") != self._context.role:
+            return ""
+        content = last.get("content")
+        # text parts; other parts were refused
+        return join_parts(content) if isinstance(content, list) else content or ""
+
+
+class _ChoiceReader:
+    """Reads the text of one choice as parts of OpenAI's message."""
+
+    def __init__(
+        self, context: ResponseContext, choice: int, request: ChatCompletionRequest
+    ) -> None:
+        self._reading = context.reading
+        self._parser = None if context.reading is None else context.reading.parser()
+        self._role = context.role
+        self._request_id = context.request_id
+        self._choice = choice
+        self._shows_reasoning = request.include_reasoning
+        self._num_calls = 0
+
+    def message(self, delta: Delta, before: str) -> ChatMessage:
+        """The whole message; ``before`` is the text that it continues."""
+        parts = self._parts(delta)
+        content = before + "".join(part.text for part in parts if isinstance(part, Content))
+        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
+        calls = [
+            ToolCall(id=found.id, function=found.function)
+            for found in map(self._call, parts)
+            if found is not None and isinstance(found.id, str)
+        ]
+        return ChatMessage(
+            role=self._role,
+            content=None if calls and not content else content,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls or UNSET,
+        )
+
+    def deltas(self, delta: Delta) -> list[ChatDelta]:
+        """The new parts of the message."""
+        found: list[ChatDelta] = []
+        for part in self._parts(delta):
+            if isinstance(part, Content):
+                found.append(ChatDelta(content=part.text))
+            elif isinstance(part, Reasoning):
+                found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
+            elif (call := self._call(part)) is not None:
+                found += _in_two(call)
+        return found
+
+    def finish_reason(self, delta: Delta) -> ChatFinishReason:
+        """OpenAI's reason: an answer with calls waits for their results."""
+        assert delta.finish_reason is not None
+        if self._num_calls and delta.finish_reason is FinishReason.STOP:
+            return ChatFinishReason.TOOL_CALLS
+        return _FINISH[delta.finish_reason]
+
+    def _parts(self, delta: Delta) -> list[Part]:
+        if self._parser is None:
+            # an event for each token, also if its text is held back
+            return [Content(delta.text)] if delta.text or delta.token_ids else []
+        parts = self._parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            parts += self._parser.finish(is_cut=delta.finish_reason is not FinishReason.STOP)
+        if self._shows_reasoning:
+            return parts
+        return [part for part in parts if not isinstance(part, Reasoning)]
+
+    def _call(self, part: Part) -> ToolCallDelta | None:
+        """A call with its number and id; None if it is no call, or one too many."""
+        reading, number = self._reading, self._num_calls
+        if isinstance(part, Content | Reasoning) or reading is None:
+            return None
+        if number and not reading.parallel:
+            return None
+        self._num_calls += 1
+        return ToolCallDelta(
+            index=number,
+            id=reading.call_id(self._request_id, self._choice, number, part.name),
+            type="function",
+            function=CalledFunction(name=part.name, arguments=part.arguments),
+        )
+
+
+def _in_two(call: ToolCallDelta) -> list[ChatDelta]:
+    """A call as OpenAI streams it: its name, then its arguments."""
+    name = CalledFunction(name=call.function.name, arguments="")
+    arguments = CalledFunction(arguments=call.function.arguments)
+    head = ToolCallDelta(index=call.index, id=call.id, type=call.type, function=name)
+    tail = ToolCallDelta(index=call.index, function=arguments)
+    return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]

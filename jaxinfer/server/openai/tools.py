@@ -1,0 +1,207 @@
+"""The tools of a chat request, checked, and how its answer is read for calls and thoughts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+import msgspec
+import regex
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.structured import StructuredOutputsParams, Thinking
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.fields import field_error
+from jaxinfer.text.answers.formats import AnswerFormat
+from jaxinfer.text.answers.parser import AnswerParser
+from jaxinfer.text.answers.structure import calls_tag
+from jaxinfer.text.tokenizer import Tokenizer
+
+MAX_TOOLS = 1024
+MAX_NAME_CHARACTERS = 256  # of a function
+ID_CHARACTERS = 9  # of a call's id: the templates of Mistral accept no other length
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools that an answer may call. ``mode``: auto, none, or required (at least one call)."""
+
+    mode: Literal["auto", "none", "required"] = "none"
+    tools: tuple[Mapping[str, Any], ...] = ()  # as the client sent them, of a named choice one
+
+    @property
+    def functions(self) -> Mapping[str, Mapping[str, Any]]:
+        """The functions by name."""
+        return {tool["function"]["name"]: tool["function"] for tool in self.tools}
+
+
+def tool_choice(tools: Sequence[Any] | None, choice: Any) -> ToolChoice:
+    """The choice of a request; raises ``ApiError`` naming the field that is wrong."""
+    named = _checked_tools(tools or ())
+    if choice is None:
+        choice = "auto" if named else "none"
+    match choice:
+        case "none":
+            return ToolChoice()
+        case "auto":
+            return ToolChoice("auto" if named else "none", tuple(named.values()))
+        case "required":
+            if not named:
+                raise field_error("tool_choice", "tool_choice is required, but tools is empty")
+            return ToolChoice("required", tuple(named.values()))
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "function",
+            "name": str(name),
+        }:
+            if name not in named:
+                raise field_error(
+                    "tool_choice",
+                    f"tool_choice names the function {name[:MAX_NAME_CHARACTERS]!r}, which is not "
+                    "in tools",
+                )
+            return ToolChoice("required", (named[name],))
+        case _:
+            raise field_error(
+                "tool_choice",
+                "tool_choice must be none, auto, required or "
+                '{"type": "function", "function": {"name": a function of tools}}',
+            )
+
+
+def _checked_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
+    """The tools by name, in order."""
+    if len(tools) > MAX_TOOLS:
+        raise field_error("tools", f"tools must have at most {MAX_TOOLS} items, got {len(tools)}")
+    named: dict[str, Mapping[str, Any]] = {}
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        kind = tool.get("type", "function")
+        if kind != "function":
+            raise field_error(f"{where}.type", f"{where}.type must be function, got {kind!r:.60}")
+        function = tool.get("function")
+        if not isinstance(function, Mapping):
+            raise field_error(f"{where}.function", f"{where}.function must be an object")
+        where += ".function"
+        name = function.get("name")
+        if (
+            not isinstance(name, str)
+            or not 0 < len(name) <= MAX_NAME_CHARACTERS
+            or name.split() != [name]
+        ):
+            raise field_error(
+                f"{where}.name",
+                f"{where}.name must be text without spaces, of at most {MAX_NAME_CHARACTERS} "
+                "characters",
+            )
+        if name in named:
+            raise field_error(f"{where}.name", f"{where}.name {name!r} is the name of another tool")
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            raise field_error(
+                f"{where}.parameters", f"{where}.parameters must be a JSON schema, an object"
+            )
+        if function.get("description") is not None and not isinstance(function["description"], str):
+            raise field_error(f"{where}.description", f"{where}.description must be text")
+        named[name] = cast("Mapping[str, Any]", tool)
+    return named
+
+
+@dataclass(frozen=True)
+class AnswerReading:
+    """How the text of one request's answers is read; each answer has its own parser."""
+
+    format: AnswerFormat
+    prompt: str  # the rendered chat
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
+    hidden: regex.Pattern[str] | None = None  # special tokens that no text shows
+    parallel: bool = True  # False: only the first call of an answer counts
+    num_earlier_calls: int = 0  # in the messages
+
+    def constrained(
+        self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer
+    ) -> SamplingParams:
+        """The sampling parameters of the answers: calls that are required are enforced, and forms
+        and the ``budget`` of thoughts follow the format's marks. Raises ``ApiError``.
+        """
+        structured, calls = sampling.structured_outputs, self.format.calls
+        if choice.mode == "required":
+            if structured is not None:
+                raise field_error(
+                    "tool_choice",
+                    "tool_choice requires a call, which has its own form; leave out "
+                    "response_format and structured_outputs",
+                )
+            if calls is None:
+                raise field_error(
+                    "tool_choice",
+                    f"calls in the form {self.format.name} cannot be required; use auto",
+                )
+            functions = list(choice.functions.values())
+            tag = calls_tag(calls, functions, parallel=self.parallel)
+            structured = StructuredOutputsParams.of({"structural_tag": tag})
+        # the marks of calls and thoughts may be special tokens
+        changed = {"structured_outputs": structured, "skip_special_tokens": False}
+        if budget is not None and not self.format.has_reasoning:
+            raise unknown_thoughts()
+        if structured is not None or budget is not None:
+            changed["thinking"] = self._thinking(budget, tokenizer)
+        return msgspec.structs.replace(sampling, **changed)
+
+    def _thinking(self, budget: int | None, tokenizer: Tokenizer) -> Thinking | None:
+        """The marks of thoughts in the answers; None if they have none."""
+        found = self.format
+        is_open = self.parser().in_reasoning
+        is_over = found.think_end in found.template.begun_answer(self.prompt)
+        if not found.think_end or (is_over and not is_open):
+            return None
+        encoded = [
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (found.think_begin, found.think_end)
+        ]
+        return Thinking(begin=encoded[0], end=encoded[1], is_open=is_open, budget=budget)
+
+    def parser(self) -> AnswerParser:
+        """A parser of one answer."""
+        properties = {name: _properties(function) for name, function in self.tools.items()}
+        return AnswerParser(self.format.template, self.prompt, tools=properties, hidden=self.hidden)
+
+    def call_id(self, request_id: str, choice: int, number: int, name: str) -> str:
+        """The id of a call, ``number`` in its answer; the same for the same request."""
+        if self.format.calls is not None and (form := self.format.calls.call_id):
+            index = str(self.num_earlier_calls + number)
+            return form.replace("{name}", name).replace("{index}", index)
+        digest = hashlib.sha256(f"{request_id} {choice} {number}".encode()).hexdigest()
+        return digest[:ID_CHARACTERS]
+
+
+def unknown_thoughts() -> ApiError:
+    """The error for a budget of thoughts whose marks are not known."""
+    return field_error(
+        "thinking_token_budget",
+        "thinking_token_budget needs a model whose thoughts have known marks; start the server "
+        "with --reasoning-parser, or leave it out",
+    )
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return cast("Mapping[str, Any]", properties) if isinstance(properties, Mapping) else {}
+
+
+def num_calls(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of tool calls in a chat's messages."""
+    listed = (message.get("tool_calls") for message in messages)
+    return sum(len(cast("list[Any]", calls)) for calls in listed if isinstance(calls, list))
+
+
+def hidden_pattern(special_tokens: Sequence[str | None]) -> regex.Pattern[str] | None:
+    """A pattern of special tokens, which are not part of an answer's text."""
+    texts = sorted({text for text in special_tokens if text}, key=len, reverse=True)
+    if not texts:
+        return None
+    # a test of the first character keeps a search among hundreds of tokens short
+    first = regex.escape("".join(sorted({text[0] for text in texts})), special_only=False)
+    return regex.compile(f"(?=[{first}])(?:{'|'.join(map(regex.escape, texts))})")

@@ -1,0 +1,1 @@
+"""Answers as reasoning, content and tool calls: their formats, and an incremental parser."""

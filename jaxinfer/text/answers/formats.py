@@ -1,0 +1,183 @@
+"""The formats of answers by name, and the one that a chat template writes.
+
+A format is a file in ``templates``: a ``response_template`` and, for calls, the text around a call
+that a grammar writes. Names are those of vLLM's parsers.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.text.answers.template import ResponseTemplate, read_template
+
+NONE = "none"  # the name of no parser
+# The first whose texts are all in the chat template is the format of its answers. qwen3_coder is
+# before hermes, whose marks it has too.
+FORMATS = (
+    *("openai", "gemma4", "functiongemma", "kimi_k2", "deepseek_v32", "deepseek_v3"),
+    *(
+        "deepseek_v31",
+        "mistral_v11",
+        "mistral",
+        "qwen3_coder",
+        "glm45",
+        "hermes",
+        "llama3_json",
+        "pythonic",
+    ),
+    "think",
+)
+_TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
+        **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
+        **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
+        **{"deepseek_v4": "deepseek_v32"},
+    }
+)
+_REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "holo2"), "think"
+        ),
+        **{"openai_gptoss": "openai", "gpt_oss": "openai", "harmony": "openai"},
+    }
+)
+# where an answer begins in the prompts of the usual chat templates
+_START = (
+    r"<\|im_start\|>assistant\n|<｜Assistant｜>|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n"
+    r"|<\|header_start\|>assistant<\|header_end\|>\n\n|\[/INST\]|<\|im_assistant\|>assistant"
+    r"<\|im_middle\|>|<\|?turn>model\n|<start_of_turn>model\n|<\|assistant\|>\n?|<\|start\|>assistant"
+)
+
+
+@dataclass(frozen=True)
+class CallText:
+    """How calls are written: the text around each call's arguments, as a grammar needs it.
+
+    ``{name}`` and ``{index}`` stand for the function's name and the number of the call. ``style``
+    is the form of the arguments: ``json``, or ``tags`` with the text around each argument.
+    """
+
+    begin: str
+    end: str
+    separator: str = ""
+    before: str = ""  # the first call
+    after: str = ""  # the last one
+    style: str = "json"
+    argument_begin: str = ""
+    argument_end: str = ""
+    call_id: str = ""  # empty: an id that all templates accept
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """What a model's answers look like. ``calls`` None: calls are not enforced by a grammar."""
+
+    name: str
+    template: ResponseTemplate
+    calls: CallText | None = None
+    think_begin: str = ""  # the marks of the model's thoughts; empty if they have none
+    think_end: str = ""
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if thoughts are told from content."""
+        return any(one.has_reasoning for one in self.template.fields)
+
+    @property
+    def has_calls(self) -> bool:
+        """True if calls are found."""
+        return any(one.has_calls for one in self.template.fields)
+
+    def without_calls(self) -> AnswerFormat:
+        """The format for a request without tools."""
+        template = self.template.only(lambda one: not one.has_calls)
+        return replace(self, template=template, calls=None)
+
+    def without_reasoning(self) -> AnswerFormat:
+        """The format in which thoughts are content."""
+        template = self.template.only(lambda one: not one.has_reasoning)
+        return replace(self, template=template, think_begin="", think_end="")
+
+
+def answer_format(
+    chat_template: str,
+    response_template: Any = None,
+    *,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> AnswerFormat | None:
+    """The format of answers to a chat template's prompts; None if they are plain text.
+
+    ``response_template`` is that of the model's tokenizer, which replaces the found one; the names
+    of parsers replace either, ``none`` its part. Raises ``ConfigError`` for an unknown name and
+    ``TokenizerError`` for an unusable ``response_template``.
+    """
+    found = _found(chat_template)
+    if response_template is not None:
+        name, template = "response_template", read_template(response_template)
+        # its marks are patterns, so those that a grammar writes are the found format's
+        found = replace(found or AnswerFormat(name, template), name=name, template=template)
+    if tool_call_parser == NONE:
+        found = None if found is None else found.without_calls()
+    elif tool_call_parser is not None:
+        found = _read(_known(tool_call_parser, _TOOL_ALIASES, "tool_call_parser"))
+    if reasoning_parser == NONE:
+        found = None if found is None else found.without_reasoning()
+    elif reasoning_parser is not None:
+        thoughts = _read(_known(reasoning_parser, _REASONING_ALIASES, "reasoning_parser"))
+        found = thoughts if found is None else _with_reasoning(found, thoughts)
+    return found if found is not None and (found.has_calls or found.has_reasoning) else None
+
+
+def _found(chat_template: str) -> AnswerFormat | None:
+    """The first format whose marks the chat template has."""
+    for name in FORMATS:
+        declared = _declared(name)
+        if all(text in chat_template for text in declared["found_by"]):
+            found = _read(name)
+            thinks = declared.get("thinks_if", "")
+            return found if thinks in chat_template else found.without_reasoning()
+    return None
+
+
+def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat:
+    kept = found.without_reasoning().template
+    added = thoughts.template.only(lambda one: one.has_reasoning).fields
+    return replace(
+        found,
+        template=ResponseTemplate(kept.start, (*added, *kept.fields)),
+        think_begin=thoughts.think_begin,
+        think_end=thoughts.think_end,
+    )
+
+
+def _known(name: str, aliases: Mapping[str, str], setting: str) -> str:
+    found = aliases.get(name, name)
+    if found not in FORMATS:
+        names = ", ".join((*FORMATS, NONE))
+        raise ConfigError(f"{setting} {name!r} is unknown; use one of {names}")
+    return found
+
+
+@cache
+def _read(name: str) -> AnswerFormat:
+    declared = _declared(name)
+    template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
+    calls = CallText(**declared["calls"]) if "calls" in declared else None
+    begin, end = declared.get("think", ("", ""))
+    return AnswerFormat(name, template, calls, begin, end)
+
+
+@cache
+def _declared(name: str) -> Mapping[str, Any]:
+    folder = resources.files("jaxinfer.text.answers.templates")
+    return tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))

@@ -1,0 +1,1 @@
+"""The formats of answers, a file for each: ``answers.formats`` reads them."""

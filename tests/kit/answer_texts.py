@@ -1,0 +1,179 @@
+"""Answers as models of eight formats write them: the texts of messages, by hand-written writers.
+
+The formats are those of the models' chat templates and documents; the cases are of the kinds of
+canitoolcall's public fixtures. Owns: ``MESSAGES``, ``WRITERS``, ``TOOLS``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Message(NamedTuple):
+    """A message of a model."""
+
+    content: str = ""
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    reasoning: str = ""
+
+
+TOOLS = {
+    "weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "clock": {},
+    "save": {
+        "path": {"type": "string"},
+        "text": {"type": "string"},
+        "options": {"type": "object"},
+        "tags": {"type": "array"},
+        "size": {"type": "number"},
+        "force": {"type": "boolean"},
+        "owner": {"type": ["string", "null"]},
+    },
+}
+_NESTED = {"options": {"a": {"b": [1, {"c": None}]}, "on": True}, "tags": ["x", "y z"]}
+_PLAIN = {"path": "a.txt", "size": -2.5, "force": False, "owner": None}
+_ODD = {"path": "C:\\dir\\ß.txt", "text": 'a "quote", {brace}\n  [indent] 日本 🌸\t\\n'}
+MESSAGES = {
+    "text": Message("Paris is the capital of France. 🇫🇷"),
+    "call": Message(calls=(("weather", {"city": "Paris", "days": 3}),)),
+    "no arguments": Message(calls=(("clock", {}),)),
+    "two calls": Message(calls=(("weather", {"city": "Zürich"}), ("clock", {}))),
+    "text and call": Message("I look at it.", (("weather", {"city": "Oslo"}),)),
+    "nested": Message(calls=(("save", _NESTED),)),
+    "numbers": Message(calls=(("save", _PLAIN),)),
+    "odd text": Message(calls=(("save", _ODD),)),
+    "thoughts": Message("Hello!", reasoning="A greeting.\n\nNo tool is needed."),
+    "thoughts and call": Message("", (("weather", {"city": "Rom"}),), "I need the weather."),
+    "all": Message("One moment.", (("clock", {}), ("save", _PLAIN)), "Time, then save."),
+}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _think(message: Message) -> str:
+    return f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
+
+
+def hermes(message: Message) -> str:
+    calls = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {_json(arguments)}}}\n</tool_call>'
+        for name, arguments in message.calls
+    ]
+    return _think(message) + "\n".join(filter(None, [message.content, *calls]))
+
+
+def qwen3_coder(message: Message) -> str:
+    def text_of(value: Any) -> str:
+        return value if isinstance(value, str) else _json(value)
+
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        values = "".join(
+            f"<parameter={key}>\n{text_of(value)}\n</parameter>\n"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+    calls = [call(*one) for one in message.calls]
+    return _think(message) + "\n".join(filter(None, [message.content, *calls]))
+
+
+def llama3_json(message: Message) -> str:
+    calls = [f'{{"name": "{n}", "parameters": {_json(a)}}}' for n, a in message.calls]
+    return "; ".join(calls) or message.content
+
+
+def mistral(message: Message) -> str:
+    thoughts = f"[THINK]{message.reasoning}[/THINK]" if message.reasoning else ""
+    if not message.reasoning and len(message.calls) == 2:  # the older form
+        calls = _json([{"name": n, "arguments": a} for n, a in message.calls])
+        return f"{message.content}[TOOL_CALLS] {calls}"
+    calls = "".join(f"[TOOL_CALLS]{n}[ARGS]{_json(a)}" for n, a in message.calls)
+    return thoughts + message.content + calls
+
+
+def deepseek_v3(message: Message) -> str:
+    calls = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>"
+        for n, a in message.calls
+    )
+    section = f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""
+    return _think(message) + message.content + section
+
+
+def deepseek_v31(message: Message) -> str:
+    calls = "".join(
+        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>"
+        for n, a in message.calls
+    )
+    section = f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""
+    return _think(message) + message.content + section
+
+
+def kimi_k2(message: Message) -> str:
+    calls = "".join(
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{_json(a)}"
+        "<|tool_call_end|>"
+        for i, (n, a) in enumerate(message.calls)
+    )
+    section = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>" if calls else ""
+    return _think(message) + message.content + section
+
+
+def openai(message: Message) -> str:
+    parts: list[str] = []
+    if message.reasoning:
+        parts.append(f"<|channel|>analysis<|message|>{message.reasoning}")
+    if message.content:
+        channel = "commentary" if message.calls else "final"
+        parts.append(f"<|channel|>{channel}<|message|>{message.content}")
+    calls = [
+        f" to=functions.{n}<|channel|>commentary json<|message|>{_json(a)}"
+        if i % 2
+        else f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{_json(a)}"
+        for i, (n, a) in enumerate(message.calls)
+    ]
+    text = "<|end|><|start|>assistant".join(parts)
+    if calls:
+        text += "<|end|><|start|>assistant" if parts else ""
+        text += "<|call|><|start|>assistant".join(calls)
+    return text  # the last mark ends the answer, so it is not in the text
+
+
+def gemma4(message: Message) -> str:
+    def value(given: Any) -> str:
+        if isinstance(given, str):
+            return f'<|"|>{given}<|"|>'
+        if isinstance(given, dict):
+            return "{" + ",".join(f"{k}:{value(v)}" for k, v in given.items()) + "}"
+        if isinstance(given, list):
+            return f"[{','.join(map(value, given))}]"
+        return _json(given)
+
+    thoughts = f"<|channel>thought\n{message.reasoning}\n<channel|>" if message.reasoning else ""
+    calls = "".join(f"<|tool_call>call:{n}{value(a)}<tool_call|>" for n, a in message.calls)
+    return thoughts + message.content + calls
+
+
+WRITERS: dict[str, Callable[[Message], str]] = {
+    writer.__name__: writer
+    for writer in (
+        *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
+        *(openai, gemma4),
+    )
+}
+# an end of a call in each format, which must not end a call when it is within an argument
+END_MARKS = {
+    "hermes": "a }\n</tool_call> b",
+    "qwen3_coder": "a </parameter> and </function>, <parameter=x> b",
+    "llama3_json": 'a "}; {"name" <|python_tag|> b',
+    "mistral": 'a "}[TOOL_CALLS]clock[ARGS]{} b',
+    "deepseek_v3": "a }\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",
+    "deepseek_v31": "a }<｜tool▁call▁end｜><｜tool▁calls▁end｜> b",
+    "kimi_k2": "a }<|tool_call_end|><|tool_calls_section_end|> b",
+    "openai": "a }<|call|><|end|><|start|> b",
+    "gemma4": "a }<tool_call|> b",
+}

@@ -1,0 +1,84 @@
+"""An engine whose answers are given by a test: it speaks a text, byte by byte, and obeys masks.
+
+Owns: ``scripted_engine``. Its tokenizer is the tiny one with a real chat template.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import StepPlan, StepResult
+from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.text.tokenizer import load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
+from kit.engines import tiny_limits
+from kit.fake_executor import FakeExecutor, Slot
+from kit.tokenizers import DATA, TINY_EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer_json
+
+TEMPLATES = DATA.parent / "chat_templates"
+
+
+class ScriptedExecutor(FakeExecutor):
+    """Draws the bytes of ``script``, then the end. A mask that forbids a token replaces it by one
+    that ends a string, an object or the text soonest; then the script goes on.
+    """
+
+    script = b""
+
+    def _draw(self, slot: Slot, num_generated: int) -> int:
+        script = [*self.script, TINY_EOS_ID]
+        wanted = script[min(num_generated, len(script) - 1)]
+        constraint = slot.request.constraint
+        if constraint is None:
+            return wanted
+        drawn = slot.token_ids[len(slot.request.prompt_token_ids) :]
+        mask = np.zeros(cdiv(TINY_VOCAB_SIZE, 32), np.uint32)
+        constraint.begin(drawn).fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        ways_out = (TINY_EOS_ID, *b'"}', *range(ord("!"), ord("~")), *range(256))
+        return next(token for token in (wanted, *ways_out) if token in allowed)
+
+
+class ScriptedDevice:
+    """A ``StepExecutor`` over ``ScriptedExecutor``; ``speak`` sets the next answers."""
+
+    def __init__(self, page_size: int) -> None:
+        self.fake = ScriptedExecutor(page_size)
+
+    def speak(self, text: str) -> None:
+        """Answer with this text from now on."""
+        self.fake.script = text.encode()
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Run the step."""
+        return self.fake.run(plan)
+
+    def collect(self, step: StepResult) -> StepResult:
+        """Its result."""
+        return step
+
+
+def scripted_engine(template: str) -> tuple[Engine, ScriptedDevice]:
+    """An engine with the chat template of this name in tests/data."""
+    limits = tiny_limits(
+        num_pages=2049, page_size=16, max_model_len=8192, max_num_batched_tokens=8192
+    )
+    device = ScriptedDevice(limits.page_size)
+    spec = TokenizerSpec(
+        tokenizer_json=tiny_tokenizer_json(),
+        tokenizer_config={"bos_token": "<|bos|>", "eos_token": "<|eos|>"},
+        chat_template=Path(TEMPLATES / f"{template}.jinja").read_text(),
+    )
+    facts = ModelFacts(
+        name="scripted",
+        vocab_size=TINY_VOCAB_SIZE,
+        eos_token_ids=(TINY_EOS_ID,),
+        default_sampling=SamplingParams(),
+    )
+    engine = Engine(device, limits, facts, load_tokenizer(spec), overlap=False)
+    return engine, device

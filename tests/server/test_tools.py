@@ -1,0 +1,250 @@
+"""Tools and thoughts over HTTP, with the official ``openai`` client and a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+
+from kit.answer_texts import MESSAGES, WRITERS
+from kit.scripted import ScriptedDevice, scripted_engine
+from kit.server import Serving, serving
+
+CHATS = "/v1/chat/completions"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def tool(name: str = "weather", **fields: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
+
+
+TOOLS = [tool(), tool("clock", parameters={"type": "object", "properties": {}})]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+
+
+class Scripted(NamedTuple):
+    """A server whose answers a test gives."""
+
+    server: Serving
+    device: ScriptedDevice
+    client: OpenAI
+
+    def answer(self, text: str, **fields: Any) -> Any:
+        """The first choice of a chat that the model answers with this text."""
+        self.device.speak(text)
+        fields = {"messages": QUESTION, "tools": TOOLS, **fields}
+        return self.client.chat.completions.create(model="scripted", **fields).choices[0]
+
+    def streamed(self, text: str, **fields: Any) -> list[Any]:
+        """The choices of all chunks of the same."""
+        self.device.speak(text)
+        fields = {"messages": QUESTION, "tools": TOOLS, **fields}
+        chunks = self.client.chat.completions.create(model="scripted", stream=True, **fields)
+        return [chunk.choices[0] for chunk in chunks if chunk.choices]
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Scripted]:
+    engine, device = scripted_engine("qwen3")
+    with serving(engine) as server:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            yield Scripted(server, device, client)
+        server.wait_until_idle()
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_whole_and_streamed_answers(scripted: Scripted, name: str) -> None:
+    """The client's own accumulation of a stream is the message of the whole answer."""
+    message = MESSAGES[name]
+    text = WRITERS["hermes"](message)
+    whole = scripted.answer(text)
+    assert whole.message.content == (message.content or (None if message.calls else ""))
+    assert getattr(whole.message, "reasoning", "") == message.reasoning
+    assert getattr(whole.message, "reasoning_content", "") == message.reasoning
+    assert calls_of(whole.message) == list(message.calls)
+    assert whole.finish_reason == ("tool_calls" if message.calls else "stop")
+    scripted.device.speak(text)
+    with scripted.client.chat.completions.stream(
+        model="scripted", messages=QUESTION, tools=TOOLS
+    ) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert calls_of(final.message) == list(message.calls)
+    assert (final.message.content or "") == message.content
+    assert final.finish_reason == whole.finish_reason
+
+
+def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
+    choices = scripted.streamed(WRITERS["hermes"](MESSAGES["two calls"]))
+    sent = [choice.delta.tool_calls[0] for choice in choices if choice.delta.tool_calls]
+    names = [(one.index, one.function.name, one.function.arguments) for one in sent]
+    assert names == [
+        (0, "weather", ""),
+        (0, None, '{"city": "Zürich"}'),
+        (1, "clock", ""),
+        (1, None, "{}"),
+    ]
+    assert [(one.type, len(one.id or "")) for one in sent] == [("function", 9), (None, 0)] * 2
+    assert sent[0].id != sent[2].id
+    assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
+
+
+def test_thoughts_are_streamed_as_they_come(scripted: Scripted) -> None:
+    choices = scripted.streamed(WRITERS["hermes"](MESSAGES["thoughts"]))
+    thoughts = [one for c in choices if (one := getattr(c.delta, "reasoning", None))]
+    assert "".join(thoughts) == MESSAGES["thoughts"].reasoning and len(thoughts) > 1
+    hidden = scripted.streamed(
+        WRITERS["hermes"](MESSAGES["thoughts"]), extra_body={"include_reasoning": False}
+    )
+    assert not [c for c in hidden if getattr(c.delta, "reasoning", None)]
+    assert "".join(c.delta.content or "" for c in hidden) == "Hello!"
+
+
+def test_without_tools_a_call_is_text(scripted: Scripted) -> None:
+    text = WRITERS["hermes"](MESSAGES["call"])
+    for fields in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}):
+        choice = scripted.answer(text, **fields)
+        assert (choice.message.content, choice.message.tool_calls) == (text, None)
+        assert choice.finish_reason == "stop"
+
+
+def test_only_one_call_if_calls_are_not_parallel(scripted: Scripted) -> None:
+    text = WRITERS["hermes"](MESSAGES["two calls"])
+    choice = scripted.answer(text, parallel_tool_calls=False)
+    assert calls_of(choice.message) == [("weather", {"city": "Zürich"})]
+
+
+def test_a_call_that_is_cut_off(scripted: Scripted) -> None:
+    choice = scripted.answer(WRITERS["hermes"](MESSAGES["text and call"]), max_tokens=60)
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert choice.message.content == MESSAGES["text and call"].content
+
+
+def test_calls_and_results_are_sent_back(scripted: Scripted) -> None:
+    """The next prompt has the call and its result, with the same ids."""
+    first = scripted.answer(WRITERS["hermes"](MESSAGES["call"])).message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "12 degrees"}
+    messages = [*QUESTION, first.model_dump(), result]
+    assert scripted.answer("It is cold.", messages=messages).message.content == "It is cold."
+    tokens = scripted.server.post("/tokenize", messages=messages, tools=TOOLS).json()["tokens"]
+    prompt = bytes(token for token in tokens if token < 256).decode()
+    assert '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}' in prompt
+    assert "<tool_response>\n12 degrees" in prompt and '"description"' not in prompt
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "no JSON"
+    answer = scripted.server.post(CHATS, messages=messages)
+    assert answer.status_code == 400
+    assert "messages[1].tool_calls[0].function.arguments" in answer.json()["error"]["message"]
+
+
+# the model would answer with text, were it not for the masks
+@pytest.mark.parametrize("thinks", [False, True])
+def test_required_calls_are_enforced(scripted: Scripted, thinks: bool) -> None:
+    pytest.importorskip("llguidance")
+    text = "<think>\nwell\n</think>\n\nNo." if thinks else "<to No."
+    for choice, names in (
+        ("required", {"weather", "clock"}),
+        ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+    ):
+        found = scripted.answer(text, tool_choice=choice, max_tokens=400, parallel_tool_calls=False)
+        ((name, arguments),) = calls_of(found.message)
+        assert name in names and (name == "clock" or isinstance(arguments["city"], str))
+        assert found.finish_reason == "tool_calls"
+        assert getattr(found.message, "reasoning", "") == ("well" if thinks else "")
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_the_budget_ends_the_thoughts(scripted: Scripted, budget: int) -> None:
+    text = "<think>" + "a" * 20
+    body = {"thinking_token_budget": budget}
+    found = scripted.answer(text, tools=None, max_tokens=40, extra_body=body)
+    assert getattr(found.message, "reasoning", "") == "a" * budget
+    assert found.message.content.startswith("a" * 7) or found.message.content == ""
+    # enough of a budget, and answers without thoughts, change nothing
+    for given in (WRITERS["hermes"](MESSAGES["thoughts"]), "Hello!"):
+        found = scripted.answer(given, tools=None, extra_body={"thinking_token_budget": 100})
+        assert found.message.content == "Hello!"
+
+
+def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
+    closed = b"<think>\n\n</think>\n\n"
+    for body, is_closed in (
+        ({}, False),
+        ({"reasoning_effort": "high"}, False),
+        ({"reasoning_effort": "none"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True),
+    ):
+        tokens = scripted.server.post("/tokenize", messages=QUESTION, **body).json()["tokens"]
+        assert bytes(token for token in tokens if token < 256).endswith(closed) == is_closed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, tool("clock")]}, "tools[2].function.name"),
+        ({"tools": [tool(parameters=[1])]}, "tools[0].function.parameters"),
+        ({"tools": [tool(description=1)]}, "tools[0].function.description"),
+        ({"tools": "weather"}, "tools"),
+        ({"tools": [1]}, "tools[0]"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"name": "weather"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+        ),
+        (
+            {
+                "tools": [tool(parameters={"type": "object", "properties": {"a": {"type": "b"}}})],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_named(scripted: Scripted, fields: Any, param: str) -> None:
+    answer = scripted.server.post(CHATS, messages=QUESTION, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_tools_need_a_known_form() -> None:
+    engine, _ = scripted_engine("smollm2")
+    with serving(engine) as server:
+        answer = server.post(CHATS, messages=QUESTION, tools=TOOLS)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert "--tool-call-parser" in answer.json()["error"]["message"]
+        answer = server.post(CHATS, messages=QUESTION, thinking_token_budget=1)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "thinking_token_budget",
+        )
+
+
+def test_a_forced_parser() -> None:
+    engine, device = scripted_engine("smollm2")
+    with serving(engine, tool_call_parser="mistral", reasoning_parser="deepseek_r1") as server:
+        device.speak('<think>a</think>[TOOL_CALLS]weather[ARGS]{"city": "Rom"}')
+        answer = server.post(CHATS, messages=QUESTION, tools=TOOLS, n=2).json()
+        for choice in answer["choices"]:
+            assert choice["message"]["reasoning"] == "a"
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": '{"city": "Rom"}'}
+        ids = {choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]}
+        assert len(ids) == 2

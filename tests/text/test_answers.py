@@ -1,0 +1,279 @@
+"""Answers of each format are read as the message that was written, however the text is divided."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from jaxinfer.core.errors import ConfigError, TokenizerError
+from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.text.answers.formats import FORMATS, answer_format
+from jaxinfer.text.answers.parser import AnswerParser, Content, Part, Reasoning
+from jaxinfer.text.answers.template import read_template
+from jaxinfer.text.tokenizer import load_tokenizer
+from jaxinfer.text.tokenizer_config import TokenizerSpec
+from kit.answer_texts import END_MARKS, MESSAGES, TOOLS, WRITERS, Message
+from kit.tokenizers import DATA, tiny_tokenizer_json
+
+TEMPLATES = DATA.parent / "chat_templates"
+NO_THOUGHTS = ("llama3_json",)
+
+
+def template_of(name: str):
+    found = answer_format("", tool_call_parser=name)
+    assert found is not None
+    return found.template
+
+
+def read(parser: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -> Message:
+    parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
+    return message_of([*parts, *parser.finish(is_cut=is_cut)])
+
+
+def message_of(parts: Iterable[Part]) -> Message:
+    found = Message()
+    for part in parts:
+        if isinstance(part, Content):
+            found = found._replace(content=found.content + part.text)
+        elif isinstance(part, Reasoning):
+            found = found._replace(reasoning=found.reasoning + part.text)
+        else:
+            found = found._replace(calls=(*found.calls, (part.name, json.loads(part.arguments))))
+    return found
+
+
+def pieces_of(data: bytes, cuts: Iterable[int]) -> list[str]:
+    """The text in pieces that end at these bytes, as a detokenizer would send them."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    ends = [0, *cuts, len(data)]
+    return [decoder.decode(data[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def cases():
+    for name in WRITERS:
+        for case, message in MESSAGES.items():
+            if not (
+                name in NO_THOUGHTS and (message.reasoning or message.content and message.calls)
+            ):
+                yield pytest.param(name, message, id=f"{name}-{case}")
+        odd = Message(calls=(("save", {"text": END_MARKS[name]}), ("clock", {})))
+        yield pytest.param(name, odd, id=f"{name}-end mark in an argument")
+
+
+@pytest.mark.parametrize(("name", "message"), list(cases()))
+def test_whole_and_cut_at_every_byte(name: str, message: Message) -> None:
+    template, data = template_of(name), WRITERS[name](message).encode()
+
+    def parser() -> AnswerParser:
+        return AnswerParser(template, "", tools=TOOLS)
+
+    assert read(parser(), [data.decode()]) == message
+    for cut in range(1, len(data)):
+        assert read(parser(), pieces_of(data, [cut])) == message, data[:cut]
+    assert read(parser(), pieces_of(data, range(1, len(data)))) == message
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_call_that_is_cut_off_is_no_call(name: str) -> None:
+    """max_tokens may end an answer anywhere; the calls before are kept."""
+    two = Message(
+        calls=(("weather", {"city": "Zürich"}), ("save", {"path": "/tmp/x", "text": "a b"}))
+    )
+    text = WRITERS[name](two)
+    for end in range(text.index("a b") + 3):
+        found = read(AnswerParser(template_of(name), "", tools=TOOLS), [text[:end]], is_cut=True)
+        assert found.calls in ((), two.calls[:1]), text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "<tool_call>\nnot JSON\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {"[" * 5000}}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1'),
+        ("mistral", "[TOOL_CALLS] [not JSON]"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1'),
+        ("llama3_json", '{"name": "Ada", "born": 1815}'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1} and more'),
+        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>"),
+        (
+            "kimi_k2",
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>x<|tool_call_end|>",
+        ),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
+        ("openai", "<|channel|>commentary to=functions.f<|message|>{"),
+    ],
+)
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    found = read(AnswerParser(template_of(name), "", tools=TOOLS), ["x" * (name == "hermes"), text])
+    assert not found.calls
+    assert text in found.content
+
+
+def test_the_answer_continues_the_prompt() -> None:
+    """The prompt may have opened the thoughts, or opened and closed them."""
+    for end, text, expected in (
+        ("<think>\n", "a\n</think>\n\nb", Message("b", reasoning="a")),
+        ("<think>\n\n</think>\n\n", "a", Message("a")),
+        ("", "<think>\na\n</think>\n\nb", Message("b", reasoning="a")),
+        ("", "a <think> b", Message("a ", reasoning="b")),
+    ):
+        prompt = f"<|im_start|>user\n<think> x<|im_end|>\n<|im_start|>assistant\n{end}"
+        assert read(AnswerParser(template_of("hermes"), prompt), [text]) == expected
+
+
+def test_special_tokens_are_left_out() -> None:
+    hidden = hidden_pattern(["<|im_end|>", "<|im_start|>", "<tool_call>", None])
+    for text in ("a<|im_end|>b<|im_start|>", "<|im_end|>a<|im_end|><|im_end|>b"):
+        for cut in range(len(text)):
+            parser = AnswerParser(template_of("hermes"), "", hidden=hidden)
+            assert read(parser, [text[:cut], text[cut:]]) == Message("ab")
+    call = WRITERS["hermes"](MESSAGES["text and call"])
+    parser = AnswerParser(template_of("hermes"), "", hidden=hidden)
+    assert read(parser, [call]) == MESSAGES["text and call"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
+@pytest.mark.parametrize("before", ["", "<think>", "<tool_call>"])
+def test_endless_white_space_takes_little_time(name: str, before: str) -> None:
+    """Models get caught in such loops; the time for a run is about linear in its length."""
+    parser, start = AnswerParser(template_of(name), ""), time.process_time()
+    parser.feed(before)
+    for _ in range(1000):
+        parser.feed("\n" * 10)
+    found = [*parser.feed("x"), *parser.finish()]
+    assert "x" in found[0][0]
+    assert time.process_time() - start < 2.0  # 0.1; with a search at each position above 30
+
+
+FOUND = {
+    "qwen2.5": ("hermes", False),
+    "qwen3": ("hermes", True),
+    "qwen3-coder": ("qwen3_coder", False),
+    "qwen3.5": ("qwen3_coder", True),
+    "deepseek-v3.1": ("deepseek_v31", True),
+    "deepseek-r1": ("deepseek_v3", True),
+    "mistral-nemo": ("mistral", False),
+    "smollm3": ("think", True),
+    "smollm2": (None, False),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_format_is_found_from_the_chat_template(name: str) -> None:
+    found = answer_format((TEMPLATES / f"{name}.jinja").read_text())
+    expected, thinks = FOUND[name]
+    assert (None if found is None else found.name) == expected
+    assert (found is not None and found.has_reasoning) == thinks or name == "mistral-nemo"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (found, _) in FOUND.items() if found not in (None, "think")]
+)
+def test_calls_that_a_chat_template_writes_are_read(name: str) -> None:
+    """The text that the model's own template writes for a call is read as that call."""
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    spec = TokenizerSpec(
+        tokenizer_json=tiny_tokenizer_json(),
+        tokenizer_config={"bos_token": "<|bos|>", "eos_token": "<|eos|>"},
+        chat_template=source,
+    )
+    tokenizer, found = load_tokenizer(spec), answer_format(source)
+    assert found is not None
+    arguments = {"path": "ß.txt", "text": "a\nb", "size": 2.5, "force": True}
+    function = {"name": "save", "arguments": json.dumps(arguments)}
+    question = {"role": "user", "content": "a question"}
+    call = {"id": "call00000", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "save", "parameters": {"type": "object"}}}]
+    options = {"add_generation_prompt": False, "template_kwargs": {"tools": tools}}
+    before = tokenizer.render_chat([question], **options)
+    after = tokenizer.render_chat([question, answer], **options)
+    assert after.startswith(before)
+    text = after[len(before) :].removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    text = text.removesuffix("<|eos|>").removesuffix("<｜end▁of▁sentence｜>")
+    message = read(AnswerParser(found.template, "", tools=TOOLS), [text])
+    assert message.calls == (("save", arguments),)
+
+
+def test_forced_parsers() -> None:
+    chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    forced = answer_format(
+        chat_template, tool_call_parser="mistral", reasoning_parser="deepseek_r1"
+    )
+    assert forced is not None and (forced.name, forced.think_end) == ("mistral", "</think>")
+    without = answer_format(chat_template, tool_call_parser="none", reasoning_parser="none")
+    assert without is None
+    for setting in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=f"{setting} 'some' is unknown; use one of .*hermes"):
+            answer_format(chat_template, **{setting: "some"})
+    for name in FORMATS:
+        assert answer_format("", tool_call_parser=name) is not None
+
+
+OWN = {
+    "start_anchor": "<a>",
+    "fields": {
+        "thinking": {"open": "[t]", "close": "[/t]", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\[call (?P<name>\w+)\]",
+            "close": "[/call]",
+            "content": "kv-lines",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": "[end]", "content": "text"},
+    },
+}
+
+
+def test_a_template_of_the_tokenizer_wins() -> None:
+    """In transformers' form: texts are stripped, and values typed by the tools' schemas."""
+    found = answer_format((TEMPLATES / "qwen3.jinja").read_text(), OWN)
+    assert found is not None
+    text = " [t] thoughts [/t] an answer \n[call weather]\ncity: Rom\ndays: 3\n[/call] [end]"
+    expected = Message("an answer", (("weather", {"city": "Rom", "days": 3}),), "thoughts")
+    for cut in range(len(text)):
+        parser = AnswerParser(found.template, "x<a>", tools=TOOLS)
+        assert read(parser, [text[:cut], text[cut:]]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "it must be an object"),
+        ({**OWN, "version": 2}, "version 2 is not supported"),
+        ({**OWN, "other": 1}, "unknown entry 'other'"),
+        ({"fields": OWN["fields"]}, "start_anchor or start_anchor_pattern is required"),
+        ({"start_anchor": "a", "fields": {}}, "fields must be an object that is not empty"),
+        ({"start_anchor": "a", "fields": {"b": {"open_pattern": "("}}}, "invalid pattern"),
+        ({"start_anchor": "a", "fields": {"b": {"content": "yaml"}}}, "'yaml' is unknown"),
+        ({"start_anchor": "a", "fields": {"b": {}, "c": {}}}, "only one field without open"),
+        ({"start_anchor": "a", "fields": {"b": {"open": "", "close": "x"}}}, "must be text"),
+    ],
+)
+def test_unusable_templates(given, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message):
+        read_template(given)
+
+
+def test_python_calls() -> None:
+    text = "[weather(city='Rom\\'s', days=3), save(tags=['a', {'b': None}], force=True)]"
+    calls = (
+        ("weather", {"city": "Rom's", "days": 3}),
+        ("save", {"tags": ["a", {"b": None}], "force": True}),
+    )
+    assert read(AnswerParser(template_of("pythonic"), ""), [text]) == Message(calls=calls)
+    for wrong in ("[f(1)]", "[f(x=g())]", "[f(x=1]", "[f(**x)]"):
+        assert read(AnswerParser(template_of("pythonic"), ""), [wrong]) == Message(wrong)
