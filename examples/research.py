@@ -9,7 +9,9 @@ m = jaxinfer.load("smollm2-135m-instruct")  # the weights and functions that the
 assert m.tokenizer is not None
 tokens = jnp.asarray(m.tokenizer.encode("The capital of France is"), jnp.int32)  # [T]
 
-logits = jax.jit(lambda params, t: m.forward(t, params=params))(m.params, tokens)  # float32[T, V]
+names = [f"layers.{layer}.resid_post" for layer in (9, 19, 29)]
+run = jax.jit(lambda params, t: m.forward(t, params=params, taps=names))
+logits, taps = run(m.params, tokens)  # float32[T, V], {name: [T, D]}
 best = int(jnp.argmax(logits[-1]))
 print("next token:", m.tokenizer.decode([best]))
 
@@ -20,12 +22,10 @@ def surprise(embedding: jax.Array) -> jax.Array:  # [V, D] -> float32[]
     return -jax.nn.log_softmax(m.forward(tokens, params=changed)[-1])[best]
 
 
-gradient = jax.grad(surprise)(m.params["embed"])[tokens]  # [T, D]
+gradient = jax.jit(jax.grad(surprise))(m.params["embed"])[tokens]  # [T, D]
 for token, row in zip(tokens.tolist(), gradient, strict=True):
     print(f"{m.tokenizer.decode([token])!r:>10}: saliency {float(jnp.linalg.norm(row)):.4f}")
 
-names = [f"layers.{layer}.resid_post" for layer in (9, 19, 29)]
-_, taps = m.forward(tokens, taps=names)
 for name in names:  # a logit lens
     guess = int(m.logits(taps[name][-1], final_norm=True).argmax())
     print(f"{name}: {m.tokenizer.decode([guess])!r}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
     from jaxinfer.engine.api.save import save
-    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, WeightSpan
 
 __version__ = VERSION
 
@@ -32,6 +32,7 @@ __all__ = (
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "WeightSpan",
     "load",
     "save",
 )
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.engine.api.save"
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
-        case "CompletionOutput" | "Logprob" | "RequestOutput":
+        case "CompletionOutput" | "Logprob" | "RequestOutput" | "WeightSpan":
             module = "jaxinfer.engine.outputs"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

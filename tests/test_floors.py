@@ -20,7 +20,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.models"},
     {"jaxinfer.weights", "jaxinfer.exec"},
     {"jaxinfer.engine"},
-    {"jaxinfer.server", "jaxinfer"},
+    {"jaxinfer.server", "jaxinfer.rl", "jaxinfer"},
     {"jaxinfer.cli"},
     {"jaxinfer.__main__"},
 )

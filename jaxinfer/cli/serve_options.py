@@ -59,7 +59,7 @@ GROUPS = (
             Setting(
                 "admin_api_key",
                 texts,
-                "Keys for /pause, /resume, /update_weights and /reset_prefix_cache.",
+                "Keys for /pause, /update_weights, /sleep and the like.",
                 secret=True,
             ),
             Setting("allowed_origins", texts, "CORS origins, as a JSON list."),

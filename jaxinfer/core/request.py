@@ -49,7 +49,10 @@ REAL_BOUNDS = MappingProxyType(
     }
 )
 ABOVE_ZERO_BOUNDS = MappingProxyType({"top_p": 1.0})  # (0, high]
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_FLAGS = (
+    *("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"),
+    "temperature_scaled_logprobs",
+)
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {  # vLLM's fields that are not supported, with the values that change nothing
         "best_of": (None, 1),
@@ -78,11 +81,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     """How to continue one prompt. Names, defaults and order of effects follow vLLM's class.
 
     Logits pass through logit_bias, min_tokens, the penalties, the masks of structured_outputs,
-    allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order; logprobs
-    are of the unmodified distribution. The token drawn at a position is a function of (seed,
-    position), the logits and the mask alone. ``guided_decoding`` is the older name of
-    ``structured_outputs``; with either, the answer ends when it is complete, also with ignore_eos,
-    and it begins after the thoughts of ``thinking``.
+    allowed_token_ids and bad_words, temperature, top_k, min_p and top_p, in that order. Logprobs
+    are of the unmodified distribution, or with ``temperature_scaled_logprobs`` (not in vLLM) those
+    of drawn tokens are of log_softmax(logits / temperature), as trainers compute them. The token
+    drawn at a position is a function of (seed, position), the logits and the mask alone.
+    ``guided_decoding`` is the older name of ``structured_outputs``; with either, the answer ends
+    when it is complete, also with ignore_eos, and it begins after the thoughts of ``thinking``.
 
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.
@@ -108,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    temperature_scaled_logprobs: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -139,6 +144,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     def greedy(self) -> bool:
         """True if the most likely token is drawn; temperatures under 1e-5 count as 0."""
         return self.temperature < 1e-5
+
+    @property
+    def scales_logprobs(self) -> bool:
+        """True if logprobs are of logits divided by the temperature; a temperature of 0 is not."""
+        return self.temperature_scaled_logprobs and not self.greedy
 
     @property
     def has_penalties(self) -> bool:

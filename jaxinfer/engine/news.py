@@ -52,6 +52,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_live_pages_of_groups: tuple[int, ...] = ()  # the same, of each of ``Limits.windows``
     num_cached_pages: int = 0  # of no sequence, kept for prefix reuse until they are needed
     num_fresh_pages: int = 0
+    weight_version: int = 0  # changes of weights since the start
+    sleep_level: int = 0  # 0 while the engine is awake
 
 
 class News(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -21,6 +21,26 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 type PositionLogprobs = dict[int, Logprob]  # the chosen token first, then by rank
+
+
+class WeightSpan(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Tokens [start, end) of a completion were drawn with weights of this version: the number of
+    ``update_weights`` before them.
+    """
+
+    version: int
+    start: int
+    end: int
+
+
+def joined_spans(spans: Iterable[WeightSpan]) -> list[WeightSpan]:
+    """Spans in order, adjacent ones of the same version joined."""
+    found: list[WeightSpan] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            span = WeightSpan(span.version, found.pop().start, span.end)
+        found.append(span)
+    return found
 
 
 class SequenceTimes(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +72,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pooled: tuple[float, ...] | None = None  # the vector of a request that pools
     error: str = ""
     times: SequenceTimes | None = None
+    weight_versions: tuple[WeightSpan, ...] = ()  # of ``token_ids``
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -65,12 +86,17 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        weight_versions=tuple(
+            joined_spans(chain.from_iterable(delta.weight_versions for delta in deltas))
+        ),
     )
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion of a prompt."""
+    """One completion of a prompt. ``weight_versions``: of its tokens, one span unless the weights
+    changed while it was generated.
+    """
 
     index: int
     text: str = ""
@@ -79,6 +105,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
 
     def finished(self) -> bool:
         """True if it has ended."""
@@ -120,6 +147,9 @@ class Collector:
         output, completion = self.output, self.output.outputs[delta.index]
         completion.text += delta.text
         completion.token_ids.extend(delta.token_ids)
+        if delta.weight_versions:
+            last = completion.weight_versions[-1:]
+            completion.weight_versions[-1:] = joined_spans((*last, *delta.weight_versions))
         if completion.logprobs is not None:
             completion.logprobs.extend(delta.logprobs)
             gained = sum(

@@ -47,34 +47,34 @@ def experts_config(
     hf.supported_only(config, "hidden_act", "silu", "swish")
     if config.get(count) is None and config.get(_COUNT) is not None:
         count = _COUNT
-    number, groups = hf.positive_int(config, count), routing.groups
-    most, where = number, f"experts of {count!r}"
-    if groups is not None:
-        if number % groups.count:
-            raise ConfigError(
-                f"config key 'n_group' is {groups.count}, which does not divide the {number} "
-                f"experts of {count!r}"
-            )
-        if groups.chosen > groups.count:
-            raise ConfigError(
-                f"config key 'topk_group' is {groups.chosen}, and there are {groups.count} groups "
-                "('n_group')"
-            )
-        most = number // groups.count * groups.chosen
-        where = f"experts of {groups.chosen} of {groups.count} groups of {count!r}"
-        if groups.score == "best_two" and number // groups.count < 2:
-            raise ConfigError(
-                f"config key 'n_group' is {groups.count}, so that a group of the {number} experts "
-                "has fewer than the two whose scores are its own"
-            )
+    number = hf.positive_int(config, count)
+    most = number if routing.groups is None else _in_groups(number, routing.groups)
     if routing.chosen > most:
+        among = f"the {number} of {count!r}"
+        if routing.groups is not None:
+            among = f"{most} experts: 'topk_group' {routing.groups.chosen} of {among} in groups"
         raise ConfigError(
-            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {most} "
-            + where
+            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {among}"
         )
     return ExpertsConfig(
         count=number, width=hf.positive_int(config, width), routing=routing, **more
     )
+
+
+def _in_groups(number: int, groups: Groups) -> int:
+    """The experts among which a token can choose; raises ``ConfigError`` for impossible groups."""
+    size = number // groups.count
+    if number % groups.count or (groups.score == "best_two" and size < 2):
+        raise ConfigError(
+            f"config key 'n_group' is {groups.count}, and {number} experts cannot be divided into "
+            f"so many equal groups{' of two or more' * (groups.score == 'best_two')}"
+        )
+    if groups.chosen > groups.count:
+        raise ConfigError(
+            f"config key 'topk_group' is {groups.chosen}, and there are {groups.count} groups "
+            "('n_group')"
+        )
+    return size * groups.chosen
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:

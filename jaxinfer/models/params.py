@@ -123,14 +123,18 @@ def as_is(tensor: np.ndarray) -> np.ndarray:
     return tensor
 
 
+# Arrays of files are numpy's, a trainer's are JAX's, and also these must not be copied to the host:
+# hence the functions of the array's own module (the array API standard).
+
+
 def join_outputs(*weights: np.ndarray) -> np.ndarray:  # [out_i, in] each -> [in, sum of out_i]
     """Transpose linear weights from [out, in] to [in, out] and concatenate their outputs."""
-    return np.concatenate([weight.T for weight in weights], axis=1)
+    return _module(weights).concat([weight.T for weight in weights], axis=1)
 
 
 def join(*tensors: np.ndarray) -> np.ndarray:  # [out_i] each -> [sum of out_i]
     """Concatenate biases."""
-    return np.concatenate(tensors)
+    return _module(tensors).concat(tensors)
 
 
 def plus_one(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
@@ -140,12 +144,16 @@ def plus_one(weight: np.ndarray) -> np.ndarray:  # [D] -> float32[D]
 
 def stack_plus_one(*weights: np.ndarray) -> np.ndarray:  # [D] each -> float32[number of them, D]
     """Stack the weights of norms whose checkpoint stores the weight minus 1."""
-    return np.stack([plus_one(weight) for weight in weights])
+    return _module(weights).stack([plus_one(weight) for weight in weights])
 
 
 def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors, D]
     """Stack the weights of norms."""
-    return np.stack(tensors)
+    return _module(tensors).stack(tensors)
+
+
+def _module(arrays: Sequence[np.ndarray]) -> Any:
+    return arrays[0].__array_namespace__()
 
 
 def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
@@ -155,7 +163,7 @@ def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
 
 def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
     """Outputs that are of a gate and an up in turn, with all gates before all ups."""
-    return np.concatenate([interleaved[::2], interleaved[1::2]])
+    return _module((interleaved,)).concat([interleaved[::2], interleaved[1::2]])
 
 
 def transposed_gates_first(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]

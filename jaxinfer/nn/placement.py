@@ -6,7 +6,7 @@ devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,8 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
+
+from jaxinfer.core.errors import ArgumentError
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
 # The logical axes that are divided, and the mesh axis for each (as in Megatron-LM, arXiv
@@ -52,9 +54,15 @@ type Axes = tuple[Axis, ...]  # of an array's dimensions in order; None for miss
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of an engine: a mesh whose one axis is ``TENSOR``."""
+    """The devices of an engine: a mesh whose one axis is ``TENSOR``.
+
+    With ``by_shard`` the parts of fused dimensions are in the order of shards, as steps that run on
+    each shard need them; without, they are in the order of the model, as functions of whole arrays
+    need them.
+    """
 
     mesh: Mesh
+    by_shard: bool = True
 
     @property
     def device(self) -> Any:  # jax.Device
@@ -93,7 +101,9 @@ class Placement:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def arranged[A: (np.ndarray, jax.Array)](self, array: A, axes: Axes) -> A:
-        """The array in the devices' layout: fused dimensions are in the order of shards."""
+        """The array in the devices' layout, see ``by_shard``."""
+        if not self.by_shard:
+            return array
         for dimension, axis in enumerate(self.divided(axes)):
             if isinstance(axis, Fused):
                 array = array.take(axis.order(self.num_devices), axis=dimension)
@@ -113,6 +123,21 @@ def placement_on(devices: Any) -> Placement:  # a sequence of jax.Device
     # Auto: types of traced arrays have no shardings
     kinds = (AxisType.Auto,)
     return Placement(jax.make_mesh((len(devices),), (TENSOR,), kinds, devices=tuple(devices)))
+
+
+def placement_in(mesh: Mesh) -> Placement:
+    """A placement of whole arrays on the devices of any mesh with one axis of several devices.
+
+    Raises ``ArgumentError`` for another mesh.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
+    if sum(size > 1 for size in mesh.shape.values()) > 1:
+        raise ArgumentError(
+            f"parameters are divided along one axis, and the mesh has {dict(mesh.shape)}; give a "
+            "mesh whose other axes have one device"
+        )
+    return replace(placement_on(list(mesh.devices.flat)), by_shard=False)
 
 
 def default_placement() -> Placement:

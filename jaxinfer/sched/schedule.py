@@ -32,16 +32,26 @@ from jaxinfer.sched.state import (
     Draft,
     ScheduleOutput,
     SchedulerState,
+    all_preempted,
     initial_state,
     smallest_first,
     without_prefixes,
 )
 
-__all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule", "without_prefixes"]
+__all__ = [
+    "ScheduleOutput",
+    "SchedulerState",
+    "all_preempted",
+    "initial_state",
+    "schedule",
+    "without_prefixes",
+]
 
 
-def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
-    """Apply ``events`` in order, then choose at most one step.
+def schedule(
+    state: SchedulerState, events: Items[Event], *, plans: bool = True
+) -> tuple[SchedulerState, ScheduleOutput]:
+    """Apply ``events`` in order, then choose at most one step, or none without ``plans``.
 
     ``state`` is not changed. The caller must launch ``output.step``, if any, before the next call
     and report it later as ``StepDone`` or ``StepFailed``, in launch order; any number may be in
@@ -61,6 +71,6 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
                     draft.end(event.request_id, event.reason)
             case BucketsLoaded():
                 draft.buckets = smallest_first((*draft.buckets, *event.buckets))
-    step = choose_step(draft)
+    step = choose_step(draft) if plans else None
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

@@ -156,15 +156,28 @@ def smallest_first(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def without_prefixes(state: SchedulerState) -> SchedulerState:
-    """The state of an idle scheduler with an empty prefix index; all pages are fresh.
+    """The state with an empty prefix index; all pages are fresh. For an engine at rest.
 
-    Raises ``EngineError`` if a request is unfinished or a step in flight, since its pages could be
-    shared.
+    Waiting sequences stay: they hold no pages. Raises ``EngineError`` if a sequence runs or a step
+    is in flight, since its pages could be shared.
     """
-    if state.num_unfinished or state.in_flight:
+    if state.running or state.in_flight:
         raise EngineError("the prefix cache cannot be reset while requests run; finish them first")
     empty = initial_state(state.limits, state.buckets)
     return msgspec.structs.replace(state, pages=empty.pages, snapshots=empty.snapshots)
+
+
+def all_preempted(state: SchedulerState) -> SchedulerState:
+    """The state with every running sequence back in the queue; each keeps its known tokens.
+
+    Raises ``EngineError`` if a step is in flight: its tokens would be lost.
+    """
+    if state.in_flight:
+        raise EngineError("sequences cannot be preempted while a step is in flight; collect it")
+    draft = Draft(state)
+    while draft.running:
+        draft.preempt_last()
+    return draft.finish()
 
 
 class Draft:

@@ -42,7 +42,10 @@ def experts(
     def product(rows: jax.Array, kind: str, stack: Any, bias: Any, expert: jax.Array) -> jax.Array:
         w = matrix_of(kind, stack, expert).astype(x.dtype)
         y = jnp.matmul(rows, w.T, precision=precision, preferred_element_type=jnp.float32)
-        return y if bias is None else y + bias[expert].astype(jnp.float32)
+        if bias is None:
+            return y
+        own = jax.lax.dynamic_index_in_dim(bias, expert, keepdims=False)
+        return y + own.astype(jnp.float32)
 
     def computed(expert: jax.Array, pairs: jax.Array) -> jax.Array:  # float32[width, D]
         rows = x[pairs // per_token]

@@ -55,7 +55,7 @@ def test_a_sensible_chat_answer(llm: LLM) -> None:
 
 def test_the_default_keeps_weights_quantised(golden: Golden) -> None:
     """By the native kernel: near transformers' logprobs, and together the same as alone."""
-    llm = LLM(max_num_seqs=2, max_model_len=256)
+    llm = LLM()
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=20)
     prompts = [{"prompt_token_ids": prompt} for prompt in golden.prompts[:4]]
     outputs = llm.generate(prompts, params)

@@ -207,11 +207,16 @@ class WaitingEngine:
     """Records its calls; a request is submitted while it waits for the device."""
 
     limits = facts = tokenizer = None
+    asleep = ()
+    is_compiling = False
     stats = staticmethod(EngineStats)
 
     def __init__(self) -> None:
         self.thread = EngineThread(self)  # type: ignore[arg-type]
         self.calls: list[str] = []
+
+    def close(self) -> None:
+        pass
 
     @property
     def has_work(self) -> bool:
@@ -223,6 +228,9 @@ class WaitingEngine:
     def step(self) -> str:
         self.calls.append("step")
         return "news"
+
+    def close(self) -> None:
+        """Nothing is compiled."""
 
     def wait_until_launchable(self) -> None:
         first = "wait" not in self.calls

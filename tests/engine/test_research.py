@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxinfer
-from jaxinfer import LLM, AsyncLLM, LanguageModel, RequestOutput, SamplingParams
+from jaxinfer import LLM, LanguageModel
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.models import forward
@@ -22,31 +19,14 @@ from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.quantised.convert import convert_folder
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
-from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
-
-SMALL: dict[str, Any] = {
-    "max_model_len": 64,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 16,
-    "block_size": 8,
-}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-PROMPT = list(range(3, 40))  # more than four pages
-
-
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return SMALL | {"cache_dir": str(tmp_path_factory.mktemp("cache"))}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE)
-    write_hf_folder(folder, config, random_hf_tensors(build_model(config, "float32")))
-    (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
-    return folder
+from kit.served_weights import (
+    GREEDY,
+    PROMPT,
+    check_served,
+    greedy,
+    with_larger_down,
+)
+from kit.tokenizers import TINY_VOCAB_SIZE
 
 
 @pytest.fixture(scope="module")
@@ -59,41 +39,9 @@ def llm(folder: Path, settings: dict[str, Any]) -> LLM:
     return LLM(str(folder), **settings)
 
 
-def with_larger_down(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with a low-rank change of one matrix."""
-    down = params["layers_0"]["down"]  # so that keys of the next layer change
-    a, b = jax.random.normal(jax.random.key(3), (2, down.shape[0]))
-    change = jnp.outer(a, b[: down.shape[1]])
-    return {**params, "layers_0": {**params["layers_0"], "down": down + change}}
-
-
-def greedy(model: LanguageModel, count: int = 6) -> tuple[list[int], list[float]]:
-    """The greedy continuation of ``PROMPT`` by ``forward``, and the logprobs of its tokens."""
-    ids, logprobs = list(PROMPT), list[float]()
-    for _ in range(count):
-        padded = ids + [0] * (len(PROMPT) + count - len(ids))
-        row = jax.nn.log_softmax(model.forward(padded)[len(ids) - 1])
-        ids.append(int(row.argmax()))
-        logprobs.append(float(row.max()))
-    return ids[len(PROMPT) :], logprobs
-
-
 def differ(one: LanguageModel, other: LanguageModel) -> bool:
     """True if the logprobs of the two differ by more than the tests allow for serving."""
     return float(np.abs(np.subtract(greedy(one)[1], greedy(other)[1])).max()) > 1e-2
-
-
-def check_served(outputs: Any, model: LanguageModel, *, cached: int = 0) -> None:
-    """A served answer to ``PROMPT`` is the one of ``forward``."""
-    (output,) = outputs
-    answer = output.outputs[0]
-    tokens, logprobs = greedy(model)
-    assert answer.token_ids == tokens
-    served = [
-        step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)
-    ]
-    np.testing.assert_allclose(served, logprobs, atol=1e-4)
-    assert output.num_cached_tokens == cached
 
 
 def test_a_loaded_model_still_unpacks(m: LanguageModel) -> None:
@@ -302,143 +250,9 @@ def test_an_open_stream_is_not_given_other_weights(llm: LLM) -> None:
     stream = llm.stream([Prompt(None, tuple(PROMPT))], [GREEDY])
     next(stream)
     before = llm.model.params
-    for change in (lambda: llm.update_weights(before), llm.reset_prefix_cache):
-        with pytest.raises(EngineError, match="requests are open; finish or abort them"):
+    for change in (lambda: llm.update_weights(before), llm.reset_prefix_cache, llm.sleep):
+        with pytest.raises(EngineError, match="requests are open; finish or close the stream"):
             change()
     stream.close()
     llm.update_weights(with_larger_down(before))
     check_served(llm.generate([PROMPT], GREEDY), llm.model)
-
-
-# the same while requests run
-
-
-def with_async(folder: Path, settings: dict[str, Any], scenario: Any) -> None:
-    async def main() -> None:
-        llm = await AsyncLLM.create(str(folder), **settings)
-        try:
-            await asyncio.wait_for(scenario(llm), 60)
-        finally:
-            await llm.shutdown()
-
-    asyncio.run(main())
-
-
-async def answer(llm: AsyncLLM, params: SamplingParams = GREEDY) -> RequestOutput:
-    last = None
-    async for output in llm.generate(PROMPT, params):
-        last = output
-    assert last is not None and last.finished
-    return last
-
-
-async def started(llm: AsyncLLM, params: SamplingParams) -> asyncio.Task[RequestOutput]:
-    """A request that has drawn a token."""
-    drawn = asyncio.Event()
-
-    async def run() -> RequestOutput:
-        last = None
-        async for output in llm.generate(PROMPT, params):
-            drawn.set()
-            last = output
-        assert last is not None
-        return last
-
-    task = asyncio.create_task(run())
-    await drawn.wait()
-    return task
-
-
-LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-
-
-def test_new_weights_wait_for_open_requests_and_later_ones_wait_for_them(
-    folder: Path, settings: dict[str, Any]
-) -> None:
-    first = jaxinfer.load(str(folder), **settings)
-    changed = first.with_params(with_larger_down(first.params))
-
-    async def scenario(llm: AsyncLLM) -> None:
-        alone = await answer(llm, LONG)
-        open_one = await started(llm, LONG)
-        update = asyncio.create_task(llm.update_weights(changed.params))
-        while not llm._thread._changes and not update.done():
-            await asyncio.sleep(0.001)
-        check_served([await answer(llm)], changed)  # it came after the change
-        await update
-        ended = await open_one
-        assert ended.outputs[0].token_ids == alone.outputs[0].token_ids
-        assert ended.outputs[0].finish_reason == "length"
-        check_served([await answer(llm)], changed, cached=32)
-        assert llm.model.params["layers_0"]["down"] is changed.params["layers_0"]["down"]
-        with pytest.raises(ArgumentError, match="params have no embed"):
-            await llm.update_weights({})
-        assert await llm.reset_prefix_cache() is True
-        check_served([await answer(llm)], changed)
-
-    with_async(folder, settings, scenario)
-
-
-def test_new_weights_may_abort_open_requests(folder: Path, settings: dict[str, Any]) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        open_one = await started(llm, LONG)
-        changed = llm.model.with_params(with_larger_down(llm.model.params))
-        await llm.update_weights(changed.params, mode="abort")
-        assert (await open_one).outputs[0].finish_reason == "abort"
-        check_served([await answer(llm)], changed)
-        with pytest.raises(ArgumentError, match="mode must be 'wait' or 'abort', got 'keep'"):
-            await llm.update_weights(changed.params, mode="keep")  # type: ignore[arg-type]
-        with pytest.raises(EngineError, match="no engine of its own"):
-            llm.model.generate(PROMPT)
-
-    with_async(folder, settings, scenario)
-
-
-def test_a_change_fails_when_the_engine_has_ended(folder: Path, settings: dict[str, Any]) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        params = llm.model.params
-        await llm.shutdown()
-        with pytest.raises(EngineError, match="the engine is shut down"):
-            await llm.update_weights(params)
-
-    with_async(folder, settings, scenario)
-
-
-def test_a_pause_holds_requests_and_forgets_those_that_are_given_up(
-    folder: Path, settings: dict[str, Any]
-) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        expected = (await answer(llm)).outputs[0].token_ids
-        await llm.pause_generation()
-        before = llm.stats().num_requests
-        given_up, held = (asyncio.create_task(answer(llm)) for _ in range(2))
-        change = asyncio.create_task(llm.reset_prefix_cache())
-        await asyncio.sleep(0.1)
-        assert change.done() and not held.done() and llm.stats().num_requests == before
-        given_up.cancel()
-        await asyncio.sleep(0.05)
-        await llm.resume_generation()
-        assert (await held).outputs[0].token_ids == expected
-        assert llm.stats().num_requests == before + 1
-        with pytest.raises(ArgumentError, match="mode must be"):
-            await llm.pause_generation(mode="keep")  # type: ignore[arg-type]
-
-    with_async(folder, settings, scenario)
-
-
-def test_a_change_that_is_given_up_is_not_made(folder: Path, settings: dict[str, Any]) -> None:
-    async def scenario(llm: AsyncLLM) -> None:
-        before = llm.model.params
-        open_one = await started(llm, LONG)
-        changed = with_larger_down(before)
-        change = asyncio.create_task(llm.update_weights(changed))
-        while not llm._thread._changes and not open_one.done():
-            await asyncio.sleep(0.001)
-        change.cancel()
-        await open_one
-        if change.cancelled() or not change.done():
-            check_served([await answer(llm)], llm.model, cached=32)
-            assert llm.model.params is before
-        await llm.shutdown()
-
-    with_async(folder, settings, scenario)

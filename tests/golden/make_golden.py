@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2 and the names that end in _rope, _acts or _scales
-came with 5.24.
+Without names all cases are made. Those of olmo2, of mixtures of experts and the names that end in
+_rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -146,9 +146,9 @@ def cases() -> dict[str, PreTrainedConfig]:
         ),
         "mixtral": MixtralConfig(**SIZES, num_local_experts=5, sliding_window=9, head_dim=16),
         "gpt_oss": GptOssConfig(
-            **SIZES | {"num_hidden_layers": 3},
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
             head_dim=16,
-            num_local_experts=7,
+            num_local_experts=5,
             num_experts_per_tok=3,
             sliding_window=5,
             swiglu_limit=2.0,

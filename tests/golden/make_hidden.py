@@ -2,21 +2,24 @@
 
 A tool, run by hand in the environment of ``make_golden.py``, for checkpoints that that one made:
 
-    python make_hidden.py
+    python make_hidden.py [CASE ...]
 
-Each file holds, for the first sequence of the case: hidden [layers + 1, T, D], the inputs of the
-layers and the output of the final norm; patterns [layers, N, T, T].
+Without names all cases are made. Each file holds, for the first sequence of the case: hidden
+[layers + 1, T, D], the inputs of the layers and the output of the final norm; patterns
+[layers, N, T, T].
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 DATA = Path(__file__).parent / "data"
 CASES = (
@@ -28,6 +31,9 @@ CASES = (
     "gpt2",
     "gemma3",
     "olmo2",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
 )
 
 
@@ -37,12 +43,15 @@ def make(name: str) -> None:
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.tie_weights()
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # as a folder, since experts are stacked on reading
+        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+        (Path(folder) / "config.json").write_text(json.dumps(facts))
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
@@ -53,5 +62,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         make(case)

@@ -76,9 +76,9 @@ def tiny_qwen3_config(**changes: Any) -> HFConfig:
 
 
 def tiny_qwen3_moe_config(**changes: Any) -> HFConfig:
-    """Qwen3 with five experts; the architecture's name is GGUF's."""
+    """Qwen3 with five experts."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3moe"}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     return tiny_qwen3_config() | names | experts | {"norm_topk_prob": True} | changes
 
 
@@ -181,7 +181,7 @@ def write_gguf(
     ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
     ``special`` makes tokens control tokens with that text.
     """
-    arch = config["model_type"]
+    arch = config["model_type"].replace("_", "")
     writer = gguf.GGUFWriter(path, arch)
     _write_config(writer, config)
     _write_tokenizer(writer, config, special or {})

@@ -15,7 +15,14 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
-from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
+from jaxinfer.sched.schedule import (
+    ScheduleOutput,
+    SchedulerState,
+    all_preempted,
+    initial_state,
+    schedule,
+    without_prefixes,
+)
 from kit.fake_executor import FakeExecutor
 from kit.invariants import check
 
@@ -87,10 +94,12 @@ class Drive:
 
     def __post_init__(self) -> None:
         self.state = initial_state(self.limits)
-        self.executor = FakeExecutor(
-            self.limits.page_size, self.limits.windows, self.limits.num_snapshots
-        )
+        self.executor = self._new_executor()
         self.flying: list[StepResult] = []
+
+    def _new_executor(self) -> FakeExecutor:
+        limits = self.limits
+        return FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
 
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
@@ -112,6 +121,16 @@ class Drive:
         if self.flying and (len(self.flying) >= self.depth or self.last.step is None):
             done.append(StepDone(self.flying.pop(0)))
         return self.call(*done, *events)
+
+    def give_up_pages(self) -> None:
+        """Collect all steps, and go on without anything on the device, as when an engine sleeps."""
+        events = [StepDone(result) for result in self.flying]
+        self.state, self.last = schedule(self.state, events, plans=False)
+        self.flying.clear()
+        self.events += self.last.events
+        self.state = without_prefixes(all_preempted(self.state))
+        check(self.state)
+        self.executor = self._new_executor()
 
     def arrive(self, *requests: Request) -> ScheduleOutput:
         """An iteration in which these requests arrive."""

@@ -278,6 +278,16 @@ class FakeDevice:
     """A ``StepExecutor`` over ``FakeExecutor``: a step runs when it is launched."""
 
     def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.make_state()
+
+    def free_state(self) -> None:
+        """Lose all pages, slots and snapshots."""
+        del self.fake
+
+    def make_state(self) -> None:
+        """Begin with empty ones."""
+        limits = self._limits
         self.fake = FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
 
     def launch(self, plan: StepPlan) -> StepResult:

@@ -68,6 +68,12 @@ class SimExecutor:
         self._free_at = max(launched, self._free_at) + seconds
         return plan, launched, self._free_at
 
+    def free_state(self) -> None:
+        """Nothing: there is no state."""
+
+    def make_state(self) -> None:
+        """Nothing: there is no state."""
+
     def collect(self, step: tuple[StepPlan, float, float]) -> StepResult:
         """Sleep, without the GIL, until the step is done."""
         plan, launched, done = step

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+import jaxinfer
+from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
@@ -182,6 +184,45 @@ def _share(ffn: FeedForwardSpec) -> FeedForwardSpec:
     return replace(ffn, width=ffn.width // 2)
 
 
+def check_research(folder: Path) -> None:
+    """``jaxinfer.load`` divides parameters over a mesh, and ``forward`` computes what one device
+    does.
+    """
+    path, tokens = str(folder / "model"), list(range(3, 20))
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "cache_dir": str(folder)}
+    settings |= {"max_model_len": 64, "max_num_seqs": 2}
+    one = jaxinfer.load(path, **settings)
+    mesh = jax.make_mesh((1, 2), ("data", "model"))
+    two = jaxinfer.load(path, mesh=mesh, **settings)
+    for name, array in by_path(two.params).items():
+        np.testing.assert_array_equal(array, by_path(one.params)[name])
+        halves = len({shard.index for shard in array.addressable_shards})  # type: ignore[misc]
+        assert halves == (2 if name.rpartition("/")[2] in SPLIT else 1), name
+    logits = jax.jit(lambda p: two.forward(tokens, params=p))(two.params)
+    np.testing.assert_allclose(logits, one.forward(tokens), atol=1e-5)
+    config = tiny_llama_config(vocab_size=97)
+    odd = str(
+        write_hf_folder(folder / "odd", config, random_hf_tensors(build_model(config, "float32")))
+    )
+    second = jax.make_mesh((1,), ("x",), devices=jax.devices()[1:])
+    alone = jaxinfer.load(path, mesh=second, **settings)
+    assert alone.params["final_norm"].devices() == {jax.devices()[1]}
+    for wrong, message in (
+        (lambda: jaxinfer.load(odd, mesh=mesh, **settings), "[97, 64] cannot be divided among 2"),
+        (lambda: two.generate(tokens), "an engine serves on one device, and the mesh has 2"),
+        (
+            lambda: jaxinfer.load(path, mesh=jax.devices(), **settings),
+            "must be a jax.sharding.Mesh",
+        ),
+    ):
+        try:
+            wrong()
+        except JaxinferError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
+
+
 def _same_place(abstract: jax.ShapeDtypeStruct, array: jax.Array) -> None:
     assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
     assert abstract.sharding is not None
@@ -198,6 +239,7 @@ def main(folder: Path) -> None:
     # OLMo 2 has norms over all devices' heads
     for config in (CONFIG, tiny_olmo2_config(), EXPERTS):
         check_layer(placement, config)
+    check_research(folder)
     second = jax.devices()[1]
     with jax.default_device(second):
         assert default_placement().device == second

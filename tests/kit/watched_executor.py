@@ -54,6 +54,14 @@ class WatchedExecutor:
             raise failure
         return result
 
+    def free_state(self) -> None:
+        """See ``StepExecutor``."""
+        self._inner.free_state()
+
+    def make_state(self) -> None:
+        """See ``StepExecutor``."""
+        self._inner.make_state()
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """No step ends inside the block."""

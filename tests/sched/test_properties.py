@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Abort, Arrive, Bucket, Event, StepFailed
+from jaxinfer.sched.schedule import ScheduleOutput
 from kit.drive import EOS, Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 
@@ -216,6 +217,24 @@ def test_chunks_pools_depths_and_caching(
 def test_schedule_is_pure(trace: Trace) -> None:
     drive = trace.drive()
     drive.twice = True
+    check_run(trace, run(trace, drive))
+
+
+@settings(max_examples=25)
+@given(traces(), st.integers(1, 30))
+def test_pages_may_be_given_up_between_two_steps(trace: Trace, at: int) -> None:
+    """No token changes, none is lost, and none is drawn twice."""
+    drive, left = trace.drive(), at
+    tick = drive.tick
+
+    def counted(*events: Event) -> ScheduleOutput:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            drive.give_up_pages()
+        return tick(*events)
+
+    drive.tick = counted  # type: ignore[method-assign]
     check_run(trace, run(trace, drive))
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxinfer.core.config import EngineConfig
-from jaxinfer.core.errors import CheckpointError, ConfigError
+from jaxinfer.core.errors import ArgumentError, CheckpointError, ConfigError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
@@ -85,15 +85,16 @@ def complete(server: Serving, **fields: Any) -> dict[str, Any]:
     return response.json()["outputs"][0]
 
 
-@pytest.mark.parametrize("path", [path for _, path in ADMIN_ROUTES])
-def test_only_the_admin_key_opens_a_route(server: Serving, path: str) -> None:
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+def test_only_the_admin_key_opens_a_route(server: Serving, method: str, path: str) -> None:
     body = {"json": {"path": "nowhere"}}
     for key in ({}, USER, {"Authorization": "Bearer wrong"}, {"Authorization": "admin-secret"}):
         for spelling in (path, path + "/"):
-            refused = post(server, spelling, key, **body)
+            with server.client(headers=key) as client:
+                refused = client.request(method, spelling, **body)
             assert refused.status_code == 401, spelling
             assert refused.json()["error"]["code"] == "invalid_api_key"
-    assert "the admin key is missing or wrong" in post(server, path, USER, **body).text
+            assert key is not USER or "the admin key is missing or wrong" in refused.text
 
 
 def test_the_admin_key_opens_the_other_routes_too(server: Serving) -> None:
@@ -101,10 +102,11 @@ def test_the_admin_key_opens_the_other_routes_too(server: Serving) -> None:
         assert client.get("/v1/models").status_code == 200
 
 
-@pytest.mark.parametrize("path", [path for _, path in ADMIN_ROUTES])
-def test_without_an_admin_key_there_are_no_such_routes(path: str) -> None:
+def test_without_an_admin_key_there_are_no_such_routes() -> None:
     with serving(tiny_engine(), api_key=("user-secret",)) as made:
-        assert post(made, path, USER).status_code == 404
+        for method, path in ADMIN_ROUTES:
+            with made.client(headers=USER) as client:
+                assert client.request(method, path).status_code == 404
 
 
 def test_keys_that_all_clients_have_are_no_admin_keys() -> None:
@@ -178,10 +180,86 @@ def test_an_aborting_pause_ends_open_requests(server: Serving) -> None:
     assert len(reasons) == 16 and "abort" in reasons
 
 
+def get(server: Serving, path: str) -> Any:
+    with server.client(headers=ADMIN) as client:
+        return client.get(path).json()
+
+
+def tokens(server: Serving, count: int) -> dict[str, Any]:
+    body = {"token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": count}}
+    return post(server, "/inference/v1/generate", USER, json=body).json()["choices"][0]
+
+
+def test_requests_go_on_with_new_weights(server: Serving, folders: dict[str, Path]) -> None:
+    """A pause that keeps requests open, an update, and the versions of the answer's spans."""
+    alone, version = tokens(server, 20), get(server, "/weight_info")["weight_version"]
+    answers: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(tokens(server, 20))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    while not server.engine.stats().num_running:
+        time.sleep(0.001)
+    assert post(server, "/pause?mode=keep").status_code == 200
+    assert get(server, "/is_paused") == {"is_paused": True}
+    for name in ("second", "first"):
+        post(server, "/update_weights", json={"path": str(folders[name])})
+    assert get(server, "/weight_info") == {"weight_version": version + 2}
+    post(server, "/resume")
+    for thread in threads:
+        thread.join(30)
+    assert get(server, "/is_paused") == {"is_paused": False}
+    for answer_ in answers:  # the same weights in the end, and KV computed with them
+        assert answer_["token_ids"] == alone["token_ids"]
+        assert {span["version"] for span in answer_["weight_versions"]} <= {version, version + 2}
+        assert answer_["weight_versions"][-1] == {
+            "version": version + 2,
+            "start": answer_["weight_versions"][-1]["start"],
+            "end": len(alone["token_ids"]),
+        }
+
+
+def test_a_server_sleeps(server: Serving, folders: dict[str, Path]) -> None:
+    expected = complete(server)["token_ids"]
+    assert get(server, "/is_sleeping") == {"is_sleeping": False}
+    assert post(server, "/sleep").status_code == 200
+    assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    with server.client(headers=ADMIN) as client:
+        shown = client.get("/metrics").text
+    assert "vllm:engine_sleep_state{" in shown
+    assert [
+        line.rpartition(" ")[2]
+        for line in shown.splitlines()
+        if "engine_sleep_state{" in line and "weights_offloaded" in line
+    ] == ["1.0"]
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(complete(server)["token_ids"]))
+    thread.start()
+    time.sleep(0.1)
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+    assert post(server, "/wake_up?tags=weights").status_code == 200 and not answers
+    assert post(server, "/wake_up", params={"tags": ["weights", "kv_cache"]}).status_code == 200
+    thread.join(30)
+    assert answers == [expected]
+    post(server, "/sleep?level=2&mode=wait")
+    post(server, "/wake_up")
+    assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    post(server, "/update_weights", json={"path": str(folders["first"])})
+    assert complete(server)["token_ids"] == expected
+    for query, param in (("level=3", "level"), ("mode=now", "mode"), ("level=x", "level")):
+        refused = post(server, f"/sleep?{query}")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    refused = post(server, "/wake_up?tags=kv")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tags"
+    assert get(server, "/is_sleeping") == {"is_sleeping": False}
+
+
 @pytest.mark.parametrize("path", ["/pause", "/reset_prefix_cache", "/update_weights"])
 def test_an_unknown_mode_is_named(server: Serving, path: str) -> None:
-    for options in ({"params": {"mode": "keep"}}, {}):
-        body = {"path": "x"} | ({} if options else {"mode": "keep"})
+    for options in ({"params": {"mode": "now"}}, {}):
+        body = {"path": "x"} | ({} if options else {"mode": "now"})
         refused = post(server, path, json=body, **options)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "mode"
 
@@ -197,6 +275,14 @@ def test_the_same_commands_reach_an_engine_in_its_own_process(
         assert second.outputs[0].token_ids != first and second.num_cached_tokens == 0
         (folders["second"].parent / "empty").mkdir(exist_ok=True)
         broken = write_hf_folder(folders["second"].parent / "broken", CONFIG, {})
+        assert (await client.control("report")).weight_version == 1
+        await client.control("sleep", mode="abort")
+        held = asyncio.create_task(answer(client, prompt))
+        assert (await client.control("report")).asleep == ("weights", "kv_cache")
+        with pytest.raises(ArgumentError, match="tags must be of weights, kv_cache, got 'kv'"):
+            await client.control("wake_up", tags=("kv",))
+        assert (await client.control("wake_up")).asleep == () and not held.done()
+        assert (await held).outputs[0].token_ids == second.outputs[0].token_ids
         with pytest.raises(CheckpointError, match="has no tensor model.embed_tokens.weight"):
             await client.control("update_weights", path=str(broken))
         await client.control("pause")

@@ -86,6 +86,69 @@ def test_generate(server: Serving) -> None:
     assert whole["latency_ms"] > 0 and streamed[-1]["usage"]["completion_tokens"] == 8
 
 
+def test_token_ids_in_and_out(server: Serving) -> None:
+    """vLLM's fields, also those of its SamplingParams that are null or change nothing."""
+    sampling = {"temperature": 0, "max_tokens": 8.0, "logprobs": 1, "seed": None, "bad_words": []}
+    fields = {"token_ids": IDS, "sampling_params": sampling | {"ignore_eos": True, "n": 2}}
+    fields |= {"request_id": "own", "features": None, "kv_transfer_params": None, "priority": 1}
+    whole = body(server.post("/inference/v1/generate", **fields))
+    assert whole["request_id"] == "own" and whole["prompt_logprobs"] is None
+    expected = body(server.post("/v1/generate", prompt=IDS, logprobs=1, n=2, **GREEDY))
+    for choice, output in zip(whole["choices"], expected["outputs"], strict=True):
+        assert choice["token_ids"] == output["token_ids"] and choice["finish_reason"] == "length"
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
+        tokens = [one["token"] for one in choice["logprobs"]["content"]]
+        assert tokens == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    streamed = events(server.post("/inference/v1/generate", **fields, stream=True))
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    for event in streamed:
+        for choice in event["choices"]:
+            assert choice["weight_versions"] == [
+                {
+                    "version": 0,
+                    "start": len(ids[choice["index"]]),
+                    "end": len(choice["token_ids"]) + len(ids[choice["index"]]),
+                }
+            ]
+            ids[choice["index"]] += choice["token_ids"]
+    assert list(ids.values()) == [choice["token_ids"] for choice in whole["choices"]]
+    usage = events(
+        server.post(
+            "/inference/v1/generate", **fields, stream=True, stream_options={"include_usage": True}
+        )
+    )[-1]["usage"]
+    assert usage["completion_tokens"] == 16
+
+
+def test_logprobs_at_the_temperature(server: Serving) -> None:
+    def logprobs(**more: Any) -> list[float]:
+        sampling = {"temperature": 0.5, "seed": 3, "max_tokens": 4, "logprobs": 0, **more}
+        fields = {"token_ids": IDS, "sampling_params": sampling}
+        (choice,) = body(server.post("/inference/v1/generate", **fields))["choices"]
+        return [one["logprob"] for one in choice["logprobs"]["content"]]
+
+    plain = logprobs()
+    assert plain == logprobs(temperature_scaled_logprobs=False)
+    assert plain != logprobs(temperature_scaled_logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [10**6]}, "token_ids"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"sampling_params": {"use_beam_search": True}}, "sampling_params.use_beam_search"),
+        ({"sampling_params": []}, "sampling_params"),
+        ({"features": {"mm_hashes": {}}}, "features"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)
+def test_wrong_fields_of_token_requests(server: Serving, fields: Any, param: str) -> None:
+    refused = server.post("/inference/v1/generate", **{"token_ids": IDS, **fields})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param, refused.text
+
+
 def called(arguments: str) -> dict[str, Any]:
     function = {"arguments": arguments, "name": "weather"}
     calls = [{"id": "call_1", "type": "function", "function": function, "index": None}]

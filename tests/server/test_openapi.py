@@ -20,6 +20,8 @@ VOCABULARY = 100
 DOCUMENT = openapi_document(secured=True, models=("m", "n"), vocab_size=VOCABULARY)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 REQUESTS = {one.request.__name__: one.request for one in OPERATIONS.values() if one.request}
+INNER = {kind.__name__: kind for one in REQUESTS.values() for kind in one.nested.values()}
+REQUESTS |= INNER
 DESCRIBED = {
     (method.upper(), path): operation
     for path, methods in DOCUMENT["paths"].items()

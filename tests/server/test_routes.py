@@ -264,6 +264,7 @@ BODIES = {  # bodies that get 200
     COMPLETIONS: {"prompt": "a", "max_tokens": 1},
     CHATS: {**CHAT, "max_tokens": 1},
     "/v1/generate": {"prompt": "a", "max_tokens": 1},
+    "/inference/v1/generate": {"token_ids": [65], "sampling_params": {"max_tokens": 1}},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
 }

@@ -318,9 +318,9 @@ def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message:
             {"topk_method": "best"},
             "'topk_method' is 'best'; known methods are greedy, group_limited",
         ),
-        ({"n_group": 3}, "'n_group' is 3, which does not divide the 32 experts"),
+        ({"n_group": 3}, "'n_group' is 3, and 32 experts cannot be divided into so many"),
         ({"topk_group": 9}, "'topk_group' is 9, and there are 8 groups"),
-        ({"topk_group": 1}, "is 6, and a token can choose among 4 experts of 1 of 8 groups"),
+        ({"topk_group": 1}, "is 6, and a token can choose among 4 experts: 'topk_group' 1 of"),
     ],
 )
 def test_a_wrong_choice_by_groups_is_refused(change: dict[str, Any], message: str) -> None:

@@ -27,7 +27,6 @@ from kit.checkpoints import (
     tiny_olmo2_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
-    tiny_qwen3_moe_config,
     write_gguf,
 )
 from kit.gguf_rope import CASES, TOKEN_IDS, write_case
@@ -39,7 +38,6 @@ CONFIGS = {
     "qwen3": tiny_qwen3_config(),
     "olmo2": tiny_olmo2_config(),
     "gpt2": tiny_gpt2_config(),
-    "qwen3moe": tiny_qwen3_moe_config(),
 }
 
 

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.core.errors import ArgumentError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
@@ -17,6 +17,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, parse_prompt
@@ -104,29 +105,33 @@ class AsyncLLM:
         weights, tokenizer = self.engine.weights, self.engine.tokenizer
         return LanguageModel(weights.model, weights.params, tokenizer, weights.generation_config)
 
-    async def update_weights(
-        self, weights: Params | str | Path, *, mode: Literal["wait", "abort"] = "wait"
-    ) -> None:
+    async def update_weights(self, weights: Params | str | Path, *, mode: Mode = "wait") -> None:
         """Serve other weights of the same model, and forget all prefixes; see ``LLM``.
 
         The weights are checked and copied to the device while requests run. Open requests are then
-        completed with the old weights, or with ``mode="abort"`` ended with the finish reason
-        "abort"; requests that arrive in between wait, and get the new weights.
+        completed with the old weights, with ``mode="abort"`` ended with the finish reason "abort",
+        or with ``mode="keep"`` continued with the new ones: their KV is computed again, so that
+        every later token is drawn as if the new weights had read the whole text, and
+        ``weight_versions`` of their outputs has a span for each. Requests that arrive in between
+        wait, and get the new weights.
         """
         _check_mode(mode)
         prepared = await asyncio.to_thread(self.engine.weights.prepared, weights)
-        await self._while_idle(lambda: self.engine.replace_weights(prepared), mode)
+        await self._between_steps(lambda: self.engine.replace_weights(prepared), mode)
 
-    async def reset_prefix_cache(self, *, mode: Literal["wait", "abort"] = "wait") -> bool:
-        """Forget all prefixes once no request is open; returns True. ``mode``: see
-        ``update_weights``.
-        """
+    async def reset_prefix_cache(self, *, mode: Mode = "wait") -> bool:
+        """Forget all prefixes; returns True. ``mode``: see ``update_weights``."""
         _check_mode(mode)
-        await self._while_idle(self.engine.reset_prefix_cache, mode)
+        await self._between_steps(self.engine.reset_prefix_cache, mode)
         return True
 
-    async def pause_generation(self, *, mode: Literal["wait", "abort"] = "wait") -> None:
-        """Complete or abort the open requests, then hold later ones until ``resume_generation``."""
+    async def pause_generation(self, *, mode: Mode = "wait") -> None:
+        """Complete or abort the open requests, then hold later ones until ``resume_generation``.
+
+        With ``mode="keep"`` the open requests stop after the steps in flight, and go on after
+        ``resume_generation``: with the KV that they had, unless the weights or the prefix cache
+        have changed or the engine has slept; then it is computed again.
+        """
         _check_mode(mode)
         await self.client.control("pause", mode=mode)
 
@@ -134,8 +139,29 @@ class AsyncLLM:
         """Start the requests that ``pause_generation`` has held."""
         await self.client.control("resume")
 
-    async def _while_idle(self, function: Callable[[], None], mode: str) -> None:
-        await asyncio.wrap_future(self._thread.while_idle(function, aborts=mode == "abort"))
+    async def is_paused(self) -> bool:
+        """True between ``pause_generation`` and ``resume_generation``."""
+        return (await self.client.control("report")).paused
+
+    async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
+        """Give the device's memory back until ``wake_up``; see ``LLM.sleep``.
+
+        Open requests are aborted, completed before (``mode="wait"``) or continued after
+        ``wake_up`` (``mode="keep"``, with their KV computed again). Later ones wait for it.
+        """
+        _check_mode(mode)
+        await self.client.control("sleep", mode=mode, level=level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the device's memory again, and start the requests that wait; see ``LLM.wake_up``."""
+        await self.client.control("wake_up", tags=None if tags is None else tuple(tags))
+
+    async def is_sleeping(self) -> bool:
+        """True until weights and KV cache are both on the device."""
+        return bool((await self.client.control("report")).asleep)
+
+    async def _between_steps(self, function: Callable[[], None], mode: Mode) -> None:
+        await asyncio.wrap_future(self._thread.between_steps(function, mode))
 
     @property
     def alive(self) -> bool:
@@ -152,5 +178,5 @@ class AsyncLLM:
 
 
 def _check_mode(mode: str) -> None:
-    if mode not in ("wait", "abort"):
-        raise ArgumentError(f"mode must be 'wait' or 'abort', got {mode!r}")
+    if mode not in MODES:
+        raise ArgumentError(f"mode must be 'wait', 'abort' or 'keep', got {mode!r}")

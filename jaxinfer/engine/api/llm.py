@@ -101,6 +101,7 @@ class LLM:
         path, shape or dtype is wrong, or that is not finite, and ``ConfigError`` or ``SourceError``
         says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
         """
+        self._check_no_request()
         prepared = self._engine.weights.prepared(weights)
         with interrupts_deferred():
             self._engine.replace_weights(prepared)
@@ -110,8 +111,43 @@ class LLM:
 
         Raises ``EngineError`` while a stream is open.
         """
+        self._check_no_request()
         self._engine.reset_prefix_cache()
         return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory of KV cache, slots and weights until ``wake_up``.
+
+        Other arrays of this process can then use it, such as a trainer's; JAX's allocator does not
+        return it to other processes. At level 1 the weights are copied to host memory first
+        (Qwen3-4B on an H100: 3.3 to 4.1 s, and 2.0 s to wake up). At level 2 they are dropped, and
+        ``update_weights`` has to give new ones. Weights that are referenced elsewhere, as by
+        ``llm.model``, stay in memory. Raises ``EngineError`` while a stream is open, and
+        ``ArgumentError`` for another level.
+        """
+        self._check_no_request()
+        with interrupts_deferred():
+            self._engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the device's memory again: ``tags`` of "weights" and "kv_cache", by default both.
+
+        With tags, new weights can be given before there is memory for the KV cache. Raises
+        ``EngineError`` if the device has no memory for it, and ``ArgumentError`` for another tag.
+        """
+        with interrupts_deferred():
+            self._engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """True until weights and KV cache are both on the device."""
+        return bool(self._engine.asleep)
+
+    def _check_no_request(self) -> None:
+        if self._engine.has_work:
+            raise EngineError(
+                "requests are open; finish or close the stream before the weights or the memory "
+                "of the engine change"
+            )
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jax.sharding import Mesh
+
+from jaxinfer.core.errors import ArgumentError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.api.language_model import LanguageModel
 from jaxinfer.engine.api.llm import LLM
@@ -16,23 +19,45 @@ from jaxinfer.models.base import Params
 
 
 def load(
-    model: str | None = None, *, progress: Progress = NO_PROGRESS, **settings: Any
+    model: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    progress: Progress = NO_PROGRESS,
+    **settings: Any,
 ) -> LanguageModel:
-    """Load a model, its parameters onto the default device, and its tokenizer.
+    """Load a model, its parameters onto the default device or a mesh, and its tokenizer.
 
     ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
     those of ``LLM``: ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
     ``quantization``, ``cpu_weights`` and ``seed`` have an effect on the parameters, the others on
     ``LanguageModel.generate``. Quantised weights are dequantised on a CPU, so that all parameters
-    have gradients; ``cpu_weights="auto"`` keeps them. Raises a ``JaxinferError`` if the model
-    cannot be loaded.
+    have gradients; ``cpu_weights="auto"`` keeps them.
+
+    ``mesh`` is a mesh of one device, or one with an axis of several, along which heads,
+    feed-forward columns and the vocabulary are divided: ``forward`` then runs on all of them, also
+    under ``jax.jit`` and ``jax.grad``, and ``generate``, which needs one device, is refused. Raises
+    a ``JaxinferError`` if the model cannot be loaded, or not be divided.
     """
     settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
-    plan = plan_engine(engine_config(model, settings), progress)
+    plan = plan_engine(engine_config(model, settings), progress, mesh=mesh)
+    _check_division(plan)
     params = plan.load_params(progress)
     generate = _OwnEngine(plan, progress).generate
     config = plan.source.generation_config
     return LanguageModel(plan.program.model, params, plan.tokenizer, config, generate)
+
+
+def _check_division(plan: EnginePlan) -> None:
+    """Raise ``ArgumentError`` for a parameter that cannot be divided among the devices."""
+    placement = plan.program.placement
+    for path, array in plan.program.model.arrays.items():
+        try:
+            placement.sharding(array.axes).shard_shape(array.shape)
+        except ValueError:
+            raise ArgumentError(
+                f"parameter {path} {list(array.shape)} cannot be divided among "
+                f"{placement.num_devices} devices; use a mesh of fewer"
+            ) from None
 
 
 class _OwnEngine:

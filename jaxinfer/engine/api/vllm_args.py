@@ -52,6 +52,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 IGNORED = MappingProxyType(
     {
         "trust_remote_code": "a model folder's code is never run",
+        "enable_sleep_mode": "every engine can sleep",
         "enforce_eager": "every step is compiled before the first request",
         "disable_log_stats": "nothing is logged periodically",
         "cpu_offload_gb": "weights stay on the device",

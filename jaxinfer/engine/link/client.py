@@ -22,6 +22,7 @@ from jaxinfer.engine.link.wire import (
     Command,
     Control,
     Controlled,
+    EngineState,
     Failed,
     Listener,
     Mode,
@@ -170,7 +171,7 @@ class EngineClient:
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
         self._num_controls = 0
-        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._controls: dict[int, asyncio.Future[EngineState]] = {}
         link.connect(self.receive)
 
     @property
@@ -247,18 +248,28 @@ class EngineClient:
                 self._pongs.remove(pong)
         return self.alive
 
-    async def control(self, action: Action, *, mode: Mode = "wait", path: str = "") -> None:
-        """Change the engine while no request is open; later requests wait meanwhile.
+    async def control(
+        self,
+        action: Action,
+        *,
+        mode: Mode = "wait",
+        path: str = "",
+        level: int = 1,
+        tags: tuple[str, ...] | None = None,
+    ) -> EngineState:
+        """Change the engine between two steps; returns the state after it. Later requests wait
+        meanwhile.
 
-        ``pause`` holds them until ``resume``; ``path`` names the weights of ``update_weights``.
-        Open requests are completed first, or aborted (``mode``). Raises the error of the change,
-        and ``EngineError`` if the engine has ended.
+        ``pause`` holds them until ``resume``, ``sleep`` until ``wake_up``; ``path`` names the
+        weights of ``update_weights``; ``report`` changes nothing. Open requests are completed
+        first, aborted, or continued afterwards (``mode``). Raises the error of the change, and
+        ``EngineError`` if the engine has ended.
         """
         self._num_controls += 1
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[EngineState] = self._loop.create_future()
         self._controls[self._num_controls] = done
-        self._link.send(Control(self._num_controls, action, mode, path))
-        await done
+        self._link.send(Control(self._num_controls, action, mode, path, level, tags))
+        return await done
 
     async def shutdown(self) -> None:
         """End the engine; open streams end with ``EngineError``."""
@@ -284,7 +295,8 @@ class EngineClient:
             case Pong():
                 self._end_pings()
             case Controlled():
-                self._end_control(answer.number, answer.failure and answer.failure.error)
+                failure = answer.failure
+                self._end_control(answer.number, failure.error if failure else answer.state)
             case Failed():
                 for number in tuple(self._controls):
                     self._end_control(number, answer.error)
@@ -308,14 +320,14 @@ class EngineClient:
         if self.observe is not None:
             self.observe(news)
 
-    def _end_control(self, number: int, error: JaxinferError | None) -> None:
+    def _end_control(self, number: int, result: EngineState | JaxinferError) -> None:
         done = self._controls.pop(number, None)
         if done is None or done.done():  # the caller has given up
             return
-        if error is None:
-            done.set_result(None)
+        if isinstance(result, EngineState):
+            done.set_result(result)
         else:
-            done.set_exception(error)
+            done.set_exception(result)
 
     def _end_pings(self) -> None:
         pongs, self._pongs = self._pongs, []

@@ -20,14 +20,17 @@ from jaxinfer.engine.link.wire import (
     Command,
     Control,
     Controlled,
+    EngineState,
     Failed,
     Listener,
+    Mode,
     Ping,
     Pong,
     Refused,
     Stop,
     Submission,
 )
+from jaxinfer.engine.news import News
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine
@@ -53,10 +56,10 @@ class _Compiled(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """A function that may run only while no request is open."""
+    """A function that runs between two steps; ``mode``: what becomes of the open requests."""
 
     function: Callable[[], Any]
-    aborts: bool
+    mode: Mode
     done: Future[Any]
 
 
@@ -73,7 +76,8 @@ class EngineThread(Link):
         self._compiling: set[str] = set()  # requests whose constraints are compiled now
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxinfer-grammar")
         self._changes: list[_Change] = []  # that wait for the engine to become idle
-        self._held: list[_Ready] = []  # that arrived after the first of these, or in a pause
+        # that arrived after the first of these, in a pause, or while the engine sleeps
+        self._held: list[_Ready] = []
         self._paused = False
         self._thread: threading.Thread | None = None
 
@@ -87,16 +91,16 @@ class EngineThread(Link):
     def _pass(self, command: Command) -> None:
         self._inbox.put(command)
 
-    def while_idle[T](self, function: Callable[[], T], *, aborts: bool = False) -> Future[T]:
-        """Call a function on the engine's thread while no request is open.
+    def between_steps[T](self, function: Callable[[], T], mode: Mode = "wait") -> Future[T]:
+        """Call a function on the engine's thread while no step is in flight.
 
-        Requests that are open now are completed first, or aborted; later ones wait for the
-        function. Returns a future of its result or exception.
+        Requests that are open now are completed first, aborted, or go on after the function
+        (``keep``); later ones wait for the function. Returns a future of its result or exception.
         """
         if self._ended is not None:
             raise self._ended
         done: Future[T] = Future()
-        self._put_change(_Change(function, aborts, done))
+        self._put_change(_Change(function, mode, done))
         return done
 
     def _put_change(self, change: _Change) -> None:
@@ -121,7 +125,7 @@ class EngineThread(Link):
         error = EngineError("the engine was shut down before the answer was done")
         try:
             while self._take_commands(listener):
-                if self._engine.has_work:
+                if self._can_step:
                     listener(self._engine.step())
                     self._engine.wait_until_launchable()  # requests that arrive now join it
         except EngineError as failure:  # the engine failed, not one request
@@ -131,10 +135,19 @@ class EngineThread(Link):
         listener(Failed.of(error))
         self._fail_changes(error)
 
+    @property
+    def _holds(self) -> bool:
+        """True while no request may be started or continued."""
+        return self._paused or bool(self._engine.asleep)
+
+    @property
+    def _can_step(self) -> bool:
+        return self._engine.has_work and not self._holds
+
     def _take_commands(self, listener: Listener) -> bool:
-        """Execute all waiting commands; waits for one while the engine is idle. False: stop."""
+        """Execute all waiting commands; waits for one if no step can run. False: stop."""
         self._make_changes(listener)
-        block = not self._engine.has_work
+        block = not self._can_step
         timeout = COMPILING_SECONDS if self._engine.is_compiling else None
         while True:
             try:
@@ -160,32 +173,33 @@ class EngineThread(Link):
                     self._control(command, listener)
                 case _Change():
                     self._changes.append(command)
-                    if command.aborts:
-                        self._engine.abort_all()
                     self._make_changes(listener)
                 case Stop():
                     return False
             block = False
 
     def _make_changes(self, listener: Listener) -> None:
-        """Make the changes that wait, if the engine is idle, and then add the held requests."""
-        if not self._changes or self._engine.has_work:
+        """Make the changes that need not wait any longer, and then add the held requests.
+
+        While no step may run, none waits: requests that are open then have been kept before.
+        """
+        if not self._changes:
             return
+        if any(change.mode == "abort" for change in self._changes):
+            self._engine.abort_all()
+        if self._engine.has_work:
+            if not self._holds and all(change.mode == "wait" for change in self._changes):
+                return
+            listener(self._engine.drain())
         changes, self._changes = self._changes, []
         for change in changes:
-            if not change.done.set_running_or_notify_cancel():
-                continue  # the caller has given up
-            try:
-                result = change.function()
-            except Exception as error:
-                change.done.set_exception(error)
-            else:
-                change.done.set_result(result)
+            _run(change)
+        listener(News((), (), (), self._engine.stats()))
         self._release(listener)
 
     def _release(self, listener: Listener) -> None:
         """Add the held requests, unless something still holds them."""
-        if self._paused or self._changes:
+        if self._holds or self._changes:
             return
         held, self._held = self._held, []
         for ready in held:
@@ -193,32 +207,51 @@ class EngineThread(Link):
 
     def _control(self, control: Control, listener: Listener) -> None:
         """Execute a command that a ``Controlled`` answers, now or once the engine is idle."""
-        done: Future[None] = Future()
-        done.add_done_callback(lambda ended: listener(_controlled(control.number, ended)))
-        aborts = control.mode == "abort"
+        engine, done = self._engine, Future[None]()
+        done.add_done_callback(lambda ended: listener(self._controlled(control.number, ended)))
+
+        def change(function: Callable[[], Any]) -> None:
+            self._put_change(_Change(function, control.mode, done))
+
         match control.action:
             case "reset_prefix_cache":
-                self._put_change(_Change(self._engine.reset_prefix_cache, aborts, done))
+                change(engine.reset_prefix_cache)
             case "pause":
-                self._put_change(_Change(self._pause, aborts, done))
+                change(self._pause)
             case "resume":
                 self._paused = False
                 self._release(listener)
                 done.set_result(None)
+            case "sleep":
+                change(lambda: engine.sleep(control.level))
+            case "wake_up":
+                _run(_Change(lambda: engine.wake_up(control.tags), control.mode, done))
+                listener(News((), (), (), engine.stats()))
+                self._release(listener)
             case "update_weights":  # they are read while requests run
-                arguments = (control.path, aborts, done)
+                arguments = (control.path, control.mode, done)
                 threading.Thread(target=self._load, args=arguments, daemon=True).start()
+            case "report":
+                done.set_result(None)
+
+    def _controlled(self, number: int, ended: Future[None]) -> Controlled:
+        """The answer to a ``Control`` whose future has ended."""
+        error = ended.exception()
+        if error is not None and not isinstance(error, JaxinferError):
+            error = EngineError(f"the change failed ({type(error).__name__}: {error})")
+        state = EngineState(self._paused, self._engine.asleep, self._engine.weight_version)
+        return Controlled(number, state, None if error is None else Failed.of(error))
 
     def _pause(self) -> None:
         self._paused = True
 
-    def _load(self, path: str, aborts: bool, done: Future[None]) -> None:
+    def _load(self, path: str, mode: Mode, done: Future[None]) -> None:
         try:
             prepared = self._engine.weights.prepared(path)
         except Exception as error:
             done.set_exception(error)
             return
-        self._put_change(_Change(lambda: self._engine.replace_weights(prepared), aborts, done))
+        self._put_change(_Change(lambda: self._engine.replace_weights(prepared), mode, done))
 
     def _fail_changes(self, error: EngineError) -> None:
         """Fail the changes that were not made, since the engine has ended."""
@@ -250,7 +283,7 @@ class EngineThread(Link):
         self._add_or_hold(_Ready(submission, done.result()), listener)
 
     def _add_or_hold(self, ready: _Ready, listener: Listener) -> None:
-        if self._changes or self._paused:
+        if self._changes or self._holds:
             self._held.append(ready)
         else:
             self._add(ready, listener)
@@ -277,9 +310,13 @@ def _refusal(error: BaseException) -> JaxinferError:
     return RequestError(f"the request is unusable: {error}")
 
 
-def _controlled(number: int, ended: Future[None]) -> Controlled:
-    """The answer to a ``Control`` whose future has ended."""
-    error = ended.exception()
-    if error is not None and not isinstance(error, JaxinferError):
-        error = EngineError(f"the change failed ({type(error).__name__}: {error})")
-    return Controlled(number, None if error is None else Failed.of(error))
+def _run(change: _Change) -> None:
+    """Call the function of a change, unless the caller has given up."""
+    if not change.done.set_running_or_notify_cancel():
+        return
+    try:
+        result = change.function()
+    except Exception as error:
+        change.done.set_exception(error)
+    else:
+        change.done.set_result(result)

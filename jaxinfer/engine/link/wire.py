@@ -54,20 +54,26 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Request a ``Pong``, which comes when the engine's loop has read the ping."""
 
 
-type Action = Literal["pause", "resume", "reset_prefix_cache", "update_weights"]
-type Mode = Literal["wait", "abort"]
+type Action = Literal[
+    "pause", "resume", "reset_prefix_cache", "update_weights", "sleep", "wake_up", "report"
+]
+type Mode = Literal["wait", "abort", "keep"]
+MODES: tuple[Mode, ...] = ("wait", "abort", "keep")
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """Change the engine while no request is open; answered by ``Controlled``.
+    """Change the engine between two steps; answered by ``Controlled``.
 
-    ``mode``: whether open requests are completed or aborted. ``path``: of the new weights.
+    ``mode``: whether open requests are completed first, aborted, or kept and continued afterwards.
+    ``path``: of the new weights. ``level``, ``tags``: of ``sleep`` and ``wake_up``.
     """
 
     number: int
     action: Action
     mode: Mode = "wait"
     path: str = ""
+    level: int = 1
+    tags: tuple[str, ...] | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -116,10 +122,19 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     failure: Failed
 
 
+class EngineState(msgspec.Struct, frozen=True):
+    """Whether an engine starts requests, what it has given up, and the version of its weights."""
+
+    paused: bool = False
+    asleep: tuple[str, ...] = ()  # of ``SLEEP_TAGS``
+    weight_version: int = 0
+
+
 class Controlled(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a ``Control`` has been executed, or why not."""
+    """From the engine: a ``Control`` has been executed, or why not, and the state after it."""
 
     number: int
+    state: EngineState
     failure: Failed | None = None
 
 

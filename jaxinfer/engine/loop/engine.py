@@ -7,90 +7,34 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
-from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.request import FinishReason, Request, SamplingParams, check_identity
-from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, Event, TokenEvent
+from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
+from jaxinfer.core.request import Request, SamplingParams, check_identity
+from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.facts import (
     ModelFacts,
     ValidatedRequest,
     check_request,
     resolved_max_tokens,
 )
+from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
-from jaxinfer.engine.loop.processor import SequenceProcessor
+from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
-    from jaxinfer.models.base import Model, Params
+    from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
-
-
-class Weights(Protocol):
-    """The weights of an engine: ``engine.start.weights.EngineWeights``."""
-
-    @property
-    def model(self) -> Model:
-        """The model without weights."""
-        ...
-
-    @property
-    def params(self) -> Params:
-        """The weights that steps read now; not a copy."""
-        ...
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The generation_config.json of the model that the engine was built from."""
-        ...
-
-    def prepared(self, given: Params | str | Path) -> Params:
-        """New weights on the device, from a tree or a model's files; raises a ``JaxinferError``
-        if they do not fit. May be called on any thread.
-        """
-        ...
-
-    def replace(self, params: Params) -> None:
-        """Let later steps read these weights, which ``prepared`` returned."""
-        ...
-
-
-class LaterBuckets(Protocol):
-    """Executables that are compiled while requests are served: ``engine.start.later``."""
-
-    @property
-    def first(self) -> Sequence[Bucket]:
-        """The buckets that can be used from the start."""
-        ...
-
-    @property
-    def unfinished(self) -> bool:
-        """True until all executables were taken."""
-        ...
-
-    @property
-    def has_news(self) -> bool:
-        """True if ``take`` returns buckets now."""
-        ...
-
-    def take(self) -> tuple[Bucket, ...]:
-        """Make the buckets ready that were loaded since the last call; on the engine's thread."""
-        ...
-
-    def close(self) -> None:
-        """Compile no further."""
-        ...
 
 
 class Engine:
@@ -128,6 +72,9 @@ class Engine:
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
+        self.weight_version = 0  # raised by every change of weights
+        self.asleep: tuple[str, ...] = ()  # what is not on the device, of ``SLEEP_TAGS``
+        self._sleep_level = 0
         self._failure: EngineError | None = None
 
     @property
@@ -222,14 +169,19 @@ class Engine:
         except Exception as error:
             raise self._stop(error) from error
 
-    def step(self) -> News:
+    def drain(self) -> News:
+        """Wait for the steps in flight without launching another; requests stay open."""
+        return self.step(launches=False)
+
+    def step(self, *, launches: bool = True) -> News:
         """One iteration of the loop: schedule and launch a step, return the news."""
+        iterate = self._loop.iterate if launches else self._loop.drain
         events, self._pending = tuple(self._pending), []
         try:
-            if self._later is not None:
+            if self._later is not None and not self.asleep:  # new executables run once
                 events = (*events, *self._loaded_buckets(self._later))
             with self._late_compiles:
-                iteration = self._loop.iterate(events)
+                iteration = iterate(events)
                 steps, newly_started = self._timeline.record(iteration)
                 started = self._parents_of(newly_started)  # before an event can end one of them
                 processed = [self._process(event) for event in iteration.events]
@@ -251,25 +203,68 @@ class Engine:
     def replace_weights(self, params: Params) -> None:
         """Let later steps read weights that ``weights.prepared`` returned, and forget all prefixes.
 
-        Raises ``EngineError`` if requests are open: their pages hold keys of the old weights.
+        Requests that are open after a ``drain`` go on with them: their KV is computed again. Raises
+        ``EngineError`` if a step is in flight.
         """
         weights = self.weights
         self.reset_prefix_cache()
         weights.replace(params)
+        self.weight_version += 1
+        self._note_awake("weights")
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes, so that no later request reuses a page computed before.
 
-        Raises ``EngineError`` if requests are open.
+        The KV of requests that are open after a ``drain`` is computed again. Raises ``EngineError``
+        if a step is in flight.
         """
+        self._check_drained()
+        self._loop.give_up_pages()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory of weights, pages and slots back until ``wake_up``.
+
+        At level 1 the weights are kept in host memory, at level 2 they are dropped: then the next
+        ``replace_weights`` brings them back. Open requests keep their tokens, as in
+        ``reset_prefix_cache``. Raises ``EngineError`` if a step is in flight, and ``ArgumentError``
+        for another level.
+        """
+        if level not in (1, 2):
+            raise ArgumentError(f"level must be 1 or 2, got {level!r}")
+        self._check_drained()
+        weights = self.weights
+        if "kv_cache" not in self.asleep:
+            self._loop.free_state()
+        weights.sleep(level)
+        self.asleep, self._sleep_level = SLEEP_TAGS, level
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the device's memory again: for ``weights``, ``kv_cache``, or by default both.
+
+        Weights that were dropped stay away. Raises ``ArgumentError`` for another tag, and
+        ``EngineError`` if the device has no memory for it.
+        """
+        for tag in tags or ():
+            if tag not in SLEEP_TAGS:
+                raise ArgumentError(f"tags must be of {', '.join(SLEEP_TAGS)}, got {tag!r}")
+        given = SLEEP_TAGS if tags is None else tags
+        if "weights" in given and "weights" in self.asleep and self.weights.wake_up():
+            self._note_awake("weights")
+        if "kv_cache" in given and "kv_cache" in self.asleep:
+            self._loop.make_state()
+            self._note_awake("kv_cache")
+
+    def _note_awake(self, awake: str) -> None:
+        self.asleep = tuple(tag for tag in self.asleep if tag != awake)
+
+    def _check_drained(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self.has_work:
+        if self._loop.state.in_flight:
             raise EngineError(
                 "requests are open; finish or abort them before the prefix cache or the weights "
                 "change"
             )
-        self._loop.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """The counters and present values."""
@@ -285,6 +280,8 @@ class Engine:
             num_live_pages_of_groups=state.pages.num_live,
             num_cached_pages=state.pages.num_cached,
             num_fresh_pages=num_free - state.pages.num_cached,
+            weight_version=self.weight_version,
+            sleep_level=self._sleep_level if self.asleep else 0,
             **self._counters,
         )
 
@@ -316,7 +313,7 @@ class Engine:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
             return None  # a stop string ended it while this token was in flight
-        delta = _delta_of(sequence, event)
+        delta = delta_of(sequence, event, self.weight_version)
         if event.token_ids or event.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
@@ -330,9 +327,14 @@ class Engine:
         return delta
 
     def _check_accepting(self, request_id: str) -> None:
-        """Raise if the engine has stopped or the request id is in use."""
+        """Raise if the engine has stopped or sleeps, or the request id is in use."""
         if self._failure is not None:
             raise self._failure
+        if self.asleep:
+            raise EngineError(
+                f"the engine sleeps without its {' and '.join(self.asleep)}; call wake_up, and "
+                "after sleep(level=2) update_weights"
+            )
         if request_id in self._children:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
 
@@ -373,20 +375,6 @@ class Engine:
         if sampling.seed is None:
             return _mix(self._seed, arrival)
         return sampling.seed if index == 0 else _mix(sampling.seed, index)
-
-
-def _delta_of(sequence: SequenceProcessor, event: TokenEvent) -> Delta:
-    """The delta of an event; if making its text fails, an error that ends this sequence."""
-    try:
-        return sequence.process(event)
-    except Exception as error:
-        logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
-        return Delta(
-            request_id=sequence.parent_id,
-            index=sequence.index,
-            finish_reason=FinishReason.ERROR,
-            error=f"the text of the answer cannot be made: {error}",
-        )
 
 
 def _mix(seed: int, index: int) -> int:

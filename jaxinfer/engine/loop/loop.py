@@ -16,6 +16,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Bucket, Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import (
     SchedulerState,
+    all_preempted,
     initial_state,
     schedule,
     without_prefixes,
@@ -37,6 +38,14 @@ class StepExecutor[Handle](Protocol):
 
     def collect(self, step: Handle) -> StepResult:
         """Wait for a launched step; steps are collected in launch order."""
+        ...
+
+    def free_state(self) -> None:
+        """Free pages and slots on the device; no step is in flight."""
+        ...
+
+    def make_state(self) -> None:
+        """Make pages and slots again, zeroed, after ``free_state``."""
         ...
 
 
@@ -78,9 +87,22 @@ class EngineLoop[Handle]:
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all prefixes; raises ``EngineError`` unless idle."""
-        self._state = without_prefixes(self._state)
+    def give_up_pages(self) -> None:
+        """Return all running sequences to the queue, with their tokens, and forget all prefixes.
+
+        Their KV is computed again when they continue. Raises ``EngineError`` if a step is in
+        flight.
+        """
+        self._state = without_prefixes(all_preempted(self._state))
+
+    def free_state(self) -> None:
+        """``give_up_pages``, and free the device's memory of pages and slots."""
+        self.give_up_pages()
+        self._executor.free_state()
+
+    def make_state(self) -> None:
+        """Make pages and slots again after ``free_state``."""
+        self._executor.make_state()
 
     def wait_until_launchable(self) -> bool:
         """Return once another step may be launched.
@@ -108,6 +130,17 @@ class EngineLoop[Handle]:
         collected, self._collected = tuple(self._collected), []
         return Iteration(news, launched, collected)
 
+    def drain(self, events: tuple[Event, ...]) -> Iteration:
+        """Apply the events and the results of all steps in flight, without launching another."""
+        ended = () if self._ended is None else (self._ended,)
+        self._ended = None
+        events = (*events, *ended, *self._drain())
+        self._state, output = schedule(self._state, events, plans=False)
+        if output.duplicates:
+            raise _came_twice(output.duplicates)
+        collected, self._collected = tuple(self._collected), []
+        return Iteration(output.events, (), collected)
+
     def _advance(
         self, events: tuple[Event, ...]
     ) -> tuple[tuple[TokenEvent, ...], tuple[StepPlan, ...]]:
@@ -116,7 +149,7 @@ class EngineLoop[Handle]:
         while True:
             self._state, output = schedule(self._state, events)
             if output.duplicates:
-                raise EngineError(f"request ids {output.duplicates} came twice")
+                raise _came_twice(output.duplicates)
             news += output.events
             if output.step is None:
                 return news, ()
@@ -144,6 +177,10 @@ class EngineLoop[Handle]:
     def _drain(self) -> tuple[Event, ...]:
         """Collect all steps in flight, since failures are reported in launch order too."""
         return tuple(self._collect() for _ in range(len(self._in_flight)))
+
+
+def _came_twice(duplicates: tuple[str, ...]) -> EngineError:
+    return EngineError(f"request ids {duplicates} came twice")
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:

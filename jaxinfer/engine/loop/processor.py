@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
-from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.loop.loop import LOGGER
+from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -28,9 +30,11 @@ class SequenceProcessor:
         self._tokenizer = tokenizer
         self._num_tokens = 0
 
-    def process(self, event: TokenEvent) -> Delta:
-        """The delta of one event. A matching stop string ends the sequence."""
-        text, kept = "", len(event.token_ids)
+    def process(self, event: TokenEvent, weight_version: int = 0) -> Delta:
+        """The delta of one event, whose tokens were drawn with weights of this version. A matching
+        stop string ends the sequence.
+        """
+        text, kept, start = "", len(event.token_ids), self._num_tokens
         for number, token_id in enumerate(event.token_ids):
             text += self._push(token_id, event)
             if self.matched_stop is not None:
@@ -55,6 +59,7 @@ class SequenceProcessor:
             stop_reason=stop_reason,
             pooled=None if event.pooled is None else tuple(event.pooled.tolist()),
             error=event.error,
+            weight_versions=(WeightSpan(weight_version, start, start + kept),) if kept else (),
         )
 
     # Built with the first token: until a batch's first launch the device is idle.
@@ -108,3 +113,17 @@ class SequenceProcessor:
                 piece = self._tokenizer.token_piece(token_id) if self._tokenizer else None
                 named[token_id] = Logprob(logprob, rank, piece)
         return named
+
+
+def delta_of(sequence: SequenceProcessor, event: TokenEvent, weight_version: int) -> Delta:
+    """The delta of an event; if making its text fails, an error that ends this sequence."""
+    try:
+        return sequence.process(event, weight_version)
+    except Exception as error:
+        logging.getLogger(LOGGER).exception("request %s", sequence.parent_id)
+        return Delta(
+            request_id=sequence.parent_id,
+            index=sequence.index,
+            finish_reason=FinishReason.ERROR,
+            error=f"the text of the answer cannot be made: {error}",
+        )

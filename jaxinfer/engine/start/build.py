@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import msgspec
 from jax.extend.backend import clear_backends
+from jax.sharding import Mesh
 
 from jaxinfer.core.config import (
     COMPILED,
@@ -51,7 +52,7 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import device_memory
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
-from jaxinfer.nn.placement import default_placement
+from jaxinfer.nn.placement import default_placement, placement_in
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.pins import Pins, checked_pins
@@ -62,10 +63,12 @@ def plan_engine(
     config: EngineConfig,
     progress: Progress = NO_PROGRESS,
     platform_of_backend: Callable[[], str] | None = None,
+    mesh: Mesh | None = None,
 ) -> EnginePlan:
     """Resolve the model and all sizes; raises a ``JaxinferError`` if something does not fit.
 
     ``platform_of_backend``: waits for a backend that is starting, see ``start.backend_starting``.
+    ``mesh``: the devices, by default JAX's default device.
     """
     cache_dir = cache_root(config.cache_dir)
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
@@ -75,7 +78,7 @@ def plan_engine(
     platform = check_device(platform_of_backend)
     chose_seqs = config.max_num_seqs is not None
     chose_mixed = config.max_num_mixed_tokens is not None
-    placement = default_placement()
+    placement = default_placement() if mesh is None else placement_in(mesh)
     if bundle is not None:
         bundle.check_machine(placement)
     config = with_device_defaults(config, platform)
@@ -244,6 +247,10 @@ def build_engine(
     (``exec.compile.background``). That is for engines that run for long: if the process exits
     before, nothing is saved.
     """
+    if (num_devices := plan.program.placement.num_devices) > 1:
+        raise ConfigError(
+            f"an engine serves on one device, and the mesh has {num_devices}; use a mesh of one"
+        )
     (executables, compile_seconds), (state, load_seconds) = load(plan, progress, serves_early)
     executor = Executor(plan.program, executables, *state)
     executor.warm_up()

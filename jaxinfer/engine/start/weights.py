@@ -7,7 +7,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.core.errors import ConfigError
+import jax
+
+from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
@@ -15,18 +17,20 @@ from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.run.new_weights import placed_params
 from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import by_path, nested
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 
 
 class EngineWeights:
-    """The weights of a running engine; see ``engine.loop.engine.Weights``."""
+    """The weights of a running engine; see ``engine.loop.interfaces.Weights``."""
 
     def __init__(self, plan: EnginePlan, executor: Executor) -> None:
         # neither the tokenizer's files nor the first weights are kept
         self.plan = replace(plan, tokenizer_spec=None, loaded=None)
         self._executor = executor
+        self._in_host_memory: Params | None = None  # while they sleep at level 1
 
     @property
     def model(self) -> Model:
@@ -40,8 +44,10 @@ class EngineWeights:
 
     @property
     def params(self) -> Params:
-        """The weights that steps read now; not a copy."""
-        return self._executor.params
+        """The weights that steps read now; not a copy. Raises ``EngineError`` while they sleep."""
+        if (params := self._executor.params) is None:
+            raise EngineError("the weights sleep; call wake_up, or update_weights after level 2")
+        return params
 
     def prepared(self, given: Params | str | Path) -> Params:
         """New weights on the device: a tree of parameters, or what a reference to a model names.
@@ -59,6 +65,32 @@ class EngineWeights:
     def replace(self, params: Params) -> None:
         """Let later steps read these weights."""
         self._executor.replace_weights(params)
+        self._in_host_memory = None
+
+    def sleep(self, level: int) -> None:
+        """See ``engine.loop.interfaces.Weights``. Arrays that are referenced elsewhere, such as by
+        the trainer that they came from, stay in memory.
+        """
+        params = self._executor.params
+        if level == 2:
+            self._in_host_memory = None
+        elif params is not None:
+            on_cpu = self.plan.program.platform == "cpu"  # there it is host memory already
+            self._in_host_memory = params if on_cpu else jax.device_get(params)
+        self._executor.replace_weights(None)
+
+    def wake_up(self) -> bool:
+        """See ``engine.loop.interfaces.Weights``; raises ``EngineError`` if memory is missing."""
+        if self._in_host_memory is not None:
+            program = self.plan.program
+            arrays, put = program.model.arrays, program.placement.put
+            leaves = by_path(self._in_host_memory).items()
+            with allocating(self.plan.memory.weight_bytes):
+                placed = {path: put(leaf, arrays[path].axes) for path, leaf in leaves}
+                for array in placed.values():
+                    array.block_until_ready()
+            self.replace(nested(placed))
+        return self._executor.params is not None
 
     def _load(self, reference: str) -> Params:
         """The weights of a folder or another reference, as the engine's model keeps them."""

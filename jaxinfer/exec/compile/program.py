@@ -5,6 +5,7 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -15,17 +16,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.shapes import cdiv, ladder, round_up
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, SlotAdmission
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, pooled, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots
+from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots, slot_rows
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
@@ -126,6 +128,12 @@ class Program:
         sizes = (limits.max_num_seqs, limits.max_model_len)
         return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
 
+    def admission_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
+        """The argument of an ``ADMIT`` call."""
+        limits = self.limits
+        empty = empty_rows(self.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
+        return slot_rows(admissions, empty, self.model.config.vocab_size)
+
     @property
     def keeps_logits(self) -> bool:
         """True if slots keep the logits that a token was drawn from, or else its hidden state.
@@ -161,8 +169,7 @@ class Program:
             return self._trace_step(name)
         config, limits = self.model.config, self.limits
         if name == ADMIT:
-            rows = empty_rows(self.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
-            return jax.jit(admit, donate_argnums=0).trace(self.slots(), rows)
+            return jax.jit(admit, donate_argnums=0).trace(self.slots(), self.admission_rows(()))
         if name == COPY:
             state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.rows_per_copy), jnp.int32)
             arrays = tuple(state[i] for i in self.model.state.slot_arrays)

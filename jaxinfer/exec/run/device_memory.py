@@ -105,6 +105,11 @@ def init_state(program: Program) -> tuple[State, SlotState]:
     return compile_init_state(program)()
 
 
+def is_intact(state: Any) -> bool:
+    """True if no array of a tree has been deleted, so that no failed call has consumed it."""
+    return not any(array.is_deleted() for array in jax.tree.leaves(state))
+
+
 @contextmanager
 def allocating(num_bytes: int) -> Generator[None]:
     """Raise ``EngineError`` if an allocation of ``num_bytes`` within the block fails."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import batched
 from typing import Any
 
@@ -22,19 +23,20 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, StepResult
+from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
+from jaxinfer.exec.run.device_memory import compile_init_state, is_intact
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
     InFlight,
     Prepared,
     RowKey,
+    device_failed,
     only_rows,
     row_results,
     tokens_of_rows,
@@ -45,11 +47,9 @@ from jaxinfer.exec.step.extras import pack_extras, pack_pooled, pack_targets
 from jaxinfer.exec.step.forward import StepOutput, flat_params
 from jaxinfer.exec.step.slots import (
     SlotState,
-    empty_rows,
     needs_admission,
     pack_copies,
     settings_of,
-    slot_rows,
 )
 from jaxinfer.models.base import Params, head_params
 from jaxinfer.nn.state import State
@@ -82,16 +82,30 @@ class Executor:
         self._staging = BatchStaging.of_device(program.placement.device)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
 
-    def replace_weights(self, params: Params) -> None:
+    def replace_weights(self, params: Params | None) -> None:
         """Let later launches read these weights; steps in flight keep the old ones.
 
-        The caller has checked shapes, dtypes and devices.
+        The caller has checked shapes, dtypes and devices. With None no weights are held until the
+        next call; the old ones are not deleted, as a user may hold them.
         """
-        weights = flat_params(self._program.model, params)
-        parts = [tuple(weights[i] for i in own.weights) for own in self._program.parts]
-        head = head_params(params)
-        self._weights, self._weights_of_parts, self._head = weights, parts, head
+        flat = () if params is None else flat_params(self._program.model, params)
+        parts = self._program.parts if flat else ()
+        self._weights_of_parts = [tuple(flat[i] for i in own.weights) for own in parts]
+        self._weights, self._head = flat, head_params(params or {})
         self.params = params
+
+    def free_state(self) -> None:
+        """See ``StepExecutor``."""
+        for array in jax.tree.leaves((self._state, self._slots)):
+            array.delete()
+
+    def make_state(self) -> None:
+        """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
+        self._state, self._slots = self._new_state()
+
+    @cached_property  # compiled when the engine wakes for the first time
+    def _new_state(self) -> Callable[[], tuple[State, SlotState]]:
+        return compile_init_state(self._program)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -123,7 +137,7 @@ class Executor:
             self._run_once(buckets[-1:])
             return
         self._run_once(buckets)
-        self._admit(self._slot_rows(()))
+        self._admit(self._program.admission_rows(()))
         if self._program.limits.num_snapshots:
             sink = self._program.limits.max_num_seqs
             for pairs in self._copies([(sink, sink)]):
@@ -160,9 +174,9 @@ class Executor:
         try:
             step = self._launch_prepared(prepared, failed)
         except Exception as error:
-            if self._has_state():
+            if is_intact((self._state, self._slots)):
                 raise
-            raise _device_failed(plan, error) from error
+            raise device_failed(plan, error) from error
         self._in_flight.append(step)
         return step
 
@@ -185,7 +199,7 @@ class Executor:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
-            raise _device_failed(plan, error) from error
+            raise device_failed(plan, error) from error
         token_ids = tokens_of_rows(drawn.tolist(), plan)
         for call, tokens in zip(step.extras, redrawn, strict=True):
             for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
@@ -241,7 +255,7 @@ class Executor:
         saves = [(row.slot, first + row.snapshot) for row in prefills if row.snapshot is not None]
         return msgspec.structs.replace(
             prepared,
-            admissions=tuple(self._slot_rows(a) for a in batched(needed, program.rows_per_admit)),
+            admissions=tuple(map(program.admission_rows, batched(needed, program.rows_per_admit))),
             targets=pack_targets(prefills, plan.bucket.num_prefill_tokens) if scored else None,
             pools=pack_pooled(prefills, limits.max_num_seqs) if pools else None,
             restores=self._copies(restores),
@@ -295,8 +309,8 @@ class Executor:
             self._draw_all_extras(step)
         except Exception as error:
             plan = step.prepared.plan
-            if not self._has_state():
-                raise _device_failed(plan, error) from error
+            if not is_intact((self._state, self._slots)):
+                raise device_failed(plan, error) from error
             logging.getLogger(LOGGER).exception("step %s", plan.step_id)
             reason = f"step {plan.step_id} failed: {error}"
             rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
@@ -382,17 +396,3 @@ class Executor:
 
     def _read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
         return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
-
-    def _has_state(self) -> bool:
-        """True if the device's state is intact: no failed call has consumed it."""
-        return not any(a.is_deleted() for a in jax.tree.leaves((self._state, self._slots)))
-
-    def _slot_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
-        """The argument of an ``ADMIT`` call."""
-        program, limits = self._program, self._program.limits
-        empty = empty_rows(program.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
-        return slot_rows(admissions, empty, program.model.config.vocab_size)
-
-
-def _device_failed(plan: StepPlan, error: Exception) -> EngineError:
-    return EngineError(f"the device failed in step {plan.step_id}: {error}")

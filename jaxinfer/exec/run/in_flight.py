@@ -16,6 +16,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.drafts import NO_TOKEN
@@ -184,3 +185,8 @@ def _token_logprobs(
     values: list[float] = source.top_logprobs[index, :top].tolist()
     chosen = float(source.chosen[index])
     return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
+
+
+def device_failed(plan: StepPlan, error: Exception) -> EngineError:
+    """The error of a device whose state is lost."""
+    return EngineError(f"the device failed in step {plan.step_id}: {error}")

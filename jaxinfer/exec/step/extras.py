@@ -27,7 +27,7 @@ from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
 from jaxinfer.exec.step.sampling import sample, token_logprobs, with_extras, with_masks
-from jaxinfer.exec.step.slots import SlotState
+from jaxinfer.exec.step.slots import SlotState, read_settings
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
@@ -73,7 +73,8 @@ class ExtrasFunction:
         impl = self.pins.of("sample")
         token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased)
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
-        logprobs = _by_blocks(token_logprobs, logits, token_ids)
+        temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
+        logprobs = _by_blocks(token_logprobs, logits, token_ids, temperature)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
 

@@ -26,7 +26,7 @@ LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS  # int32 values of a packed row: see ``rea
 
 
 class Logprobs[A](NamedTuple):
-    """Logprobs of chosen tokens under the unmodified distribution."""
+    """Logprobs of chosen tokens; see ``SamplingParams``."""
 
     chosen: A  # float32[B]
     rank: A  # int32[B]: 1 for the most likely token
@@ -92,8 +92,11 @@ def with_masks(
 def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
+    temperature: jax.Array | None = None,  # float32[B]; 0: logits are not divided
 ) -> jax.Array:  # int32[B, LOGPROBS_WIDTH]: see ``read_logprobs``
     """Logprob and rank of the chosen tokens, and the most likely tokens with their logprobs."""
+    if temperature is not None:
+        logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     log_z = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)

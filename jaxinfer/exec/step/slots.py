@@ -59,6 +59,7 @@ class SlotFloats[A](NamedTuple):
     presence_penalty: A
     frequency_penalty: A
     repetition_penalty: A
+    logprobs_temperature: A  # logprobs are of logits divided by it; 0: of unmodified logits
 
 
 NUM_INTS = len(SlotInts._fields)
@@ -142,6 +143,7 @@ def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETT
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
+                logprobs_temperature=sampling.temperature if sampling.scales_logprobs else 0.0,
             )
         )
     columns = np.array(ints, np.int64).astype(np.int32), np.array(floats, np.float32)

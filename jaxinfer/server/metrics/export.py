@@ -18,6 +18,8 @@ from prometheus_client.utils import floatToGoString
 from jaxinfer.server.metrics.histograms import MODEL_LABELS, HistogramFamily
 from jaxinfer.server.metrics.tally import Tally
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
+
 
 class _Reading(NamedTuple):
     """The current value of one gauge or counter; with a ``label``, that of each label value."""
@@ -43,8 +45,8 @@ def _gauges(tally: Tally) -> Iterator[_Reading]:
     )
     yield _Reading(
         "vllm:engine_sleep_state",
-        "1 for the state the engine is in; it is always awake.",
-        {"awake": 1, "weights_offloaded": 0, "discard_all": 0},
+        "1 for the state the engine is in.",
+        {state: int(stats.sleep_level == level) for level, state in enumerate(SLEEP_STATES)},
         "sleep_state",
     )
     yield _Reading(

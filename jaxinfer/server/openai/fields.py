@@ -70,6 +70,9 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Bias = Annotated[float, Meta(ge=BIAS_BOUNDS[0], le=BIAS_BOUNDS[1])]
 BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
+Priority = Annotated[int, Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1])]
+CacheSalt = Annotated[str, Meta(max_length=1024)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=VISIBLE_TEXT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     unsupported: ClassVar[Neutral] = MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
+    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType({})  # fields with fields
 
     model: str | None = None
 
@@ -146,11 +150,9 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1])] = 0
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=VISIBLE_TEXT)] | None = (
-        None
-    )
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     timeout: Annotated[float, Meta(gt=0.0)] | None = None  # seconds
 
     @property
@@ -196,6 +198,11 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         """``SamplingParams.logprobs``."""
         return None
 
+    @property
+    def scales_logprobs(self) -> bool:
+        """``SamplingParams.temperature_scaled_logprobs``."""
+        return False
+
     def num_prompt_logprobs(self) -> int | None:
         """``SamplingParams.prompt_logprobs``."""
         return self.prompt_logprobs
@@ -229,6 +236,7 @@ def to_sampling(
         max_tokens=request.output_limit(),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        temperature_scaled_logprobs=request.scales_logprobs,
         structured_outputs=None if form is None else form.params,
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -24,6 +24,7 @@ from jaxinfer.server.openai.schema import (
     DetokenizeRequest,
     GenerateRequest,
     TokenizeRequest,
+    TokensRequest,
 )
 from jaxinfer.server.openai.tools import MAX_TOOLS
 
@@ -76,6 +77,13 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             responses.GenerateResponse,
             GenerateRequest,
             responses.GenerateResponse,
+        ),
+        ("POST", "/inference/v1/generate"): Operation(
+            "generateTokens",
+            "Continue token ids with token ids, in the form of vLLM's route.",
+            responses.TokensResponse,
+            TokensRequest,
+            responses.TokensResponse,
         ),
         ("POST", "/tokenize"): Operation(
             "tokenize",
@@ -172,6 +180,8 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     requests = {one.request.__name__: one.request for one in operations if one.request is not None}
+    inners = [inner for one in requests.values() for inner in one.nested.values()]
+    requests |= {inner.__name__: inner for inner in inners}
     for name, schema in schemas.items():
         if name in requests:
             _complete(schema, requests[name], models)

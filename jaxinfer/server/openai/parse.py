@@ -73,9 +73,9 @@ def parse[T: AnyRequest](body: bytes, kind: type[T], *, strict: bool = False) ->
     if not isinstance(given, dict):
         raise field_error(None, f"the body must be a JSON object, got {_GOT[type(given)]}")
     named = cast("dict[str, Any]", given)
-    _refuse_unsupported(named, kind)
-    fields = {name: _with_integers(value) for name, value in named.items() if value is not None}
-    unknown = _unknown(fields, kind)
+    fields = _prepared(named, kind)
+    names = _unknown(fields, kind)
+    unknown = tuple(name[:MAX_NAME_CHARACTERS] for name in names[:MAX_NAMES_LISTED])
     if strict and unknown:
         raise field_error(unknown[0], f"unknown fields: {', '.join(unknown)}; leave them out")
     try:
@@ -147,12 +147,22 @@ def _is_encodable(value: Any) -> bool:
     return True
 
 
-def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest]) -> None:
+def _prepared(given: dict[str, Any], kind: type[AnyRequest], path: str = "") -> dict[str, Any]:
+    """The fields that are not null, with integers; refuses fields that are not supported."""
+    _refuse_unsupported(given, kind, path)
+    fields = {name: _with_integers(value) for name, value in given.items() if value is not None}
+    for name, inner in kind.nested.items():
+        if isinstance(value := fields.get(name), dict):
+            fields[name] = _prepared(cast("dict[str, Any]", value), inner, f"{path}{name}.")
+    return fields
+
+
+def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest], path: str) -> None:
     for name, neutral in kind.unsupported.items():
         # the types too, since 1 == True
         same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
         if name in given and not any(same):
-            raise field_error(name, f"{name} is not supported; leave it out")
+            raise field_error(path + name, f"{path}{name} is not supported; leave it out")
 
 
 def _with_integers(value: Any, num_levels: int = 2) -> Any:
@@ -167,7 +177,8 @@ def _with_integers(value: Any, num_levels: int = 2) -> Any:
     return cast("Any", value)
 
 
-def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> tuple[str, ...]:
+def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> list[str]:
+    """The names of fields that no struct has, sorted."""
     known = {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
     names = [name for name in fields if name not in known]
     options = fields.get("stream_options")
@@ -177,8 +188,10 @@ def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> tuple[str, ...]:
         names += [
             f"stream_options.{name}" for name in given.keys() - known if given[name] is not None
         ]
-    names.sort()
-    return tuple(name[:MAX_NAME_CHARACTERS] for name in names[:MAX_NAMES_LISTED])
+    for field, inner in kind.nested.items():
+        if isinstance(options := fields.get(field), dict):
+            names += [f"{field}.{name}" for name in _unknown(cast("Any", options), inner)]
+    return sorted(names)
 
 
 def _readable_error(message: str, fields: dict[str, Any]) -> ApiError:

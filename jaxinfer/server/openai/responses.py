@@ -257,6 +257,34 @@ class GenerateResponse(_Struct, frozen=True, kw_only=True, gc=False):
     latency_ms: float | UnsetType = UNSET  # from the request's arrival to its last token
 
 
+class WeightVersion(_Struct, frozen=True, kw_only=True, gc=False):
+    """Tokens [start, end) of a choice were drawn with weights of this version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TokensChoice(_Struct, frozen=True, kw_only=True, gc=False):
+    """One output of ``/inference/v1/generate``; in an event of its stream the new tokens."""
+
+    index: int
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+    token_ids: list[int]
+    weight_versions: list[WeightVersion]
+
+
+class TokensResponse(_Struct, frozen=True, kw_only=True, gc=False):
+    """The answer of ``/inference/v1/generate``, and each event of its stream, in vLLM's form."""
+
+    request_id: str
+    choices: list[TokensChoice]
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    kv_transfer_params: None = None
+    usage: Usage | UnsetType = UNSET  # of a stream, in its last event
+
+
 class ModelCard(_Struct, frozen=True, kw_only=True, gc=False):
     """One name under which the model answers."""
 

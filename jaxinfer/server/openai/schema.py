@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
+from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.server.openai.fields import (
     IGNORED,
     UNSUPPORTED,
     AnyRequest,
+    CacheSalt,
     GenerationFields,
     Neutral,
+    Priority,
     RequestedTokens,
+    RequestId,
+    StreamOptions,
     TokenId,
     bounds,
     field_error,
@@ -165,6 +171,58 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
         return self.logprobs
 
 
+class TokenSamplingParams(GenerationFields, frozen=True, kw_only=True):
+    """``sampling_params`` of ``TokensRequest``."""
+
+    # of vLLM's class: tokens are returned, and all at once
+    ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "detokenize", "output_kind", "skip_clone")
+    default_max_tokens: ClassVar[int | None] = None
+
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+    temperature_scaled_logprobs: bool = False
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scales_logprobs(self) -> bool:
+        return self.temperature_scaled_logprobs
+
+
+class TokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
+    """``POST /inference/v1/generate``: token ids in and out, as in vLLM."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType(
+        {
+            "features": (None,),
+            **dict.fromkeys(("ec_transfer_params", "kv_transfer_params"), (None, {})),
+        }
+    )
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
+    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType(
+        {"sampling_params": TokenSamplingParams}
+    )
+
+    token_ids: TokenIds
+    sampling_params: TokenSamplingParams = TokenSamplingParams()
+    request_id: RequestId | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+
+    @cached_property
+    def fields(self) -> TokenSamplingParams:
+        """All fields but the prompt, in one struct."""
+        names = ("model", "request_id", "stream", "stream_options", "priority", "cache_salt")
+        own = {name: value for name in names if (value := getattr(self, name))}
+        return replace(self.sampling_params, **own)
+
+    def check(self) -> None:
+        super().check()
+        self.fields.check()
+
+
 class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /tokenize``: a prompt, or messages."""
 
@@ -212,11 +270,12 @@ class UpdateWeightsRequest(ChangeRequest, frozen=True, kw_only=True):
     path: str
 
 
-def change_mode(mode: str) -> Literal["wait", "abort"]:
+def change_mode(mode: str) -> Mode:
     """What becomes of open requests; raises ``ApiError`` for an unknown mode."""
-    if mode == "wait" or mode == "abort":
-        return mode
-    raise field_error("mode", f"mode must be wait or abort, got {mode[:40]!r}")
+    for known in MODES:
+        if mode == known:
+            return known
+    raise field_error("mode", f"mode must be wait, abort or keep, got {mode[:40]!r}")
 
 
 type ChatFields = ChatCompletionRequest | TokenizeRequest

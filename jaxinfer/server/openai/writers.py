@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from jaxinfer.core.request import FinishReason
@@ -23,16 +24,24 @@ from jaxinfer.server.openai.responses import (
     CompletionLogprobs,
     Generated,
     GenerateResponse,
+    TokensChoice,
+    TokensResponse,
     Usage,
+    WeightVersion,
     encode,
 )
-from jaxinfer.server.openai.schema import CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.schema import (
+    CompletionRequest,
+    GenerateRequest,
+    TokenSamplingParams,
+)
 from jaxinfer.server.openai.writer import (
     Echo,
     EnvelopeWriter,
     ResponseContext,
     TextOffsets,
     Writer,
+    chat_logprobs,
     completion_logprobs,
     in_order,
     merged_updates,
@@ -211,6 +220,51 @@ class GenerateWriter(Writer[GenerateRequest]):
         context = self._context
         return GenerateResponse(
             id=context.request_id, model=context.model, outputs=outputs, **fields
+        )
+
+
+class TokensWriter(Writer[TokenSamplingParams]):
+    """Writes token ids without text, in vLLM's form."""
+
+    def __init__(
+        self, context: ResponseContext, request: TokenSamplingParams, prompts: Sequence[Prompt]
+    ) -> None:
+        context = dataclasses.replace(context, tokens_as_ids=True, tokenizer=None)
+        super().__init__(context, request, prompts)
+
+    def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> TokensResponse:
+        prompt_logprobs = self._prompt_logprobs_of(updates)
+        return TokensResponse(
+            request_id=self._context.request_id,
+            choices=[self._choice(update) for update in in_order(updates)],
+            prompt_logprobs=None if prompt_logprobs is UNSET else prompt_logprobs,
+        )
+
+    def events(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> bytes:
+        usage = usage_of(answer) if self._request.sends_continuous_usage else UNSET
+        choices = [self._choice(update) for update in merged_updates(updates)]
+        return self._event(choices, usage)
+
+    def final_events(self, answer: Answer) -> bytes:
+        return self._event([], usage_of(answer)) if self._context.sends_usage else b""
+
+    def _event(self, choices: list[TokensChoice], usage: Usage | UnsetType) -> bytes:
+        response = TokensResponse(request_id=self._context.request_id, choices=choices, usage=usage)
+        return frame(encode(response))
+
+    def _choice(self, update: ChoiceUpdate) -> TokensChoice:
+        delta, logprobs = update.delta, None
+        if (top := self._request.logprobs) is not None:
+            logprobs = chat_logprobs(self._context, delta.token_ids, delta.logprobs, top)
+        return TokensChoice(
+            index=update.choice,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            token_ids=list(delta.token_ids),
+            weight_versions=[
+                WeightVersion(version=span.version, start=span.start, end=span.end)
+                for span in delta.weight_versions
+            ],
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.engine.link.wire import Mode
+from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError
+from jaxinfer.engine.link.wire import EngineState, Mode
 from jaxinfer.server.http.guard import Keys, wrong_key
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.schema import ChangeRequest, UpdateWeightsRequest, change_mode
@@ -45,6 +46,47 @@ async def update_weights(call: Call) -> ASGIApp:
     except JaxinferError as error:  # the weights do not fit
         raise field_error("path", str(error)) from None
     return json_response({"status": "updated"})
+
+
+async def sleep(call: Call) -> ASGIApp:
+    """Give the device's memory back; ``?level=`` and, by default abort, ``?mode=`` as in vLLM."""
+    _check_key(call)
+    level, mode = call.query.get("level", "1"), change_mode(call.query.get("mode", "abort"))
+    if level not in ("1", "2"):
+        raise field_error("level", f"level must be 1 or 2, got {level[:40]!r}")
+    await call.service.client.control("sleep", mode=mode, level=int(level))
+    return Response(status_code=200)
+
+
+async def wake_up(call: Call) -> ASGIApp:
+    """Take the device's memory again: ``?tags=weights``, ``?tags=kv_cache``, by default both."""
+    _check_key(call)
+    tags = tuple(call.query.getlist("tags")) or None
+    try:
+        await call.service.client.control("wake_up", tags=tags)
+    except ArgumentError as error:
+        raise field_error("tags", str(error)) from None
+    return Response(status_code=200)
+
+
+async def is_paused(call: Call) -> ASGIApp:
+    """Whether ``/pause`` holds requests."""
+    return json_response({"is_paused": (await _state(call)).paused})
+
+
+async def is_sleeping(call: Call) -> ASGIApp:
+    """Whether weights or KV cache are not on the device."""
+    return json_response({"is_sleeping": bool((await _state(call)).asleep)})
+
+
+async def weight_info(call: Call) -> ASGIApp:
+    """The version of the weights: the number of updates."""
+    return json_response({"weight_version": (await _state(call)).weight_version})
+
+
+async def _state(call: Call) -> EngineState:
+    _check_key(call)
+    return await call.service.client.control("report")
 
 
 def _check_key(call: Call) -> None:

@@ -36,6 +36,7 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/completions"): generation.completions,
         ("POST", "/v1/chat/completions"): generation.chat_completions,
         ("POST", "/v1/generate"): generation.generate,
+        ("POST", "/inference/v1/generate"): generation.generate_tokens,
     }
 )
 
@@ -45,6 +46,11 @@ ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key, under vLLM's names
         ("POST", "/resume"): admin.resume,
         ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
         ("POST", "/update_weights"): admin.update_weights,
+        ("POST", "/sleep"): admin.sleep,
+        ("POST", "/wake_up"): admin.wake_up,
+        ("GET", "/is_paused"): admin.is_paused,
+        ("GET", "/is_sleeping"): admin.is_sleeping,
+        ("GET", "/weight_info"): admin.weight_info,
     }
 )
 

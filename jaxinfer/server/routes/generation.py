@@ -1,4 +1,4 @@
-"""Handlers of ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/generate``."""
+"""Handlers of the routes that generate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from jaxinfer.server.openai.fields import (
     limit_max_tokens,
     to_sampling,
 )
-from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    TokensRequest,
+)
 from jaxinfer.server.openai.tools import AnswerReading, num_calls, unknown_thoughts
 from jaxinfer.server.openai.writer import ResponseContext, Writer
-from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter
+from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
@@ -82,6 +87,13 @@ async def generate(call: Call) -> ASGIApp:
     request = await call.parse(GenerateRequest)
     prompts = await _prompts(call, [request.prompt], request.add_special_tokens)
     return await _answer(call, request, prompts, GenerateWriter)
+
+
+async def generate_tokens(call: Call) -> ASGIApp:
+    """Continue token ids; respond with token ids, in vLLM's form."""
+    call.prompt_field = "token_ids"
+    request = await call.parse(TokensRequest)
+    return await _answer(call, request.fields, [Prompt(None, request.token_ids)], TokensWriter)
 
 
 async def _prompts(

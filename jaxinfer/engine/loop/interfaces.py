@@ -1,0 +1,78 @@
+"""What an engine needs of its weights, and of executables that are compiled while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxinfer.core.step import Bucket
+
+if TYPE_CHECKING:
+    from jaxinfer.models.base import Model, Params
+
+SLEEP_TAGS = ("weights", "kv_cache")  # what a sleeping engine has given up; vLLM's names
+
+
+class Weights(Protocol):
+    """The weights of an engine: ``engine.start.weights.EngineWeights``."""
+
+    @property
+    def model(self) -> Model:
+        """The model without weights."""
+        ...
+
+    @property
+    def params(self) -> Params:
+        """The weights that steps read now; not a copy."""
+        ...
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The generation_config.json of the model that the engine was built from."""
+        ...
+
+    def prepared(self, given: Params | str | Path) -> Params:
+        """New weights on the device, from a tree or a model's files; raises a ``JaxinferError``
+        if they do not fit. May be called on any thread.
+        """
+        ...
+
+    def replace(self, params: Params) -> None:
+        """Let later steps read these weights, which ``prepared`` returned."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Free the device's memory of the weights: 1 keeps them in host memory, 2 drops them."""
+        ...
+
+    def wake_up(self) -> bool:
+        """Put weights that are in host memory on the device; False if they have been dropped."""
+        ...
+
+
+class LaterBuckets(Protocol):
+    """Executables that are compiled while requests are served: ``engine.start.later``."""
+
+    @property
+    def first(self) -> Sequence[Bucket]:
+        """The buckets that can be used from the start."""
+        ...
+
+    @property
+    def unfinished(self) -> bool:
+        """True until all executables were taken."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """True if ``take`` returns buckets now."""
+        ...
+
+    def take(self) -> tuple[Bucket, ...]:
+        """Make the buckets ready that were loaded since the last call; on the engine's thread."""
+        ...
+
+    def close(self) -> None:
+        """Compile no further."""
+        ...
