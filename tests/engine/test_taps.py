@@ -135,6 +135,19 @@ def test_preempted_requests_return_each_token_once() -> None:
         check(prompt, output.outputs[0], scale * VECTOR, [POINT])
 
 
+def test_steering_after_the_memory_of_steps_was_given_up() -> None:
+    executor = tiny_executor(LIMITS)
+    engine = engine_of(executor, LIMITS)
+    params = steered(replace(GREEDY, taps=[POINT]))
+    (before,) = run(engine, [SHORT], params)
+    engine.reset_prefix_cache()
+    executor.free_state()
+    executor.make_state()
+    (after,) = run(engine, [SHORT], params)
+    check(SHORT, after.outputs[0], 0.5 * VECTOR, [POINT])
+    assert tokens([after]) == tokens([before])
+
+
 def test_steps_without_tapped_or_steered_rows_are_the_plain_executables() -> None:
     executor = tiny_executor(LIMITS)
     launched: list[bool] = []

@@ -172,7 +172,7 @@ ACROSS_FIELDS = (
     "truncate_prompt_tokens",
     "top_logprobs",
 )
-ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n")
+ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps")
 
 
 @pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if OPERATIONS[key].request])
