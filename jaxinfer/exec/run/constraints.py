@@ -88,6 +88,8 @@ class Constraints:
         A row whose mask could not be written has an error too, so its token is never used.
         """
         errors: dict[RowKey, str] = {}
+        if not self._slots:
+            return errors
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
             followed = self._of(row) if row.samples else None
             if followed is None or NOT_FINITE in drawn:  # the latter ends the request anyway
