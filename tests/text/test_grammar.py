@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.constraint import Constraint
 from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
+from kit.cpu_time import cpu_seconds
 from kit.tokenizers import TINY_EOS_ID, tiny_tokenizer_spec
 
 SUITE = Path(__file__).parents[1] / "data" / "json_schema" / "draft2020-12.json.gz"
@@ -138,10 +138,10 @@ def test_sources_that_would_take_hours_are_refused_in_two_seconds(
     compiler: ConstraintCompiler,
 ) -> None:
     multiples = [{"type": "integer", "multipleOf": n} for n in (3, 5, 7, 11, 13, 17, 19, 23)]
-    begin = time.monotonic()
-    with pytest.raises(RequestError, match="takes more than 1.5 s to compile"):
+    begin = cpu_seconds()
+    with pytest.raises(RequestError, match="takes more than 1 s to compile"):
         compiled(compiler, json={"allOf": multiples})
-    assert time.monotonic() - begin < 2.5  # the table of the vocabulary may be made too
+    assert cpu_seconds() - begin < 2
     assert try_to_compile("start: foo", "grammar").startswith('at 1(8): unknown name: "foo"')
 
 
