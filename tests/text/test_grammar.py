@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.text.grammar import source
 from jaxinfer.text.grammar.compile import ConstraintCompiler
-from jaxinfer.text.grammar.constraint import Constraint
+from jaxinfer.text.grammar.constraint import MIN_PARALLEL, Constraint, fill_masks
 from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.cpu_time import cpu_seconds
@@ -132,6 +133,24 @@ def test_bad_sources_are_refused_by_field(compiler: ConstraintCompiler, name: st
         compiled(compiler, **form)
     assert str(caught.value).startswith(f"structured_outputs.{kind} ")
     assert reason in str(caught.value)
+
+
+def test_masks_in_parallel_are_those_of_each_filter(compiler: ConstraintCompiler) -> None:
+    """One of them fails: its matcher has been given a token that its regex does not allow."""
+    constraint = compiled(compiler, regex="a[b-x]{2}y")
+    texts = ("a", "", "ab", "abc", "abcy", "a")
+    filters = {2 * row: constraint.begin([*text.encode()]) for row, text in enumerate(texts)}
+    failed = 2 * (len(texts) - 1)
+    with pytest.raises(ValueError):
+        filters[failed].push(ord("z"))
+    assert sum(one.matcher_to_ask is not None for one in filters.values()) >= MIN_PARALLEL
+    masks = np.full((12, 10), 7, np.uint32)
+    assert fill_masks(filters, masks).keys() == {failed}
+    for row, one in filters.items():
+        if row != failed:
+            expected = np.zeros(10, np.uint32)
+            one.fill(expected)
+            assert (masks[row] == expected).all() and (masks[row + 1] == 7).all()
 
 
 def test_sources_that_would_take_hours_are_refused_in_two_seconds(
