@@ -36,7 +36,7 @@ class BareSteps:
     """A compiled decode bucket in a loop, with its own page pool and slots."""
 
     def __init__(self, executor: Executor) -> None:
-        self._program, self._executables = executor._program, executor._executables
+        self._program, self._by_name = executor._program, executor._by_name
         self._weights = executor._weights
         self._state, self._slots = init_state(self._program)
 
@@ -45,7 +45,7 @@ class BareSteps:
         limits = self._program.limits
         bucket = decode_bucket(limits, batch)
         layout = self._program.layout(bucket)
-        step = self._executables.by_name[bucket.name]
+        step = self._by_name[bucket.name]
         batches = [pack(decode_plan(limits, batch, n), layout) for n in contexts]
         state, slots = self._state, self._slots
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import cases, native, ref, xla
+from pallas_kernels.experts import cases, launch, native, ref, xla
 from pallas_kernels.experts.stack import (
     PLAIN,
     SWIGLU,
@@ -15,7 +15,9 @@ from pallas_kernels.experts.stack import (
     arrays_of,
     size_of,
 )
-from pallas_kernels.registry import Impl, KernelOp, dispatch
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_hopper = imported_when_called("pallas_kernels.experts.hopper", "experts")
 
 
 def _sum_partials(out: jax.Array) -> jax.Array:  # [T, D], or float32[S, T, D] -> [T, D]
@@ -28,6 +30,7 @@ OP = KernelOp(
     ref=ref.experts,
     impls=(
         Impl("native", native.experts, platforms=("cpu",), supports=native.supports),
+        Impl("hopper", _hopper, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.experts),
     ),
     cases=cases.CASES,

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.arrangements import LANES
 from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack, arrays_of
 from pallas_kernels.quantised import PACKED, Quantised
-from pallas_kernels.quantised_gemm.cases import random_matrix
+from pallas_kernels.quantised_gemm.cases import KIND_OF_FORM, random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
@@ -47,7 +47,7 @@ class ExpertsCase:
     @property
     def kind(self) -> str:
         """The kind of the matrices."""
-        return {"q4_k": "int4", "q6_k": "int8"}.get(self.form, self.form.partition("_")[0])
+        return KIND_OF_FORM.get(self.form, self.form.partition("_")[0])
 
 
 QWEN3_30B = ExpertsCase("qwen3_30b", 1, 128, 8, 2048, 768, dtype="bfloat16", tags=("bench", "gpu"))
@@ -58,7 +58,7 @@ GPT_OSS_20B = replace(
     chosen=4,
     width=2880,
     inner=2880,
-    form="fp4",
+    form="mxfp4",
     biases=True,
     activation=CLAMPED,
     tiled=True,
@@ -117,11 +117,15 @@ CASES = (
     replace(_BF16, name="one_token_bf16", tokens=1),
     replace(_BF16, name="outside_bf16", tokens=33, load="holes"),
     replace(_BF16, name="few_chosen_bf16", tokens=300, load="few"),
+    replace(_BF16, name="gpt_oss_bf16", tokens=9, biases=True, activation=CLAMPED),
+    replace(_BF16, name="gpt_oss_bf16_t200", tokens=200, biases=True, activation=CLAMPED),
     replace(_BF16, name="many_bf16", tokens=700, count=13, split=False),
     replace(_BF16, name="int4_tiles", form="int4", tiled=True),
     replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),
     replace(_BF16, name="int8_tiles", form="int8", tiled=True),
     replace(_BF16, name="fp4_tiles", form="fp4", tiled=True, biases=True, activation=CLAMPED),
+    replace(_BF16, name="mxfp4_tiles", form="mxfp4", tiled=True, tokens=9),
+    replace(_BF16, name="mxfp4_tiles_t200", form="mxfp4", tiled=True, tokens=200, biases=True),
     replace(_BF16, name="fp8_bf16", form="fp8", group=0),
     *(case for model in (QWEN3_30B, INT4, GPT_OSS_20B, V2_LITE) for case in _steps(model)),
 )

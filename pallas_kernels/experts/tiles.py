@@ -20,6 +20,7 @@ class Tiles(NamedTuple):
     rows: jax.Array  # int32[N]: rows in use
     pairs: jax.Array  # int32[N, width]: the pair of each row; 0 for rows that are not used
     place: jax.Array  # int32[T, k]: tile * width + row of each pair; N * width for no expert
+    used: jax.Array  # int32[1]: tiles that have rows
 
 
 def max_tiles(num_pairs: int, num_experts: int, width: int) -> int:
@@ -47,4 +48,5 @@ def tiles_of(choices: jax.Array, num_experts: int, width: int) -> Tiles:  # int3
     expert = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1), num_experts - 1)
     before = (index - (ends - tiles)[expert]) * width  # rows of the expert in earlier tiles
     rows = jnp.clip(counts[expert] - before, 0, width)
-    return Tiles(expert, rows, held.reshape(number, width), place.reshape(choices.shape))
+    held, place = held.reshape(number, width), place.reshape(choices.shape)
+    return Tiles(expert, rows, held, place, ends[-1:])

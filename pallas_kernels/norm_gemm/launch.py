@@ -13,7 +13,12 @@ import jax
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.pins import Pins
-from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, MAX_PARTIALS, MAX_WIDTH, TILES
+from pallas_kernels.residual_norm.mosaic_launch import (
+    COLUMNS,
+    MAX_PARTIAL_COMPONENTS,
+    MAX_WIDTH,
+    TILES,
+)
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
@@ -67,8 +72,8 @@ def supports(
         return f"tokens, norms and weights are {x.dtype}, {norms.dtype} and {w.dtype}"
     if x.shape[0] != 1:
         return f"there are {x.shape[0]} tokens, not one"
-    if partials is None or partials.size // x.size > MAX_PARTIALS:
-        return f"there are no partials to add, or more than {MAX_PARTIALS}"
+    if partials is None or partials.size > MAX_PARTIAL_COMPONENTS:
+        return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
     sizes = sizes_of(x, w, swiglu=swiglu)
     if sizes.inner % (TILES * COLUMNS) or sizes.inner > MAX_WIDTH or sizes.outer % COLUMNS:
         return (

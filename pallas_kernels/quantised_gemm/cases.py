@@ -17,8 +17,9 @@ from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
 # The forms of cases: kind, and which of zeros, offsets and supers there are; fp8_blocks has scales
-# of blocks of BLOCK outputs.
+# of blocks of BLOCK outputs. Another one is mxfp4, whose scales are powers of 2 in bfloat16.
 FORMS = ("int4", "int4_zeros", "int4_offsets", "q4_k", "int8", "q6_k", "fp8", "fp4", "fp8_blocks")
+KIND_OF_FORM = MappingProxyType({"q4_k": "int4", "q6_k": "int8", "mxfp4": "fp4"})
 BLOCK = 128
 
 
@@ -27,7 +28,7 @@ class QuantisedCase:
     """A GEMM of [T, K] and [O, K] (with ``swiglu`` [2 * O, K]); ``group`` inputs have a scale."""
 
     name: str
-    form: str  # one of FORMS
+    form: str  # one of FORMS, or mxfp4
     tokens: int
     inner: int
     outer: int
@@ -41,7 +42,7 @@ class QuantisedCase:
     @property
     def kind(self) -> str:
         """The kind of the matrix."""
-        return {"q4_k": "int4", "q6_k": "int8"}.get(self.form, self.form.partition("_")[0])
+        return KIND_OF_FORM.get(self.form, self.form.partition("_")[0])
 
 
 def _qwen3_4b(form: str, group: int, tokens: int, tiled: bool = False) -> tuple[QuantisedCase, ...]:
@@ -158,6 +159,9 @@ def random_matrix(
     values = pack_nibbles(rng.integers(0, 16, (outer, inner)))
     if form == "fp4":
         return Quantised("fp4", values, floats(size / 3))
+    if form == "mxfp4":
+        powers = np.exp2(np.rint(np.log2(floats(size / 3).astype(np.float32))))
+        return Quantised("fp4", values, powers.astype(ml_dtypes.bfloat16))
     if form == "int4":
         return Quantised("int4", values, floats(size / 5))
     if form == "int4_zeros":

@@ -14,7 +14,7 @@ MAX_TOKENS = 256  # of a decode step; steps with prompts have more, and their ke
 COLUMNS = 64  # components of a tile
 TILES = 8  # tiles that a warpgroup loads at once: four components a thread
 MAX_WIDTH = 4096  # components; a wider row with four partials would spill registers
-MAX_PARTIALS = 4
+MAX_PARTIAL_COMPONENTS = 4 * MAX_WIDTH  # components of all partials of a token
 
 
 def supports(
@@ -29,8 +29,8 @@ def supports(
     del row, eps
     if str(x.dtype) not in DTYPES or weights.dtype != x.dtype:
         return f"tokens are {x.dtype} and weights {weights.dtype}, not the same 16-bit dtype"
-    if partials is None or partials.size > MAX_PARTIALS * x.size:
-        return f"there are no partials to add, or more than {MAX_PARTIALS}"
+    if partials is None or partials.size > MAX_PARTIAL_COMPONENTS * x.shape[0]:
+        return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
     tokens, width = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
         return f"{tokens} tokens are not between 1 and {MAX_TOKENS}"

@@ -5,14 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import Impl, KernelOp, dispatch
-from pallas_kernels.route import cases, ref, xla
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.route import cases, launch, ref, xla
 from pallas_kernels.route.routing import Routing
+
+_triton = imported_when_called("pallas_kernels.route.triton", "route")
 
 OP = KernelOp(
     name="route",
     ref=ref.route,
-    impls=(Impl("xla", xla.route),),
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.route),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -18,8 +18,7 @@ def route(
     routing: Routing,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
-    precision = "highest" if x.dtype == jnp.float32 else None  # not TF32
-    logits = jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+    logits = logits_of(x, w)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
@@ -31,6 +30,12 @@ def route(
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
     return choices, weights * routing.scale
+
+
+def logits_of(x: jax.Array, w: jax.Array) -> jax.Array:  # [T, D], [D, E] -> float32[T, E]
+    """The router's logits before its bias."""
+    precision = "highest" if x.dtype == jnp.float32 else None  # not TF32
+    return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _of_best_groups(ranks: jax.Array, groups: Groups) -> jax.Array:  # float32[T, E]

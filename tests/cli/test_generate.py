@@ -286,10 +286,9 @@ def test_no_device(platform: str, tiny_arguments: list[str]) -> None:
         text=True,
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith(
-        f"jaxinfer: error: JAX finds no device for JAX_PLATFORMS={platform} ("
-    )
-    assert len(ran.stderr.splitlines()) == 1
+    *signs_of_life, error = ran.stderr.splitlines()  # the former on a busy machine only
+    assert error.startswith(f"jaxinfer: error: JAX finds no device for JAX_PLATFORMS={platform} (")
+    assert all(line.startswith("the engine starts: after") for line in signs_of_life)
 
 
 def test_stdin_that_is_not_text(generate: Generate) -> None:

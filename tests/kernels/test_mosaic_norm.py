@@ -74,7 +74,7 @@ def test_declared_result_shapes_are_right(case: NormCase) -> None:
     [
         pytest.param({"dtype": "float32"}, "tokens are float32 and weights float32", id="dtype"),
         pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
-        pytest.param({"partials": 5}, "or more than 4", id="partials"),
+        pytest.param({"partials": 5, "width": 4096}, "or more than 16384", id="partials"),
         pytest.param({"tokens": 257}, "257 tokens are not between 1 and 256", id="tokens"),
         pytest.param({"width": 576}, "576 components are not a multiple of 512", id="width"),
         pytest.param({"width": 4608}, "4608 components are not a multiple", id="wide"),

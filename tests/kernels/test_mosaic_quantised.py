@@ -1,31 +1,27 @@
 """quantised_gemm in Mosaic without a GPU: right in JAX's interpreter, and lowered for Hopper.
 
-The interpreter has no wgmma with an operand in registers and cannot rename registers, so
-``matmuls``, ``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the
-layout of operand A as the PTX ISA defines it.
+What the interpreter cannot do with registers is replaced (``kit.tiled_shims``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kit.tiled_shims import replace_registers
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
-from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic, step
+from pallas_kernels.quantised_gemm.tiled import arrange, launch, mosaic
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
@@ -44,58 +40,15 @@ FORMS = (
     ("int8", 32),
     ("q6_k", 16),
     ("fp4", 32),
+    ("mxfp4", 32),
 )
-
-
-def _dot(a: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return a.astype(np.float32) @ x.astype(np.float32)
-
-
-def _matmuls(sums: Any, tokens: int) -> list[jax.Array]:
-    """Sums of matmuls by numpy; XLA's would use its thread pool."""
-    shape = jax.ShapeDtypeStruct((64, tokens), jnp.float32)
-    return [
-        reduce(jnp.add, (io_callback(_dot, shape, a, x[...]) for a, x in operands))
-        for operands in sums
-    ]
-
-
-def _load_words(tile: Any) -> jax.Array:
-    return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
-
-
-def _fragment(
-    words: Sequence[jax.Array], multipliers: Sequence[float], minus: Any = 0.0
-) -> jax.Array:
-    pairs = [lax.bitcast_convert_type(w, jnp.uint16) for w in words]  # [words, 2]
-    scaled = [_times(x, m) for x, m in zip(pairs, multipliers, strict=True)]
-    if len(pairs) == 4:  # [pair, half, thread, k16, element]
-        arranged = jnp.stack(scaled).reshape(2, 2, 128, 4, 2).transpose(1, 2, 3, 0, 4)
-    else:  # [half, two of k16, thread, one of them, pair, element]
-        arranged = jnp.stack(scaled).reshape(2, 2, 128, 2, 2, 2).transpose(0, 2, 1, 3, 4, 5)
-    axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
-    found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
-    return (found - jnp.asarray(minus, jnp.float32)).astype(jnp.bfloat16)
-
-
-def _times(bits: jax.Array, multiplier: float) -> jax.Array:
-    """bfloat16 of at most 9 bits and a sign, times a power of two. XLA on a CPU takes subnormal
-    numbers for zero.
-    """
-    exponent = bits >> 7 & 3
-    mantissa = (bits & 127).astype(jnp.float32) + jnp.where(exponent, 128.0, 0.0)
-    shift = jnp.where(exponent > 1, 2.0 ** (exponent.astype(jnp.float32) - 1.0), 1.0)
-    magnitude = mantissa * shift * (2.0**-133 * multiplier)
-    return jnp.where(bits >> 15, -magnitude, magnitude)
 
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp, see THREADS.
     monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
-    monkeypatch.setattr(step, "matmuls", _matmuls)
-    monkeypatch.setattr(fragments, "load_words", _load_words)
-    monkeypatch.setattr(fragments, "fragment", _fragment)
+    replace_registers(monkeypatch)
 
 
 def _arranged(inputs: Inputs) -> Inputs:

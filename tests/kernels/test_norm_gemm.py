@@ -114,7 +114,7 @@ def test_programs_that_share_a_multiprocessor_fit_into_it(
     [
         pytest.param({"tokens": 2}, "there are 2 tokens, not one", id="tokens"),
         pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
-        pytest.param({"partials": 5}, "or more than 4", id="partials"),
+        pytest.param({"partials": 5, "inner": 4096}, "or more than 16384", id="partials"),
         pytest.param({"dtype": "float32"}, "float32, float32 and float32", id="dtype"),
         pytest.param({"inner": 576}, "576 components are not a multiple of 512", id="inner"),
         pytest.param({"inner": 4608}, "up to 4096", id="wide"),

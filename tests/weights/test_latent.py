@@ -251,7 +251,11 @@ def test_the_layer_for_multi_token_prediction_is_not_used() -> None:
         ("deepseek_v2", {"num_experts_per_tok": 8}, "'num_experts_per_tok' is 8, and a token can"),
         ("deepseek_v2", {"qk_rope_head_dim": 7}, "must be even for rope, got 7"),
         ("deepseek_v3", {"topk_method": "greedy"}, "'topk_method' is 'greedy'; this family supp"),
-        ("deepseek_v3", {"n_group": 5}, "'n_group' is 5, which does not divide the 12 experts"),
+        (
+            "deepseek_v3",
+            {"n_group": 5},
+            "'n_group' is 5, and 12 experts cannot be divided into so many",
+        ),
         ("deepseek_v3", {"qk_head_dim": 24}, "'qk_head_dim' is 24; this family supports only 20"),
         ("deepseek_v3", {"q_lora_rank": 0}, "'q_lora_rank' must be a positive integer, got 0"),
         ("deepseek_v3", {"index_topk": 64}, "'index_topk' is 64, which DeepseekV3ForCausalLM does"),

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.core.errors import ArgumentError
-from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
@@ -21,6 +22,7 @@ from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, parse_prompt
+from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
@@ -43,11 +45,13 @@ class AsyncLLM:
 
     @classmethod
     async def create(
-        cls, model: str | None = None, *, progress: Progress = NO_PROGRESS, **arguments: Any
+        cls, model: str | None = None, *, progress: Progress | None = None, **arguments: Any
     ) -> Self:
         """Build the engine on another thread and start it; arguments are those of ``LLM``."""
         config = engine_config(model, arguments)
-        return cls(await asyncio.to_thread(start_engine, config, progress))
+        return cls(
+            await asyncio.to_thread(start_engine, config, progress or progress_on(sys.stderr))
+        )
 
     async def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import ArgumentError, EngineError
-from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.base import Model, Params, forward, forward_batch, normalised_stream, unembed
 from jaxinfer.models.views import WeightViews
@@ -107,12 +109,19 @@ class LanguageModel(WeightViews):
         checked_params(params, self.model.arrays)
         return replace(self, params=params)
 
-    def save(self, folder: str | Path, *, progress: Progress = NO_PROGRESS) -> None:
+    def save(self, folder: str | Path, *, progress: Progress | None = None) -> None:
         """Write a new Hugging Face folder with these weights and the tokenizer; see
         ``jaxinfer.save``.
         """
         config = self.generation_config
-        write_model(Path(folder), self.model, self.params, self.tokenizer, config, progress)
+        write_model(
+            Path(folder),
+            self.model,
+            self.params,
+            self.tokenizer,
+            config,
+            progress or progress_on(sys.stderr),
+        )
 
     def _weights(self, params: Params | None) -> Params:
         if params is None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxinfer.core.errors import ArgumentError
-from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.progress import Progress
 from jaxinfer.engine.api.language_model import LanguageModel
 from jaxinfer.engine.api.llm import LLM
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.models.base import Params
 
 
@@ -22,7 +24,7 @@ def load(
     model: str | None = None,
     *,
     mesh: Mesh | None = None,
-    progress: Progress = NO_PROGRESS,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> LanguageModel:
     """Load a model, its parameters onto the default device or a mesh, and its tokenizer.
@@ -39,6 +41,7 @@ def load(
     a ``JaxinferError`` if the model cannot be loaded, or not be divided.
     """
     settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
+    progress = progress or progress_on(sys.stderr)
     plan = plan_engine(engine_config(model, settings), progress, mesh=mesh)
     _check_division(plan)
     params = plan.load_params(progress)

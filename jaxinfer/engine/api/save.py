@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import CacheError
-from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.progress import Progress
 from jaxinfer.engine.api.language_model import LanguageModel
 from jaxinfer.engine.api.load import load
+from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.models.base import Model, Params
 from jaxinfer.weights.save import write_folder, write_model
 from jaxinfer.weights.sources import resolve_source
@@ -26,7 +28,7 @@ def save(
     *,
     tokenizer: Tokenizer | None = None,
     generation_config: Mapping[str, Any] | None = None,
-    progress: Progress = NO_PROGRESS,
+    progress: Progress | None = None,
 ) -> None:
     """Write a model with these parameters to a new Hugging Face folder.
 
@@ -43,7 +45,14 @@ def save(
         if generation_config is None:
             generation_config = model.generation_config
         model = model.model
-    write_model(Path(folder), model, params, tokenizer, generation_config or {}, progress)
+    write_model(
+        Path(folder),
+        model,
+        params,
+        tokenizer,
+        generation_config or {},
+        progress or progress_on(sys.stderr),
+    )
 
 
 def export(
@@ -51,7 +60,7 @@ def export(
     folder: str | Path,
     *,
     weights: bool = False,
-    progress: Progress = NO_PROGRESS,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> None:
     """Write the Hugging Face folder of a model: config, tokenizer, chat templates, and ``weights``.
@@ -61,6 +70,7 @@ def export(
     folder = Path(folder)
     if folder.exists():  # before anything is loaded
         raise CacheError(f"{folder} exists already; name a new folder")
+    progress = progress or progress_on(sys.stderr)
     if weights:
         model = load(reference, progress=progress, **settings)
         save(model, model.params, folder, progress=progress)

@@ -26,6 +26,7 @@ from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from pallas_kernels.experts.launch import WIDTHS
 from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
@@ -253,6 +254,7 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = (_layer_width(model) + _experts_width(config)) * bucket.num_tokens + hidden
+    activations += _experts_padding(config)
     return logits + activations * config.dtype.itemsize
 
 
@@ -327,6 +329,15 @@ def _experts_width(config: DecoderSpec) -> int:
         ffn.routing.chosen * (3 * ffn.width + (1 + outputs) * config.hidden_size)
         for ffn in of_layers
     )
+    return max(each, default=0)
+
+
+def _experts_padding(config: DecoderSpec) -> int:
+    """Elements of the rows that fill up the experts' last tiles, at most of all layers: inputs or
+    outputs, and hidden values.
+    """
+    of_layers = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
+    each = (ffn.count * WIDTHS[-1] * (ffn.width + config.hidden_size) for ffn in of_layers)
     return max(each, default=0)
 
 

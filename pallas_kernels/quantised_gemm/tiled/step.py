@@ -3,13 +3,15 @@
 A compute warpgroup loads packed values from shared memory, makes them bfloat16 without rounding and
 multiplies them, as operand A of wgmma in registers. The products of a group of inputs are summed up
 by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
-the sum of the tokens' inputs, which is one more matmul, with ones.
+the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
+of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -96,9 +98,10 @@ def gmem_views(
     sizes: TiledSizes,
     values: jax.Array,  # uint8[O, ...]
     factors: Sequence[jax.Array | None],  # [O, ...]: scales, zeros, offsets and supers
+    matrices: int = 1,
 ) -> tuple[jax.Array, Parts]:
-    """The arrays of a matrix in the shapes of ``Gmem``."""
-    outer = (sizes.halves, sizes.outer // TILE)
+    """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
+    outer = (matrices * sizes.halves, sizes.outer // TILE)
     rows = sizes.tile_bytes // ROW_BYTES
     parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
     return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), parts
@@ -175,6 +178,12 @@ class Step:
     scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
 
     @property
+    def scales_weights(self) -> bool:
+        """True if scales multiply weights, not sums."""
+        scales = self.scratch.parts_smem.scales
+        return self.spec.sizes.kind == "fp4" and scales.dtype == jnp.bfloat16
+
+    @property
     def first_input(self) -> jax.Array:
         """The warpgroup's first input in the stage."""
         by_half = self.spec.config.by_half
@@ -240,7 +249,12 @@ class Step:
                 if (result, index) not in tiles:
                     tiles[result, index] = self.tile(result, index, self.zero(result, segment))
                 tile = tiles[result, index]
-            yield tile[:, column : column + self.spec.chunk], self.tokens(start)
+            weights = tile[:, column : column + self.spec.chunk]
+            if self.scales_weights:
+                scale, _ = self.scale(result, segment)
+                scale = scale.astype(jnp.bfloat16)
+                weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
+            yield weights, self.tokens(start)
 
     def zero(self, result: int, segment: int) -> jax.Array | float:  # float32[64]
         """The number to subtract from values."""
@@ -275,11 +289,19 @@ class Step:
         spec = self.spec
         multiplied = spec.sizes.offsets and not spec.sums_given
         results, segments = range(spec.results), spec.config.span // spec.segment
+        if self.scales_weights:
+            tiles: dict[tuple[int, int], Any] = {}
+            whole = [
+                chain.from_iterable(self.weights(tiles, result, i) for i in range(segments))
+                for result in results
+            ]
+            products = matmuls(whole, spec.config.block_t)
+            return [total + product for total, product in zip(totals, products, strict=True)]
         registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
-            tiles: dict[tuple[int, int], Any] = {}
+            tiles = {}
             sums = []
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]

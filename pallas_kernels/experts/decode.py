@@ -1,0 +1,386 @@
+"""The GEMMs of experts for few tokens, in Pallas Mosaic GPU, for NVIDIA Hopper.
+
+With few tokens a step reads the weights of every expert that a token chose, and that takes all the
+time. A persistent kernel: a CTA computes item after item, an item being 64 or 128 outputs of one
+tile of tokens. The memory warpgroup copies the weights of further items while the compute
+warpgroups still write their results, so copies never pause. As in ``skinny_gemm`` the GEMM is
+transposed: M of a wgmma are outputs, N are tokens.
+
+With at most ``launch.ALL_TOKENS`` tokens ``gate_up`` multiplies all of them by every expert and
+keeps the products of the tokens that chose it, which saves a kernel that sorts the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.device import current_device
+from pallas_kernels.experts.launch import DecodeConfig, GemmSizes
+from pallas_kernels.experts.stack import Activation
+from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+
+MMA_OUTPUTS = 64  # M of a wgmma, and the inputs of a swizzled tile
+
+type Ref = Any
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Compile-time constants of the kernel."""
+
+    sizes: GemmSizes
+    config: DecodeConfig
+
+    @property
+    def num_steps(self) -> int:
+        """K steps of an item."""
+        return self.sizes.inner // self.config.block_k
+
+    @property
+    def blocks(self) -> int:
+        """Items of a tile of tokens."""
+        return self.sizes.outer // self.config.block_n
+
+    @property
+    def columns(self) -> int:
+        """N of a wgmma."""
+        return self.sizes.columns
+
+    @property
+    def ctas(self) -> int:
+        """Number of resident CTAs."""
+        return min(current_device().num_sms, self.sizes.tiles * self.blocks)
+
+
+class Gmem(NamedTuple):
+    """Refs to arrays in global memory; None where a call has none."""
+
+    x: Ref  # [T, K], or the rows of tiles: [N * width, K]
+    expert: Ref  # int32[N]
+    rows: Ref  # int32[N]
+    used: Ref  # int32[1]: tiles in use
+    pairs: Ref  # int32[N * width]
+    place: Ref  # int32[T * k], of down
+    weights: Ref  # float32[T * k], of down
+    w: Ref  # [E, halves, O, K], or None: quantised
+    bias: Ref  # [E, halves, O]
+    out: Ref  # [N * width, O], or float32[k, T, O] of down
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
+
+    w_smem: Ref  # [stages, halves, block_n, block_k]
+    x_smem: Ref  # [stages, columns, block_k]
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
+    barriers: Ref  # [stages]: one arrival per copy
+
+
+class Item(NamedTuple):
+    """A CTA's item; int32 scalars."""
+
+    tile: jax.Array
+    first_output: jax.Array
+    first_step: jax.Array  # among all K steps of the CTA
+
+
+def num_items(spec: Spec, used: Ref) -> jax.Array:
+    """Number of items that the CTA computes; items are dealt out in turn."""
+    others = used[0] * spec.blocks - 1 - lax.axis_index("cta")
+    return lax.div(others + spec.ctas, jnp.int32(spec.ctas))
+
+
+def item_at(spec: Spec, i: jax.Array | int) -> Item:
+    """The CTA's i-th item. CTAs compute adjacent outputs of an expert at the same time."""
+    index = i * spec.ctas + lax.axis_index("cta")
+    tile = lax.div(index, jnp.int32(spec.blocks))
+    block = index - tile * spec.blocks
+    return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
+
+
+def stage_of(spec: Spec, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(spec.config.stages))
+
+
+def in_one_warp(run: Callable[[], None]) -> None:
+    """Run in the first warp of the warpgroup."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
+def copy_items(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: Any,  # x_smem and barriers as in ``_Scratch``
+    copy_weights: Callable[[Item, jax.Array, jax.Array], None],  # of an item, expert and K step
+) -> None:
+    """Copy the K steps of all items as stages are consumed.
+
+    The kernel before ``down`` is ``gate_up``, which lets it start only after the tiles are known.
+    So ``down`` reads tiles and copies weights before ``gate_up`` has ended.
+    """
+    config, sizes = spec.config, spec.sizes
+
+    def copy_tokens(item: Item, step: jax.Array) -> None:
+        stage = stage_of(spec, item.first_step + step)
+        first = 0 if sizes.all_tokens else item.tile * sizes.width
+        inputs = pl.ds(step * config.block_k, config.block_k)
+        tokens = gmem.x.at[pl.ds(first, spec.columns), inputs]  # missing rows become zeros
+        plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], scratch.barriers.at[stage])
+
+    def copy(item: Item, expert: jax.Array, step: jax.Array) -> None:
+        number = item.first_step + step
+        consumed = scratch.consumed_barriers.at[stage_of(spec, number)]
+        pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(consumed))
+        copy_weights(item, expert, step)
+        copy_tokens(item, step)
+
+    items = num_items(spec, gmem.used)
+
+    @pl.when(items > 0)
+    def _first() -> None:
+        item, prologue = item_at(spec, 0), min(config.stages, spec.num_steps)
+        expert = gmem.expert[item.tile]
+        pl.loop(0, prologue)(lambda step: copy_weights(item, expert, step))
+        grid_dependency_wait()
+        pl.loop(0, prologue)(lambda step: copy_tokens(item, step))
+        pl.loop(prologue, spec.num_steps)(lambda step: copy(item, expert, step))
+
+    @pl.loop(1, items)
+    def _next(i: jax.Array) -> None:
+        item = item_at(spec, i)
+        expert = gmem.expert[item.tile]
+        pl.loop(0, spec.num_steps)(lambda step: copy(item, expert, step))
+
+    # A CTA must not exit while a barrier has a phase that was not waited for.
+    total = items * spec.num_steps
+
+    @pl.loop(jnp.maximum(total - config.stages, 0), total)
+    def _drain(step: jax.Array) -> None:
+        plgpu.barrier_wait(scratch.consumed_barriers.at[stage_of(spec, step)])
+
+
+def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+    """Copy the K steps of all items."""
+    config = spec.config
+
+    def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
+        stage = stage_of(spec, item.first_step + step)
+        inputs = pl.ds(step * config.block_k, config.block_k)
+        outputs = pl.ds(item.first_output, config.block_n)
+        for half in range(spec.sizes.halves):
+            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            plgpu.copy_gmem_to_smem(gmem.w.at[expert, half, outputs, inputs], w_smem, barrier)
+
+    copy_items(spec, gmem, scratch, copy_weights)
+
+
+def _matmul(
+    spec: Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
+) -> tuple[jax.Array, ...]:  # float32[64, columns], one for each half
+    """Accumulate over the K steps; a wgmma is issued before the previous one has ended."""
+    outputs = pl.ds(warpgroup * MMA_OUTPUTS, MMA_OUTPUTS)
+
+    def release(step: jax.Array | int) -> None:
+        stage = stage_of(spec, item.first_step + step)
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+
+    def multiply(*accs: Ref) -> tuple[jax.Array, ...]:
+        @pl.loop(0, spec.num_steps)
+        def _step(step: jax.Array) -> None:
+            stage = stage_of(spec, item.first_step + step)
+            plgpu.barrier_wait(scratch.barriers.at[stage])
+            x = scratch.x_smem.at[stage].transpose((1, 0))
+            for half, acc in enumerate(accs):
+                plgpu.wgmma(acc, scratch.w_smem.at[stage, half, outputs], x)
+            plgpu.wgmma_wait(spec.sizes.halves)  # wait for the previous step
+            pl.when(step > 0)(lambda: release(step - 1))
+
+        return tuple(acc[...] for acc in accs)
+
+    acc = plgpu.WGMMAAccumulatorRef((MMA_OUTPUTS, spec.columns), jnp.float32)
+    products = pl.run_scoped(multiply, *[acc] * spec.sizes.halves)
+    release(spec.num_steps - 1)
+    return products
+
+
+def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """``activation`` of values in registers."""
+    if activation.limit is not None:
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
+    if activation.shift:
+        up = up + activation.shift
+    # The square of a reciprocal root is cheaper than a division, which is several instructions.
+    root = lax.rsqrt(1.0 + jnp.exp(-activation.alpha * gate))
+    return gate * up * root * root
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an item's tile, read before its matmuls so that they take no time after them."""
+
+    spec: Spec
+    gmem: Gmem
+    item: Item
+    count: jax.Array
+    pairs: Sequence[jax.Array]  # of the rows in use; 0 for others
+    weights: Sequence[jax.Array]  # of down: float32
+
+    @classmethod
+    def of(cls, spec: Spec, gmem: Gmem, item: Item) -> Rows:
+        """Read those of an item."""
+        sizes, count = spec.sizes, gmem.rows[item.tile]
+        first = item.tile * sizes.width
+        held = [gmem.pairs[first + i] for i in range(sizes.width)]
+        pairs = [jnp.where(i < count, pair, 0) for i, pair in enumerate(held)]
+        weights = [] if sizes.halves == 2 else [gmem.weights[pair] for pair in pairs]
+        return cls(spec, gmem, item, count, pairs, weights)
+
+    def write(self, results: jax.Array, first_output: jax.Array) -> None:  # float32[64, columns]
+        """Write the results of 64 outputs: hidden values, or weighted outputs."""
+        sizes, outputs = self.spec.sizes, pl.ds(first_output, MMA_OUTPUTS)
+        index = plgpu.broadcasted_iota(jnp.int32, results.shape, 1, layout=plgpu.Layout.WGMMA)
+
+        def write_row(i: int) -> None:
+            token = lax.div(self.pairs[i], jnp.int32(sizes.chosen))
+            column = token if sizes.all_tokens else i
+            row = jnp.where(index == column, results, 0.0).sum(axis=1)
+            if sizes.halves == 2:
+                place = self.item.tile * sizes.width + i
+                self.gmem.out.at[place, outputs][...] = row.astype(self.gmem.out.dtype)
+            else:
+                choice = self.pairs[i] - token * sizes.chosen
+                self.gmem.out.at[choice, token, outputs][...] = row * self.weights[i]
+
+        for i in range(sizes.width):
+            pl.when(i < self.count)(partial(write_row, i))
+
+
+def biases(spec: Spec, gmem: Gmem, item: Item, first_output: jax.Array) -> list[jax.Array]:
+    """The biases of 64 outputs, float32[64] for each half; none without biases."""
+    if gmem.bias is None:
+        return []
+    expert, outputs = gmem.expert[item.tile], pl.ds(first_output, MMA_OUTPUTS)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    found = [gmem.bias.at[expert, half, outputs] for half in range(spec.sizes.halves)]
+    return [plgpu.load(one, layout=layout, optimized=False).astype(jnp.float32) for one in found]
+
+
+def finished(
+    spec: Spec, products: Sequence[jax.Array], added: Sequence[jax.Array]
+) -> jax.Array:  # float32[64, columns]
+    """Products of the halves with their biases, activated if there are gates and ups."""
+    results = list(products)
+    for half, bias in enumerate(added):
+        results[half] += lax.broadcast_in_dim(bias, results[half].shape, [0])
+    activation = spec.sizes.activation
+    return results[0] if activation is None else activated(activation, results[0], results[1])
+
+
+def write_zeros(spec: Spec, gmem: Gmem) -> None:
+    """Write zeros for the pairs of no expert, which are in no tile; each CTA its share."""
+    sizes, layout = spec.sizes, plgpu.Layout.WGMMA.reduce(1)
+
+    @pl.loop(lax.axis_index("cta"), sizes.pairs, step=spec.ctas)
+    def _pair(pair: jax.Array) -> None:
+        @pl.when(gmem.place[pair] >= sizes.tiles * sizes.width)
+        def _none() -> None:
+            token = lax.div(pair, jnp.int32(sizes.chosen))
+            row = gmem.out.at[pair - token * sizes.chosen, token]
+
+            @pl.loop(0, sizes.outer // MMA_OUTPUTS)
+            def _block(block: jax.Array) -> None:
+                zeros = plgpu.layout_cast(jnp.zeros((MMA_OUTPUTS,), jnp.float32), layout)
+                row.at[pl.ds(block * MMA_OUTPUTS, MMA_OUTPUTS)][...] = zeros
+
+
+def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _Scratch) -> None:
+    """The warpgroup's 64 outputs of all items of the CTA."""
+    grid_dependency_wait()
+    if spec.sizes.halves == 1:
+        pl.when(warpgroup == 0)(lambda: write_zeros(spec, gmem))
+
+    @pl.loop(0, num_items(spec, gmem.used))
+    def _item(i: jax.Array) -> None:
+        item = item_at(spec, i)
+        first_output = item.first_output + warpgroup * MMA_OUTPUTS
+        rows = Rows.of(spec, gmem, item)
+        added = biases(spec, gmem, item, first_output)
+        products = _matmul(spec, item, warpgroup, scratch)
+        rows.write(finished(spec, products, added), first_output)
+
+
+def starts(spec: Spec) -> None:
+    """Wait for earlier kernels as far as the kernel must at once, and let the next one start."""
+    if spec.sizes.halves == 2:
+        grid_dependency_wait()  # so the tiles are known when ``down`` starts
+    launch_dependents()
+
+
+def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    starts(spec)
+
+    @pl.when(warpgroup == spec.config.warpgroups)
+    def _memory() -> None:
+        in_one_warp(lambda: _copy_all(spec, gmem, scratch))
+
+    @pl.when(warpgroup < spec.config.warpgroups)
+    def _compute() -> None:
+        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+
+
+def _scratch_types(spec: Spec) -> _Scratch:
+    config, sizes, dtype = spec.config, spec.sizes, jnp.dtype(spec.sizes.dtype)
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    swizzled = (tiling((8, MMA_OUTPUTS)), swizzle(128))
+    weights = (config.stages, sizes.halves, config.block_n, config.block_k)
+    tokens = (config.stages, spec.columns, config.block_k)
+    return _Scratch(
+        w_smem=plgpu.SMEM(weights, dtype, transforms=swizzled),
+        x_smem=plgpu.SMEM(tokens, dtype, transforms=swizzled),
+        barriers=plgpu.Barrier(num_arrivals=sizes.halves + 1, num_barriers=config.stages),
+        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+    )
+
+
+def launch_with(
+    config: DecodeConfig,
+    sizes: GemmSizes,
+    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
+) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
+    """One of the two GEMMs with a given configuration.
+
+    Raises ValueError when the configuration does not fit.
+    """
+    if not config.fits(sizes):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec = Spec(sizes, config)
+    present = {name: array for name, array in arrays.items() if array is not None}
+
+    def body(*refs: Ref) -> None:
+        *inputs, out, scratch = refs
+        named = dict.fromkeys(Gmem._fields) | dict(zip(present, inputs, strict=True))
+        _kernel(spec, Gmem(**{**named, "out": out}), scratch)
+
+    return plgpu.kernel(
+        body,
+        out_type=sizes.result,
+        scratch_types=(_scratch_types(spec),),
+        grid=(spec.ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="experts_gate_up" if sizes.halves == 2 else "experts_down",
+    )(*present.values())

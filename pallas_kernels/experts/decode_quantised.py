@@ -1,0 +1,215 @@
+"""The GEMMs of experts for few tokens with weights in tiles (``quantised_gemm.tiled``).
+
+The persistent kernel of ``decode`` with the K steps of ``quantised_gemm.tiled.step``: the compute
+warpgroups divide the inputs of a step, and in ``gate_up`` half of them multiply gates, the others
+ups. At the end of an item the others hand their sums to the first one, which writes the results
+while they go on with the next item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.experts import decode
+from pallas_kernels.experts.decode import Item, copy_items, in_one_warp, item_at, num_items
+from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
+from pallas_kernels.pdl import grid_dependency_wait
+from pallas_kernels.quantised_gemm.tiled import step as tiled
+from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+
+type Ref = Any
+
+
+@dataclass(frozen=True)
+class _Spec(decode.Spec):
+    """Compile-time constants of the kernel."""
+
+    config: QuantisedConfig  # type: ignore[assignment]
+
+    @property
+    def step(self) -> tiled.Spec:
+        """Those of a K step."""
+        return tiled.Spec(self.sizes.tiled, self.config.step)
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a CTA, in the order of their allocation."""
+
+    x_smem: Ref  # [stages, columns, block_k]
+    values_smem: Ref  # [stages, halves, tiles, rows, ROW_BYTES]
+    parts_smem: tiled.Parts  # [stages, padding, halves, groups, 64] each
+    sums_smem: Ref  # float32[warpgroups - 1, results, 64, columns]
+    barriers: Ref  # [stages]: one arrival per copy
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
+    sums_barrier: Ref  # one arrival per compute warpgroup but the first
+    sums_consumed_barrier: Ref
+
+
+def _copy_all(spec: _Spec, gmem: decode.Gmem, views: tiled.Gmem, scratch: _Scratch) -> None:
+    """Copy the K steps of all items."""
+
+    def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
+        stage = decode.stage_of(spec, item.first_step + step)
+        halves = spec.sizes.halves
+        where: Any = (pl.ds(expert * halves, halves), lax.div(item.first_output, jnp.int32(TILE)))
+        tiled.copy_weights(spec.step, views, scratch, where, step, stage)
+
+    copy_items(spec, gmem, scratch, copy_weights)
+
+
+def _accumulate(
+    spec: _Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
+) -> Sequence[jax.Array]:  # float32[64, columns] each
+    """A warpgroup's part of an item's products."""
+
+    def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        stage = decode.stage_of(spec, item.first_step + step)
+        plgpu.barrier_wait(scratch.barriers.at[stage])
+        totals = tiled.Step(spec.step, stage, warpgroup, scratch).add(totals)
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+        return totals
+
+    init = [tiled.zeros((TILE, spec.columns)) for _ in range(spec.step.results)]
+    return lax.fori_loop(0, spec.num_steps, add, init)
+
+
+def _sum(spec: _Spec, totals: Sequence[jax.Array], scratch: _Scratch) -> list[jax.Array]:
+    """The first warpgroup's products and those of the others, for each half."""
+    plgpu.barrier_wait(scratch.sums_barrier)
+    results = dict(enumerate(totals))  # by half
+    for other in range(1, spec.config.warpgroups):
+        for i in range(spec.step.results):
+            shared = plgpu.load(scratch.sums_smem.at[other - 1, i])
+            half = other % 2 if spec.config.step.by_half else i
+            results[half] = results[half] + shared if half in results else shared
+    plgpu.barrier_arrive(scratch.sums_consumed_barrier)
+    return list(results.values())
+
+
+def _compute_warpgroup(
+    spec: _Spec, warpgroup: jax.Array, gmem: decode.Gmem, scratch: _Scratch
+) -> None:
+    """The warpgroup's part of all items of the CTA."""
+    grid_dependency_wait()
+    alone, items = spec.config.warpgroups == 1, num_items(spec, gmem.used)
+
+    def share(i: jax.Array, totals: Sequence[jax.Array]) -> None:
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(scratch.sums_consumed_barrier))
+        for result, total in enumerate(totals):
+            scratch.sums_smem.at[warpgroup - 1, result][...] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.sums_barrier)
+
+    def first() -> None:
+        if spec.sizes.halves == 1:
+            decode.write_zeros(spec, gmem)
+
+        @pl.loop(0, items)
+        def _item(i: jax.Array) -> None:
+            item = item_at(spec, i)
+            rows = decode.Rows.of(spec, gmem, item)
+            added = decode.biases(spec, gmem, item, item.first_output)
+            products = _accumulate(spec, item, warpgroup, scratch)
+            if not alone:
+                products = _sum(spec, products, scratch)
+            rows.write(decode.finished(spec, products, added), item.first_output)
+
+    def other() -> None:
+        @pl.loop(0, items)
+        def _item(i: jax.Array) -> None:
+            share(i, _accumulate(spec, item_at(spec, i), warpgroup, scratch))
+
+        # the last sums have been read
+        pl.when(items > 0)(lambda: plgpu.barrier_wait(scratch.sums_consumed_barrier))
+
+    pl.when(warpgroup == 0)(first)
+    if not alone:
+        pl.when(warpgroup > 0)(other)
+
+
+def _kernel(spec: _Spec, gmem: decode.Gmem, views: tiled.Gmem, scratch: _Scratch) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    decode.starts(spec)
+
+    @pl.when(warpgroup == spec.config.warpgroups)
+    def _memory() -> None:
+        in_one_warp(lambda: _copy_all(spec, gmem, views, scratch))
+
+    @pl.when(warpgroup < spec.config.warpgroups)
+    def _compute() -> None:
+        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+
+
+def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
+    """``parts`` are the factors of all experts, [E * halves, O / 64, groups, 64] each."""
+    config, sizes = spec.config, spec.sizes
+    stages, others = config.stages, max(1, config.warpgroups - 1)
+    lanes = next(size for size in (32, 16, 8) if spec.columns % size == 0)
+    values, parts_smem = tiled.weight_types(spec.step, parts, sizes.halves)
+    return _Scratch(
+        x_smem=plgpu.SMEM(
+            (stages, spec.columns, config.block_k),
+            jnp.bfloat16,
+            transforms=tiled.swizzled(spec.step.chunk, 2),
+        ),
+        values_smem=values,
+        parts_smem=parts_smem,
+        sums_smem=plgpu.SMEM(
+            (others, spec.step.results, TILE, spec.columns),
+            jnp.float32,
+            transforms=tiled.swizzled(lanes, 4),
+        ),
+        barriers=plgpu.Barrier(
+            num_arrivals=2 + sum(part is not None for part in parts), num_barriers=stages
+        ),
+        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+        sums_barrier=plgpu.Barrier(num_arrivals=others),
+        sums_consumed_barrier=plgpu.Barrier(),
+    )
+
+
+def launch_with(
+    config: QuantisedConfig,
+    sizes: GemmSizes,
+    arrays: dict[str, jax.Array | None],  # the arguments of ``decode.Gmem`` but w and out, by name
+    stack: Sequence[jax.Array | None],  # values, scales, zeros, offsets and supers, [E, ...] each
+) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
+    """One of the two GEMMs with a given configuration.
+
+    Raises ValueError when the configuration does not fit.
+    """
+    if not config.fits(sizes):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec = _Spec(sizes, config)
+    w, *factors = stack
+    assert w is not None
+    values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
+    used = [part for part in parts if part is not None]
+    present = {name: array for name, array in arrays.items() if array is not None}
+
+    def body(values: Ref, *refs: Ref) -> None:
+        *inputs, out, scratch = refs
+        views = tiled.Gmem(None, values, parts.named(inputs[: len(used)]), None)
+        named = dict(zip(present, inputs[len(used) :], strict=True))
+        gmem = decode.Gmem(**(dict.fromkeys(decode.Gmem._fields) | named | {"out": out}))
+        _kernel(spec, gmem, views, scratch)
+
+    return plgpu.kernel(
+        body,
+        out_type=sizes.result,
+        scratch_types=(_scratch_types(spec, parts),),
+        grid=(spec.ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="experts_gate_up_quantised" if sizes.halves == 2 else "experts_down_quantised",
+    )(values, *used, *present.values())

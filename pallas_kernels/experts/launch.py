@@ -1,0 +1,375 @@
+"""Which calls the Hopper kernels of experts support, their tile sizes, and the tiles of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.checks import not_hopper, without_triton
+from pallas_kernels.experts.ref import NUM_ARRAYS
+from pallas_kernels.experts.stack import PLAIN, Activation, StackArrays, size_of
+from pallas_kernels.experts.tiles import max_tiles
+from pallas_kernels.quantised import PACKED
+from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
+from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
+from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
+from pallas_kernels.quantised_gemm.tiled.launch import (
+    SCALE_DTYPES,
+    SMALL_SCALE_DTYPES,
+    TiledConfig,
+    TiledSizes,
+)
+
+MMA_TOKENS = 8  # multiple of N of a wgmma
+ITEM_BYTES = 2
+SMEM_BYTES = 224 << 10  # of an SM, without barriers
+DTYPES = ("bfloat16", "float16")
+FEW_TOKENS = 64  # at most so many are multiplied by ``decode``
+ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
+ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
+MAX_STAGES = 8
+# Of few tokens and quantised weights, the fastest first, of down and of gate_up. Timed on an H100.
+WARPGROUPS = (3, 4, 2, 1, 6), (4, 2, 1, 3, 6)
+MOST_LONG_STEPS = 4  # warpgroups; more have too few registers for steps of 128 inputs
+QUANTISED_IN_FLIGHT_BYTES = 160 << 10
+MMA_COLUMNS = 256  # largest N of a wgmma
+STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
+FEW_ROWS = 8, 16  # of a tile of few tokens
+WIDTHS = 64, 128  # rows of a prompt's tile
+MANY_ROWS = 96  # of an expert on average, from which tiles are wide
+TILES_TOGETHER = 8  # tiles of rows whose blocks are computed at a time
+STEP_BYTES = 40 << 10  # of a decode step's copies, at most
+
+
+def width_of(tokens: int, chosen: int, experts: int) -> int:
+    """Rows of a tile."""
+    if tokens <= FEW_TOKENS:
+        return FEW_ROWS[tokens > FEW_ROWS[0]]
+    return WIDTHS[tokens * chosen > MANY_ROWS * experts]
+
+
+class Tiled(NamedTuple):
+    """The form of quantised weights in tiles, see ``TiledSizes``."""
+
+    kind: str
+    group: int
+    super_group: int
+    zeros: bool
+    offsets: bool
+    scales_weights: bool = False  # see ``tiled.step``
+
+    @classmethod
+    def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
+        """Of the arrays of a stack; None of a plain one."""
+        if kind == PLAIN:
+            return None
+        values, scales, zeros, offsets, supers = arrays
+        inner = values.shape[2] * (2 if KIND_OF[kind] in PACKED else 1)
+        super_group = 0 if supers is None else inner // supers.shape[2]
+        group = inner // scales.shape[2]
+        powers = KIND_OF[kind] == "fp4" and scales.dtype == jnp.bfloat16
+        parts = (zeros is not None, offsets is not None, powers)
+        return cls(KIND_OF[kind], group, super_group, *parts)
+
+
+class GemmSizes(NamedTuple):
+    """The sizes of one of the two GEMMs."""
+
+    experts: int
+    inner: int  # K
+    outer: int  # O, of each half
+    halves: int  # 2: gate and up; 1: down
+    tokens: int  # T
+    chosen: int  # k
+    tiles: int  # N
+    width: int  # rows of a tile
+    all_tokens: bool  # of gate_up: x are the tokens, not sorted rows
+    activation: Activation | None  # of gate_up
+    dtype: str
+    form: Tiled | None = None  # of quantised weights
+
+    @property
+    def tiled(self) -> TiledSizes:
+        """The sizes of one expert's GEMM with the columns of an item."""
+        assert self.form is not None
+        swiglu = self.halves == 2
+        kind, group, super_group, zeros, offsets, _ = self.form
+        known = (kind, self.columns, self.inner, self.outer, group, super_group)
+        return TiledSizes(*known, zeros, offsets, swiglu, split=False)
+
+    @property
+    def pairs(self) -> int:
+        """Tokens with one of their choices each."""
+        return self.tokens * self.chosen
+
+    @property
+    def columns(self) -> int:
+        """Tokens that are multiplied at once."""
+        return -(-self.tokens // MMA_TOKENS) * MMA_TOKENS if self.all_tokens else self.width
+
+    @property
+    def few(self) -> bool:
+        """True if ``decode`` multiplies, else ``prompt``."""
+        return self.tokens <= FEW_TOKENS
+
+    @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        """Rows of tiles; for few tokens the result of down: weighted outputs of each choice."""
+        if self.halves == 2 or not self.few:
+            return jax.ShapeDtypeStruct((self.tiles * self.width, self.outer), self.dtype)
+        return jax.ShapeDtypeStruct((self.chosen, self.tokens, self.outer), jnp.float32)
+
+
+def sizes_of(
+    x: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    *arrays: Any,  # of gate_up, of down, and both biases
+    kinds: tuple[str, str],
+    activation: Activation,
+) -> tuple[GemmSizes, GemmSizes]:
+    """The sizes of both GEMMs of a call of the op."""
+    (tokens, chosen), width = choices.shape, x.shape[1]
+    experts, hidden, _ = size_of(kinds[0], arrays[:NUM_ARRAYS])
+    rows = width_of(tokens, chosen, experts)
+    tiles = max_tiles(choices.size, experts, rows)
+    common = (tokens, chosen, tiles, rows)
+    forms = [
+        Tiled.of(kind, one)
+        for kind, one in zip(
+            kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
+        )
+    ]
+    most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
+    all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
+    dtype = str(x.dtype)
+    gate_up = GemmSizes(
+        experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0]
+    )
+    down = GemmSizes(experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
+    return gate_up, down
+
+
+def supports(
+    x: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    *arrays: Any,  # of gate_up, of down, and both biases
+    kinds: tuple[str, str],
+    activation: Activation,
+    split: bool,
+) -> str | None:
+    """Why the Hopper kernels cannot run the call, or None."""
+    del weights, split
+    if str(x.dtype) not in DTYPES:
+        return f"tokens are {x.dtype}, not one of {', '.join(DTYPES)}"
+    if not choices.size:
+        return "there are no tokens"
+    for i, kind in enumerate(kinds):
+        stack = arrays[NUM_ARRAYS * i : NUM_ARRAYS * (i + 1)]
+        if (reason := _unfit(kind, stack, str(x.dtype))) is not None:
+            return reason
+    for sizes in sizes_of(x, choices, *arrays, kinds=kinds, activation=activation):
+        if sizes.inner % TILE or sizes.outer % TILE:
+            return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
+        if sizes.form is None:
+            continue
+        if sizes.few:
+            fits = bool(quantised_configs(sizes))
+        else:
+            fits = quantised_prompt_config(sizes).fits(sizes)
+        if not fits:
+            return f"no K steps fit {sizes.form} and {sizes.inner} inputs of {sizes.tokens} tokens"
+    return without_triton() or not_hopper()
+
+
+def _unfit(kind: str, stack: StackArrays, dtype: str) -> str | None:
+    """Why no kernel reads a stack of this form, or None."""
+    if kind == PLAIN:
+        return None
+    if kind not in KIND_OF:
+        return f"{kind} weights are not arranged in tiles"
+    if dtype != "bfloat16":
+        return f"tokens are {dtype}, not bfloat16"
+    known = SCALE_DTYPES if stack[4] is None else SMALL_SCALE_DTYPES
+    if str(stack[1].dtype) not in known:
+        return f"scales are {stack[1].dtype}, not one of {', '.join(known)}"
+    return None
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tile sizes of ``decode``: a CTA computes ``block_n`` outputs (of gate_up as many gates and
+    ups), 64 in each of the compute ``warpgroups``, in K steps of ``block_k`` inputs, of which
+    ``stages`` are in flight.
+    """
+
+    block_k: int
+    stages: int
+    warpgroups: int = 1
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a CTA's item."""
+        return TILE * self.warpgroups
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        divides = sizes.inner % self.block_k == 0 and sizes.outer % self.block_n == 0
+        return divides and self.block_k % TILE == 0 and self.stages >= 2
+
+
+def decode_config(sizes: GemmSizes) -> DecodeConfig:
+    """One wide step is a few large copies; as many of them as shared memory holds."""
+    warpgroups = 2 if sizes.columns > 32 and sizes.outer % (2 * TILE) == 0 else 1
+    input_bytes = (sizes.halves * TILE * warpgroups + sizes.columns) * ITEM_BYTES
+    most = max(1, STEP_BYTES // (TILE * input_bytes))
+    steps = sizes.inner // TILE
+    block_k = TILE * max(n for n in range(1, min(most, 4) + 1) if steps % n == 0)
+    stages = SMEM_BYTES // (block_k * input_bytes)
+    return DecodeConfig(block_k, max(2, min(stages, MAX_STAGES)), warpgroups)
+
+
+@dataclass(frozen=True)
+class QuantisedConfig:
+    """Tile sizes of ``decode_quantised``: those of a K step of an item of 64 outputs (of gate_up 64
+    gates and 64 ups).
+    """
+
+    step: TiledConfig
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a CTA's item."""
+        return TILE
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.step.block_k
+
+    @property
+    def stages(self) -> int:
+        """K steps in flight."""
+        return self.step.stages
+
+    @property
+    def warpgroups(self) -> int:
+        """Compute warpgroups."""
+        return self.step.warpgroups
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        whole = self.step.block_t == sizes.columns and self.step.split_k == 1
+        return sizes.form is not None and whole and self.step.fits(sizes.tiled)
+
+
+def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
+    """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
+    found = []
+    for warpgroups, span in product(WARPGROUPS[sizes.halves - 1], (2 * TILE, 3 * TILE, TILE)):
+        if warpgroups > MOST_LONG_STEPS and span > TILE:
+            continue
+        by_half = sizes.halves == 2 and warpgroups > 1
+        step = TiledConfig(sizes.columns, span, warpgroups, 2, 1, by_half)
+        weights = sizes.halves * step.block_k // TILE * sizes.tiled.tile_bytes
+        factors = sizes.halves * TILE * 4 * step.rows(sizes.tiled.group)
+        step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
+        stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
+        config = QuantisedConfig(replace(step, stages=stages))
+        if config.fits(sizes):
+            found.append(config)
+    return found
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Tile sizes of ``prompt``: a CTA computes ``block_n`` outputs (of gate_up as many gates and
+    ups) of a tile of rows in K steps of ``block_k`` inputs, of which ``stages`` are in flight. The
+    blocks of ``group`` tiles are computed at a time. Of two compute warpgroups the first one is
+    ``lead`` steps ahead, so its results are written during the matmuls of the second.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    group: int = TILES_TOGETHER
+    lead: int = 1
+
+    @property
+    def store_n(self) -> int:
+        """Columns of results in shared memory at once."""
+        return math.gcd(self.block_n, STORED_COLUMNS)
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a swizzled tile of results."""
+        return math.gcd(self.store_n, TILE)
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        divides = sizes.inner % self.block_k == 0 and sizes.outer % self.block_n == 0
+        columns = self.block_n * sizes.halves <= MMA_COLUMNS and self.block_n % MMA_TOKENS == 0
+        rows = sizes.width in WIDTHS and self.block_k % TILE == 0
+        # If the first warpgroup were a whole item ahead, the second would miss its barrier phase.
+        lead = not self.lead or self.lead < self.stages <= sizes.inner // self.block_k
+        return divides and columns and rows and lead and self.stages >= 2
+
+
+@dataclass(frozen=True)
+class QuantisedPromptConfig:
+    """Tile sizes of ``prompt_quantised``: those of a K step of an item, of two tiles of outputs."""
+
+    step: TiledConfig
+    halves: int
+    group: int = TILES_TOGETHER
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a CTA's item; of gate_up as many gates and ups."""
+        return TILE * PAIR // self.halves
+
+    @property
+    def block_k(self) -> int:
+        """Inputs of a K step."""
+        return self.step.block_k
+
+    @property
+    def stages(self) -> int:
+        """K steps in flight."""
+        return self.step.stages
+
+    def fits(self, sizes: GemmSizes) -> bool:
+        """True if the tiles divide a call of these sizes."""
+        pair = self.step.by_half and self.step.warpgroups == PAIR and self.step.split_k == 1
+        if sizes.form is None or sizes.form.offsets or self.step.block_t != sizes.width:
+            return False
+        return pair and replace(self.step, by_half=False, warpgroups=1).fits(sizes.tiled)
+
+
+def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
+    """K steps of up to 192 inputs. Groups that are scaled one by one take registers, so with small
+    groups longer steps would spill some.
+    """
+    assert sizes.form is not None
+    form, whole = sizes.tiled, sizes.form.scales_weights
+    spans = (3 * TILE, 2 * TILE) if whole else (2 * TILE,) if form.group >= TILE else ()
+    span = next((span for span in spans if form.inner % span == 0), TILE)
+    step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True)
+    ups = large_launch.ups_bytes(form, step)
+    stages = (SMEM_BYTES - ups) // large_launch.step_bytes(form, step)
+    return QuantisedPromptConfig(replace(step, stages=min(stages, MAX_STAGES)), sizes.halves)
+
+
+def prompt_config(sizes: GemmSizes) -> PromptConfig:
+    """As many columns as a wgmma has, and as many stages as shared memory holds."""
+    most = MMA_COLUMNS // sizes.halves
+    block_n = max(n for n in range(32, most + 1, 32) if sizes.outer % n == 0)
+    step_bytes = (sizes.width + sizes.halves * block_n) * TILE * ITEM_BYTES
+    out_bytes = sizes.width * PromptConfig(block_n, TILE, 2).store_n * ITEM_BYTES
+    stages = min((SMEM_BYTES - out_bytes) // step_bytes, MAX_STAGES)
+    return PromptConfig(block_n, TILE, stages, lead=1 if stages <= sizes.inner // TILE else 0)

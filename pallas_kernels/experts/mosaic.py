@@ -1,0 +1,78 @@
+"""The two GEMMs of experts in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from pallas_kernels.experts import decode, decode_quantised, prompt, prompt_quantised
+from pallas_kernels.experts.launch import (
+    GemmSizes,
+    decode_config,
+    prompt_config,
+    quantised_configs,
+    quantised_prompt_config,
+)
+
+
+@partial(jax.jit, static_argnames="sizes")  # one trace, one kernel for all layers
+def gate_up(
+    x: jax.Array,  # [T, D], or sorted rows: [N * width, D]
+    expert: jax.Array,  # int32[N]
+    rows: jax.Array,  # int32[N]
+    used: jax.Array,  # int32[1]
+    pairs: jax.Array,  # int32[N, width]
+    bias: jax.Array | None,  # [E, 2F]
+    *stack: jax.Array | None,  # ``StackArrays`` of [E, 2F, D]
+    sizes: GemmSizes,
+) -> jax.Array:  # [N * width, F]
+    """The hidden values of the rows of all tiles; other rows hold anything."""
+    arrays: Any = {"x": x, "expert": expert, "used": used}
+    if sizes.few:
+        arrays |= {"rows": rows, "pairs": pairs.reshape(-1)}
+    return _launched(arrays, bias, stack, sizes)
+
+
+@partial(jax.jit, static_argnames="sizes")  # one trace, one kernel for all layers
+def down(
+    x: jax.Array,  # [N * width, F]
+    expert: jax.Array,  # int32[N]
+    rows: jax.Array,  # int32[N]
+    used: jax.Array,  # int32[1]
+    pairs: jax.Array,  # int32[N, width]
+    place: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    bias: jax.Array | None,  # [E, D]
+    *stack: jax.Array | None,  # ``StackArrays`` of [E, D, F]
+    sizes: GemmSizes,
+) -> jax.Array:  # [N * width, D], or of few tokens float32[k, T, D]
+    """The outputs of the rows of all tiles; of few tokens the weighted outputs of each choice."""
+    arrays: Any = {"x": x, "expert": expert, "used": used}
+    if sizes.few:
+        arrays |= {"rows": rows, "pairs": pairs.reshape(-1)}
+        arrays |= {"place": place.reshape(-1), "weights": weights.reshape(-1)}
+    return _launched(arrays, bias, stack, sizes)
+
+
+def _launched(
+    arrays: dict[str, jax.Array | None],
+    bias: jax.Array | None,  # [E, halves * O]
+    stack: tuple[jax.Array | None, ...],
+    sizes: GemmSizes,
+) -> jax.Array:
+    """The kernel for the number of tokens and the form of the weights."""
+    outputs = (sizes.experts, sizes.halves, sizes.outer)
+    arrays["bias"] = None if bias is None else bias.reshape(outputs)
+    if sizes.form is not None:
+        if sizes.few:
+            config = quantised_configs(sizes)[0]
+            return decode_quantised.launch_with(config, sizes, arrays, stack)
+        return prompt_quantised.launch_with(quantised_prompt_config(sizes), sizes, arrays, stack)
+    (w, *_) = stack
+    assert w is not None
+    arrays["w"] = w.reshape(*outputs, sizes.inner)
+    if sizes.few:
+        return decode.launch_with(decode_config(sizes), sizes, arrays)
+    return prompt.launch_with(prompt_config(sizes), sizes, arrays)

@@ -1,0 +1,140 @@
+"""route in Triton: XLA multiplies, then one launch chooses, with one CTA per token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.numerics import power_of_two
+from pallas_kernels.route.ref import SMALLEST
+from pallas_kernels.route.routing import Routing
+from pallas_kernels.route.xla import logits_of
+
+VALUES_OF_WARP = 256  # scores of experts, 8 of each thread
+
+
+@triton.jit
+def _group_ranks(
+    ranks,  # float32[TILE]: of the experts
+    group,  # int32[TILE]: of each expert
+    NUM_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+):
+    """The rank of each expert's group: its best expert's, or the sum of its two best."""
+    expert = tl.arange(0, ranks.shape[0])
+    found = tl.full(ranks.shape, float("-inf"), tl.float32)
+    for g in tl.static_range(NUM_GROUPS):  # type: ignore[misc]
+        own = tl.where(group == g, ranks, float("-inf"))
+        best = tl.max(own, 0)
+        if BEST_TWO:
+            first = tl.min(tl.where(own == best, expert, ranks.shape[0]), 0)
+            best += tl.max(tl.where(expert == first, float("-inf"), own), 0)
+        found = tl.where(group == g, best, found)
+    return found
+
+
+@triton.jit
+def _choose(
+    logits,  # float32[T, E]
+    bias,  # float32[E], unused without BIAS
+    choice_bias,  # float32[E], unused without CHOICE_BIAS
+    choices,  # int32[T, k]
+    weights,  # float32[T, k]
+    EXPERTS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_TILE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    SCALE: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,  # 0: none
+    GROUPS_CHOSEN: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr,
+):
+    token = tl.program_id(0)
+    expert = tl.arange(0, TILE)
+    inside = expert < EXPERTS
+    z = tl.load(logits + token * EXPERTS + expert, mask=inside, other=float("-inf"))
+    if BIAS:
+        z += tl.load(bias + expert, mask=inside, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-z))
+    else:
+        powers = tl.exp(z - tl.max(z, 0))
+        scores = powers / tl.sum(powers, 0)
+    ranks = scores
+    if CHOICE_BIAS:
+        ranks += tl.load(choice_bias + expert, mask=inside, other=0.0)
+    ranks = tl.where(inside, ranks, float("-inf"))
+    if NUM_GROUPS > 0:
+        group = expert // (EXPERTS // NUM_GROUPS)
+        of_group = _group_ranks(ranks, group, NUM_GROUPS, BEST_TWO)
+        allowed = tl.zeros((TILE,), tl.int1)
+        for _ in tl.static_range(GROUPS_CHOSEN):  # type: ignore[misc]
+            best = tl.max(of_group, 0)
+            first = tl.min(tl.where(of_group == best, group, NUM_GROUPS), 0)
+            allowed = allowed | (group == first)
+            of_group = tl.where(group == first, float("-inf"), of_group)
+        ranks = tl.where(allowed, ranks, float("-inf"))
+    number = tl.arange(0, CHOSEN_TILE)
+    chosen = tl.zeros((CHOSEN_TILE,), tl.int32)
+    weight = tl.zeros((CHOSEN_TILE,), tl.float32)
+    for i in tl.static_range(CHOSEN):  # type: ignore[misc]
+        best = tl.max(ranks, 0)
+        first = tl.min(tl.where(ranks == best, expert, TILE), 0)
+        chosen = tl.where(number == i, first, chosen)
+        own = tl.sum(tl.where(expert == first, scores, 0.0), 0)
+        weight = tl.where(number == i, own, weight)
+        ranks = tl.where(expert == first, float("-inf"), ranks)
+    if RENORMALISED:
+        weight = weight / (tl.sum(weight, 0) + SMALLEST)
+    at = token * CHOSEN + number
+    tl.store(choices + at, chosen, mask=number < CHOSEN)
+    tl.store(weights + at, weight * SCALE, mask=number < CHOSEN)
+
+
+def route(
+    x: jax.Array,  # [T, D]
+    w: jax.Array,  # [D, E]
+    bias: jax.Array | None,  # [E]
+    choice_bias: jax.Array | None,  # float32[E]
+    *,
+    routing: Routing,
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """See ``route.api``."""
+    logits = logits_of(x, w)
+    tokens, experts = logits.shape
+    tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
+    choices, weights = jt.triton_call(
+        logits,
+        logits if bias is None else bias.astype(jnp.float32),
+        logits if choice_bias is None else choice_bias,
+        kernel=_choose,
+        out_type=(
+            jax.ShapeDtypeStruct(results, jnp.int32),
+            jax.ShapeDtypeStruct(results, jnp.float32),
+        ),
+        grid=(tokens,),
+        num_warps=max(1, tile // VALUES_OF_WARP),
+        num_stages=1,
+        EXPERTS=experts,
+        TILE=tile,
+        CHOSEN=routing.chosen,
+        CHOSEN_TILE=power_of_two(routing.chosen),
+        SIGMOID=routing.scores == "sigmoid",
+        RENORMALISED=routing.renormalised,
+        SCALE=routing.scale,
+        SMALLEST=SMALLEST,
+        NUM_GROUPS=0 if groups is None else groups.count,
+        GROUPS_CHOSEN=0 if groups is None else groups.chosen,
+        BEST_TWO=groups is not None and groups.score == "best_two",
+        BIAS=bias is not None,
+        CHOICE_BIAS=choice_bias is not None,
+    )
+    return choices, weights

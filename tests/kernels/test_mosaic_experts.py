@@ -1,0 +1,152 @@
+"""experts on Hopper without a GPU: right in JAX's interpreter, and lowered for Hopper.
+
+The Triton kernels that sort tokens are replaced by their definitions; ``test_experts_sort`` tests
+them. What the interpreter cannot do with registers is replaced (``kit.tiled_shims``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kit.tiled_shims import replace_registers
+from pallas_kernels.experts import cases, decode, hopper, launch, prompt, tiles, triton
+from pallas_kernels.experts.api import OP
+from pallas_kernels.experts.cases import ExpertsCase
+from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.registry import Impl, select
+from pallas_kernels.testing import mismatch
+
+HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
+CASES = {case.name: case for case in cases.CASES}
+BF16 = replace(CASES["seven_experts_bf16"], count=5)
+TILES = replace(CASES["int4_tiles"], width=64, inner=64, count=3, chosen=2, tokens=2)
+MANY = launch.FEW_TOKENS + 1
+INTERPRETED = {
+    "one_token": replace(BF16, tokens=1),
+    "outside": replace(BF16, tokens=33, load="holes"),
+    "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
+    "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),
+    "several_steps": replace(BF16, tokens=8, width=320, inner=192),
+    "prompt": replace(BF16, tokens=MANY, load="holes", split=False),
+    "prompt_few_experts": replace(BF16, tokens=150, count=3, load="few", inner=128),
+    "prompt_biases": replace(BF16, tokens=MANY, biases=True, activation=cases.CLAMPED),
+    "int4": TILES,
+    "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
+    "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
+    "int8": replace(TILES, form="int8"),
+    "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED),
+    "fp4": replace(TILES, form="fp4"),
+    "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
+    "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
+    "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
+}
+NIGHTLY = (
+    *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
+    *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
+)
+LOWERED = ("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192")
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    """Parameters of the names, some of them for nightly runs."""
+    nightly = {name: pytest.mark.nightly for name in NIGHTLY}
+    return [pytest.param(name, marks=nightly.get(name, ()), id=name) for name in names]
+
+
+def _spread(x: jax.Array, place: jax.Array, num_rows: int) -> jax.Array:
+    tokens = jnp.repeat(x, place.shape[1], axis=0)
+    rows = jnp.full((num_rows, x.shape[1]), jnp.nan, x.dtype)
+    return rows.at[place.reshape(-1)].set(tokens, mode="drop")
+
+
+def _gather(rows: jax.Array, place: jax.Array, weights: jax.Array) -> jax.Array:
+    found = rows.astype(jnp.float32).at[place].get(mode="fill", fill_value=0.0)
+    return jnp.sum(found * weights[..., None], axis=1).astype(rows.dtype)
+
+
+@pytest.fixture
+def sorted_by_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "tiles_of", tiles.tiles_of)
+    monkeypatch.setattr(triton, "spread", _spread)
+    monkeypatch.setattr(triton, "gather", _gather)
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The interpreter would start a thread for each warp.
+    monkeypatch.setattr(plgpu, "warp_map", lambda run: run(jnp.int32(0)))
+    few_sms = SimpleNamespace(num_sms=3)  # so that CTAs compute several items
+    for module in (decode, prompt):
+        monkeypatch.setattr(module, "current_device", lambda: few_sms)
+    replace_registers(monkeypatch)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+
+
+@pytest.mark.parametrize("name", _marked(INTERPRETED))
+@pytest.mark.usefixtures("sorted_by_definition", "replaced", "on_hopper")
+def test_the_interpreter_agrees_with_the_definition(name: str) -> None:
+    case = INTERPRETED[name]
+    inputs = OP.build(case, 0)
+    assert HOPPER.refuses("gpu", inputs.args, inputs.static) is None
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("hopper", hopper.experts), case, inputs)
+    assert problem is None, problem
+
+
+def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a case's call, without their values."""
+    tokens, count, d, f = case.tokens, case.count, case.width, case.inner
+    of, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
+
+    def stack(outer: int, inner: int) -> tuple[Any, ...]:
+        if case.form == PLAIN:
+            return (of((count, outer, inner), dtype), None, None, None, None)
+        values = of((count, outer, inner // 2), jnp.uint8)
+        return (values, of((count, outer, inner // case.group), jnp.float16), None, None, None)
+
+    bias = [of((count, size), dtype) if case.biases else None for size in (2 * f, d)]
+    choices = [of((tokens, case.chosen), kind) for kind in (jnp.int32, jnp.float32)]
+    kind = case.kind + "_tiles" * (case.form != PLAIN)
+    static = {"kinds": (kind, kind), "activation": case.activation, "split": case.split}
+    return (of((tokens, d), dtype), *choices, *stack(2 * f, d), *stack(d, f), *bias), static
+
+
+@pytest.mark.parametrize("name", _marked(LOWERED))
+@pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
+def test_chosen_and_lowered_for_hopper(name: str) -> None:
+    args, static = _shapes(CASES[name])
+    assert select(OP, "gpu", args, static).name == "hopper"
+    step = jax.jit(partial(hopper.experts, **static))
+    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        pytest.param(replace(BF16, dtype="float32"), "tokens are float32", id="float32"),
+        pytest.param(replace(BF16, width=96), "96 or 64 components", id="width"),
+        pytest.param(replace(TILES, tiled=False), "int4 weights are not arranged", id="by_rows"),
+        pytest.param(replace(BF16, form="fp8", group=0), "fp8 weights are not", id="fp8"),
+        pytest.param(
+            replace(TILES, form="int4_offsets", tokens=MANY), "no K steps fit", id="offsets"
+        ),
+        pytest.param(BF16, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(case: ExpertsCase, reason: str) -> None:
+    inputs = OP.build(case, 0)
+    assert reason in (HOPPER.refuses("gpu", inputs.args, inputs.static) or "")
