@@ -85,6 +85,7 @@ SAMPLING = Group(
         Setting("bad_words", plain_texts, "Never this text; may be repeated."),
         Setting("ignore_eos", boolean, "Go on after the model's end token."),
         Setting("logprobs", integer, "With --json: logprobs of the N likeliest tokens."),
+        Setting("logprob_token_ids", integers, "With --json: also of these tokens: 1,2."),
         Setting("temperature_scaled_logprobs", boolean, "Logprobs of logits / temperature."),
         Setting("prompt_logprobs", integer, "With --json: the same of the prompt's tokens."),
         Setting("detokenize", boolean, "Make text of the tokens."),

@@ -124,6 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     structured_outputs: StructuredOutputsParams | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()  # listed at each position besides the likeliest tokens
     guided_decoding: Any = None
     thinking: Thinking | None = None
 
@@ -208,6 +209,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         given["steer"] = tuple(as_steer(item) for item in _items("steer", given["steer"]))
         given["bad_words"] = _bad_words(given["bad_words"])
         given["allowed_token_ids"] = _allowed_token_ids(given["allowed_token_ids"])
+        given["logprob_token_ids"] = _logprob_token_ids(given["logprob_token_ids"])
+        if given["logprob_token_ids"] and given["logprobs"] is None:
+            given["logprobs"] = 0
         older = given["guided_decoding"]
         if older is not None and given["structured_outputs"] is not None:
             raise RequestError("guided_decoding is set next to structured_outputs; leave it out")
@@ -305,6 +309,16 @@ def _allowed_token_ids(value: Any) -> tuple[int, ...] | None:
     )
     if not token_ids:
         raise RequestError("allowed_token_ids is empty; name a token, or leave it out")
+    return token_ids
+
+
+def _logprob_token_ids(value: Any) -> tuple[int, ...]:
+    items = _items("logprob_token_ids", value)
+    token_ids = tuple(dict.fromkeys(_token_id("logprob_token_ids", item) for item in items))
+    if len(token_ids) > MAX_LOGPROBS:
+        raise RequestError(
+            f"logprob_token_ids holds {len(token_ids)} ids; at most {MAX_LOGPROBS} are possible"
+        )
     return token_ids
 
 

@@ -158,13 +158,15 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Logprobs of one position under the unmodified distribution.
 
-    ``token_ids``/``logprobs`` start with the chosen token, then the most likely ones in order;
-    ``rank`` is the chosen token's rank, 1 being the most likely.
+    ``token_ids``/``logprobs`` start with the chosen token, then the most likely ones in order, and
+    end with ``num_named`` tokens that the request names; ``rank`` is the chosen token's rank, 1
+    being the most likely.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int
+    num_named: int = 0
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):

@@ -202,6 +202,8 @@ def check_request(
         raise _out_of_vocabulary("logit_bias", sampling.logit_bias, facts.vocab_size)
     if sampling.allowed_token_ids and max(sampling.allowed_token_ids) >= facts.vocab_size:
         raise _out_of_vocabulary("allowed_token_ids", sampling.allowed_token_ids, facts.vocab_size)
+    if sampling.logprob_token_ids and max(sampling.logprob_token_ids) >= facts.vocab_size:
+        raise _out_of_vocabulary("logprob_token_ids", sampling.logprob_token_ids, facts.vocab_size)
     check_points(sampling, limits.points)
     if sampling.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer; use stop_token_ids instead")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from jaxinfer.cli.generate import generate as GENERATE
 from jaxinfer.cli.main import cli
 from jaxinfer.cli.options import SAMPLING
 from jaxinfer.core.config import DEFAULT_PAGE_SIZE
@@ -21,6 +22,11 @@ from jaxinfer.core.request import _NEUTRAL, SamplingParams
 from kit.tokenizers import TINY_BOS_ID
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
+
+# ``structured_outputs`` has a flag for each form, ``guided_decoding`` is its older name, and
+# ``thinking`` holds token ids, which the server takes from the model's chat template
+WITHOUT_OWN_FLAG = {"structured_outputs", "guided_decoding", "thinking", "taps", "steer"}
+FORM_FLAGS = {"--json-schema", "--regex", "--choice", "--grammar"}
 
 type Generate = Callable[..., Result]
 
@@ -142,12 +148,10 @@ def test_every_sampling_field(generate: Generate) -> None:
 
 
 def test_sampling_flags_are_the_fields_of_sampling_params() -> None:
-    supported = [name for name in SamplingParams.__struct_fields__ if name not in _NEUTRAL]
-    arrays = {"taps", "steer"}  # which have no form on a command line
-    # each kind of form has a flag, such as --regex; guided_decoding is its older name, and thinking
-    # is the part of a form that a chat's answer format gives
-    forms = {"structured_outputs", "guided_decoding", "thinking"}
-    assert {one.name for one in SAMPLING.settings} == {*supported} - arrays - forms
+    supported = {name for name in SamplingParams.__struct_fields__ if name not in _NEUTRAL}
+    assert {one.name for one in SAMPLING.settings} == supported - WITHOUT_OWN_FLAG
+    flags = {flag for option in GENERATE.params for flag in option.opts}
+    assert flags >= FORM_FLAGS
 
 
 def test_several_answers_to_a_prompt(generate: Generate) -> None:

@@ -15,6 +15,7 @@ from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.exec.compile import program as program_module
 from jaxinfer.exec.run import executor as executor_module
 from jaxinfer.exec.run import in_flight
 from jaxinfer.exec.run.executor import Executor
@@ -78,16 +79,23 @@ def failing(function: Callable[..., Any], is_bad: Callable[..., bool]) -> Callab
 
 
 FAULTS = {
-    "settings": ("settings_of", settings_of, lambda rs: any(r.seed == BAD_SEED for r in rs)),
+    "settings": (
+        executor_module,
+        "settings_of",
+        settings_of,
+        lambda some: any(r.seed == BAD_SEED for r in some),
+    ),
     "admission": (
+        program_module,
         "slot_rows",
         slot_rows,
         lambda some, *_: any(a.request.seed == BAD_SEED for a in some),
     ),
     "logprobs": (
+        in_flight,
         "_token_logprobs",
         in_flight._token_logprobs,
-        lambda _, index, token_id, top: top == 3,
+        lambda _, index, token_id, top, *named: top == 3,
     ),
 }
 
@@ -108,8 +116,7 @@ def test_an_error_of_a_row_on_the_host(
     late = ("c",) if when == "late" else ()
     expected = answered(engine_of(tiny_executor(LIMITS), LIMITS), sampling, late)
     engine = engine_of(tiny_executor(LIMITS), LIMITS)
-    name, function, is_bad = FAULTS[fault]
-    module = in_flight if fault == "logprobs" else executor_module
+    module, name, function, is_bad = FAULTS[fault]
     monkeypatch.setattr(module, name, failing(function, is_bad))
     found = answered(engine, sampling, late)
     check_others(found, expected, "c", "injected")
@@ -125,10 +132,10 @@ def test_an_error_in_detokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answered(engine, sampling)
     process = SequenceProcessor.process
 
-    def fails(self: SequenceProcessor, event: Any) -> Delta:
+    def fails(self: SequenceProcessor, event: Any, *others: Any) -> Delta:
         if self.parent_id == "b" and event.token_ids:
             raise ValueError("injected")
-        return process(self, event)
+        return process(self, event, *others)
 
     monkeypatch.setattr(SequenceProcessor, "process", fails)
     check_others(answered(engine, sampling), expected, "b", "injected")

@@ -230,6 +230,25 @@ def test_logprobs_are_of_the_whole_vocabulary(engine: Engine) -> None:
     assert {len(position) for position in first} == {2}  # the drawn token is not the likeliest
 
 
+def test_logprobs_of_named_tokens(engine: Engine) -> None:
+    """They are those that many of the likeliest tokens would have, with or without a form."""
+    many = replace(SEEDED, logprobs=20, max_tokens=4)
+    ((every,), (some,)) = (
+        run(engine, PROMPTS[:1], params)[0].outputs
+        for params in (many, replace(many, logprobs=None, logprob_token_ids=(7, 300)))
+    )
+    assert every.token_ids == some.token_ids and every.logprobs and some.logprobs
+    for whole, named in zip(every.logprobs, some.logprobs, strict=True):
+        assert {7, 300} <= named.keys() and len(named) <= 3
+        for token_id, one in named.items():
+            if token_id in whole:
+                assert one.logprob == pytest.approx(whole[token_id].logprob, abs=1e-5)
+            else:
+                assert one.logprob <= min(other.logprob for other in whole.values())
+    with pytest.raises(RequestError, match="logprob_token_ids holds token id 320"):
+        engine.add_request("x", [1], SamplingParams(logprob_token_ids=(320,)))
+
+
 def test_a_form_may_begin_after_other_tokens(engine: Engine) -> None:
     thinking = Thinking(end=(10, 10), is_open=True)
     form = structured(

@@ -116,7 +116,8 @@ BOUNDED = [
     if name in SamplingParams.__struct_fields__
     and any(meta.ge is not None or meta.gt is not None for meta in constraints(hint))
     and not any(meta.pattern for meta in constraints(hint))
-    and name not in ("truncate_prompt_tokens", "stop_token_ids", "allowed_token_ids", "best_of")
+    and not name.endswith("token_ids")
+    and name not in ("truncate_prompt_tokens", "best_of")
 ]
 
 

@@ -122,6 +122,7 @@ def reconcile(body: dict[str, Any]) -> None:
         body.pop("prompt_logprobs", None)
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
+        body.pop("logprob_token_ids", None)
     n = body.get("n")  # any value, on a path whose schema does not have it
     if isinstance(n, int) and n > MOST_COMPLETIONS:
         body["n"] = MOST_COMPLETIONS

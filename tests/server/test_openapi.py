@@ -166,6 +166,7 @@ def test_models_are_named():
 
 # rules that no JSON schema without conditions can express
 ACROSS_FIELDS = (
+    "logprob_token_ids",
     "tool_choice",
     "stream_options",
     "prompt_logprobs",

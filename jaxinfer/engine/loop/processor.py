@@ -106,7 +106,8 @@ class SequenceProcessor:
     def _named(self, position: TokenLogprobs) -> PositionLogprobs:
         """Logprobs in vLLM's form: {token id: Logprob}, the chosen token first."""
         named: PositionLogprobs = {}
-        ranks = (position.rank, *range(1, len(position.token_ids)))
+        num_ranked = len(position.token_ids) - position.num_named
+        ranks = (position.rank, *range(1, num_ranked), *(None,) * position.num_named)
         for token_id, logprob, rank in zip(
             position.token_ids, position.logprobs, ranks, strict=True
         ):

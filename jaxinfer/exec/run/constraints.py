@@ -17,6 +17,7 @@ from jaxinfer.core.constraint import TokenFilter
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
 from jaxinfer.exec.run.in_flight import LOGGER, RowKey
 from jaxinfer.exec.step.sampling import NOT_FINITE
+from jaxinfer.text.grammar.constraint import fill_masks
 
 ALL_TOKENS = 0xFFFF_FFFF  # a word of a mask that allows its 32 tokens
 
@@ -62,22 +63,21 @@ class Constraints:
         if every_token is None:
             every_token = np.full((count, self.num_words), ALL_TOKENS, np.uint32)
             self._every_token[count] = every_token
-        constrained = [
-            (index, followed)
+        constrained = {
+            index: followed
             for index, row in enumerate(rows)
             if (followed := self._of(row)) is not None
-        ]
+        }
         if not constrained:
             return every_token
         masks = every_token.copy()
-        for index, followed in constrained:
-            if followed.error or followed.filter is None:
-                continue
-            mask = masks[index]
-            try:
-                followed.filter.fill(mask)
-            except Exception as error:
-                followed.error = _reported(followed.key, error)
+        filters = {
+            index: followed.filter
+            for index, followed in constrained.items()
+            if followed.filter is not None and not followed.error
+        }
+        for index, error in fill_masks(filters, masks).items():
+            constrained[index].error = _reported(constrained[index].key, error)
         return masks
 
     def push(
@@ -88,6 +88,8 @@ class Constraints:
         A row whose mask could not be written has an error too, so its token is never used.
         """
         errors: dict[RowKey, str] = {}
+        if not self._slots:
+            return errors
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
             followed = self._of(row) if row.samples else None
             if followed is None or NOT_FINITE in drawn:  # the latter ends the request anyway

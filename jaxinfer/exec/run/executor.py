@@ -176,7 +176,8 @@ class Executor:
         """
         for new in plan.admissions:
             self._requests[new.slot] = new.request
-        self._constraints.admit(plan.admissions)
+        if plan.admissions:
+            self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
             step = self._launch_prepared(prepared, failed)
@@ -195,7 +196,7 @@ class Executor:
         assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
         token_ids, rows = self._tokens_of(step), step.prepared.plan.rows
         errors = self._constraints.push(rows, token_ids) | step.errors
-        if self._in_flight:
+        if self._in_flight and self._in_flight[0].prepared.is_constrained:
             self._draw_later(self._in_flight[0])
         return StepResult(
             step.prepared.plan.step_id,
@@ -281,7 +282,8 @@ class Executor:
             self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
         step = InFlight(prepared, output.token_ids, place[-1], [], scores, failed, pooled, taps)
-        if not (prepared.is_constrained and self._in_flight):
+        is_later = prepared.is_constrained and self._in_flight  # drawn when masks are known
+        if prepared.extras and not is_later:
             self._draw_all_extras(step)
         return step
 
@@ -296,8 +298,6 @@ class Executor:
 
     def _draw_later(self, step: InFlight) -> None:
         """Launch the draws that waited for the tokens of the step before."""
-        if step.extras or not step.prepared.extras:
-            return
         try:
             self._draw_all_extras(step)
         except Exception as error:
@@ -326,7 +326,8 @@ class Executor:
     ) -> ExtrasCall:
         """Queue a call for these rows, of ``count`` rows or the smallest number that holds them."""
         count = count or next(n for n in self._program.extras_rows if n >= len(rows))
-        wire = pack_extras(rows, count, self._program.limits.max_num_seqs)
+        named = [self._requests[row.slot].sampling.logprob_token_ids for row in rows]
+        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, named)
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)

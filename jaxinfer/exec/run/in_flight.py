@@ -189,11 +189,11 @@ class _LogprobReader:
         self, index: int, row: ScheduledSeq, token_ids: tuple[int, ...]
     ) -> tuple[TokenLogprobs, ...]:
         """The logprobs of the token that a row with extras drew."""
-        top = self._requests[index].sampling.logprobs
-        if top is None or not row.samples:
+        sampling = self._requests[index].sampling
+        if sampling.logprobs is None or not row.samples:
             return ()
-        (token_id,) = token_ids
-        return (_token_logprobs(*self._drawn[index], token_id, top),)
+        (token_id,), named = token_ids, sampling.logprob_token_ids
+        return (_token_logprobs(*self._drawn[index], token_id, sampling.logprobs, named),)
 
     def prompt(self, index: int, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
         """The logprobs of the targets of a chunk."""
@@ -210,13 +210,18 @@ class _LogprobReader:
 
 
 def _token_logprobs(
-    source: Logprobs[np.ndarray], index: int, token_id: int, top: int
+    source: Logprobs[np.ndarray],
+    index: int,
+    token_id: int,
+    top: int,
+    named: tuple[int, ...] = (),
 ) -> TokenLogprobs:
-    """The logprobs of one position: the chosen token first, then the ``top`` most likely ones."""
+    """The logprobs of one position: the chosen token, the ``top`` most likely ones, named ones."""
     ids: list[int] = source.top_ids[index, :top].tolist()
     values: list[float] = source.top_logprobs[index, :top].tolist()
-    chosen = float(source.chosen[index])
-    return TokenLogprobs((token_id, *ids), (chosen, *values), int(source.rank[index]))
+    values += source.named[index, : len(named)].tolist()
+    chosen, rank = float(source.chosen[index]), int(source.rank[index])
+    return TokenLogprobs((token_id, *ids, *named), (chosen, *values), rank, len(named))
 
 
 def device_failed(plan: StepPlan, error: Exception) -> EngineError:

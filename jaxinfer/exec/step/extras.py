@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxinfer.core.request import MAX_LOGPROBS
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
@@ -32,6 +33,7 @@ from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
 
+WIRE_ROWS = 3 + MAX_LOGPROBS  # see ``pack_extras``
 BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
 
 
@@ -55,12 +57,13 @@ class ExtrasFunction:
         self,
         head: Params,  # see ``models.base.head_params``
         slots: SlotState,
-        flat: jax.Array,  # int32[3 * W]: see ``pack_extras``
+        flat: jax.Array,  # int32[WIRE_ROWS * W]: see ``pack_extras``
         masks: jax.Array,  # uint32[rows, V / 32]: see ``sampling.with_masks``
     ) -> tuple[SlotState, ExtrasOutput]:
         """Draw tokens, write them into the slots and publish them."""
-        wire = flat.reshape(3, -1)
-        place, seq_slots, seq_lens = wire[0, : len(NO_PLACE)], *wire[1:, : self.rows]
+        wire = flat.reshape(WIRE_ROWS, -1)
+        place, seq_slots, seq_lens = wire[0, : len(NO_PLACE)], *wire[1:3, : self.rows]
+        named = wire[3:, : self.rows].T
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
 
@@ -74,22 +77,27 @@ class ExtrasFunction:
         token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased)
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
         temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
-        logprobs = _by_blocks(token_logprobs, logits, token_ids, temperature)
+        logprobs = _by_blocks(token_logprobs, logits, token_ids, temperature, named)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
 
 
 def pack_extras(
-    rows: Sequence[ScheduledSeq], count: int, sink_slot: int
-) -> np.ndarray:  # int32[3 * W]
-    """The flat array of a call of ``count`` rows: place (not set here), slots and lengths.
-
-    Each part is aligned for kernels.
+    rows: Sequence[ScheduledSeq],
+    count: int,
+    sink_slot: int,
+    named: Sequence[tuple[int, ...]] = (),  # ``logprob_token_ids`` of each row
+) -> np.ndarray:  # int32[WIRE_ROWS * W]
+    """The flat array of a call of ``count`` rows: place (not set here), slots, lengths, and up to
+    ``MAX_LOGPROBS`` tokens that each row names. Each part is aligned for kernels.
     """
-    wire = np.zeros((3, round_up(count, ALIGN)), np.int32)
+    wire = np.zeros((WIRE_ROWS, round_up(count, ALIGN)), np.int32)
     wire[1] = sink_slot
     wire[1, : len(rows)] = [row.slot for row in rows]
     wire[2, : len(rows)] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
+    for column, token_ids in enumerate(named):
+        if token_ids:
+            wire[3 : 3 + len(token_ids), column] = token_ids
     return wire.ravel()
 
 

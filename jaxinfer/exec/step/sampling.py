@@ -22,7 +22,8 @@ CHUNK = 128  # logits per chunk in ``_most_likely``
 # The token of a row whose logits are NaN or infinite, because of damaged weights or an overflow.
 # A token drawn from such logits would be wrong without an error.
 NOT_FINITE = INT32_MAX
-LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS  # int32 values of a packed row: see ``read_logprobs``
+# int32 values of a packed row without named tokens: see ``read_logprobs``
+LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
 class Logprobs[A](NamedTuple):
@@ -32,6 +33,7 @@ class Logprobs[A](NamedTuple):
     rank: A  # int32[B]: 1 for the most likely token
     top_ids: A  # int32[B, MAX_LOGPROBS]
     top_logprobs: A  # float32[B, MAX_LOGPROBS]
+    named: A  # float32[B, K]: of further tokens that requests name, padded
 
 
 def sample(
@@ -93,15 +95,20 @@ def token_logprobs(
     logits: jax.Array,  # float32[B, V], unmodified
     chosen: jax.Array,  # int32[B]
     temperature: jax.Array | None = None,  # float32[B]; 0: logits are not divided
-) -> jax.Array:  # int32[B, LOGPROBS_WIDTH]: see ``read_logprobs``
-    """Logprob and rank of the chosen tokens, and the most likely tokens with their logprobs."""
+    named: jax.Array | None = None,  # int32[B, K]: further tokens
+) -> jax.Array:  # int32[B, LOGPROBS_WIDTH + K]: see ``read_logprobs``
+    """Logprob and rank of the chosen tokens, the most likely tokens with their logprobs, and the
+    logprobs of named ones.
+    """
     if temperature is not None:
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
     top, top_ids = _most_likely(logits, MAX_LOGPROBS)
-    parts = (picked - log_z[:, None], rank[:, None], top_ids, top - log_z[:, None])
+    parts = [picked - log_z, rank[:, None], top_ids, top - log_z]
+    if named is not None:
+        parts.append(jnp.take_along_axis(logits, named, axis=-1) - log_z)
     # one array, as each copy to the host takes 0.5 ms (H100)
     return jnp.concatenate(
         [a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in parts],
@@ -109,11 +116,19 @@ def token_logprobs(
     )
 
 
-def read_logprobs(packed: np.ndarray) -> Logprobs[np.ndarray]:  # int32[B, LOGPROBS_WIDTH]
+def read_logprobs(
+    packed: np.ndarray,  # int32[B, LOGPROBS_WIDTH + K]
+) -> Logprobs[np.ndarray]:
     """Views of the result of ``token_logprobs``."""
     floats = packed.view(np.float32)
     top = 2 + MAX_LOGPROBS
-    return Logprobs(floats[:, 0], packed[:, 1], packed[:, 2:top], floats[:, top:])
+    return Logprobs(
+        floats[:, 0],
+        packed[:, 1],
+        packed[:, 2:top],
+        floats[:, top:LOGPROBS_WIDTH],
+        floats[:, LOGPROBS_WIDTH:],
+    )
 
 
 def _most_likely(

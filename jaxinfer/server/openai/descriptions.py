@@ -33,6 +33,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "ignore_eos": "Go on after the model's end of sequence.",
         "include_stop_str_in_output": "Keep the stop string at the end of the text.",
         "logit_bias": "Token id to what is added to its logit.",
+        "logprob_token_ids": "Tokens to list at each position besides the likeliest.",
         "logprobs": "Likeliest tokens to list at each position.",
         "max_completion_tokens": "Most tokens to generate; wins over max_tokens.",
         "max_tokens": "Most tokens to generate.",

@@ -45,7 +45,7 @@ type Neutral = Mapping[str, tuple[Any, ...]]
 
 UNSUPPORTED: Neutral = MappingProxyType(
     {
-        **dict.fromkeys(("kv_transfer_params", "logprob_token_ids"), (None,)),
+        "kv_transfer_params": (None,),
         "early_stopping": (None, False),
         "length_penalty": (None, 1, 1.0),
         "logits_processors": (None, []),
@@ -152,6 +152,7 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     guided_whitespace_pattern: str | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = None
     bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROBS)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -189,6 +190,8 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
             )
         if self.stream and self.taps:
             raise field_error("taps", "taps cannot be streamed; set stream to false")
+        if self.logprob_token_ids and self.num_logprobs() is None:
+            raise field_error("logprob_token_ids", "logprob_token_ids needs logprobs; set it too")
         if self.truncate_prompt_tokens == 0:
             raise field_error(
                 "truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, got 0"
@@ -228,7 +231,7 @@ _SAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
-    *("allowed_token_ids", "bad_words", "taps"),
+    *("allowed_token_ids", "bad_words", "logprob_token_ids", "taps"),
 )
 
 

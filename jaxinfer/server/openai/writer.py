@@ -300,6 +300,7 @@ def completion_logprobs(
 
 
 def likeliest(position: PositionLogprobs, top: int) -> list[tuple[int, Logprob]]:
-    """The ``top`` likeliest tokens in order; the chosen one is first in ``position``."""
-    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
-    return ranked[:top]
+    """The ``top`` likeliest tokens in order, then those that the request names."""
+    ranked = [item for item in position.items() if item[1].rank is not None]
+    ranked.sort(key=lambda item: item[1].rank or 0)
+    return ranked[:top] + [item for item in position.items() if item[1].rank is None]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.core.constraint import BITS
+from jaxinfer.core.constraint import BITS, TokenFilter
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import Thinking
+from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
+MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it saves
 NUM_REHEARSALS = 2
 REHEARSED_TOKENS = 64
 
@@ -71,6 +73,11 @@ class Grammar:
 def fill_mask(matcher: Any, mask: np.ndarray) -> None:  # uint32[W]
     """Write a matcher's mask; raises ``ValueError`` if it has failed or no token can follow."""
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    _check(matcher)
+
+
+def _check(matcher: Any) -> None:
+    """Raise ``ValueError`` if a matcher has failed."""
     if matcher.is_error():
         raise ValueError(_reason(matcher))
 
@@ -148,6 +155,12 @@ class SequenceFilter:
         if self._num_kept:
             self._last = (*self._last, token_id)[-self._num_kept :]
 
+    @property
+    def matcher_to_ask(self) -> Any:
+        """The llguidance.LLMatcher that computes the next mask; None if no matcher has to."""
+        is_forced = self._thoughts is not None and self._thoughts.forced is not None
+        return None if is_forced or self._is_at_start else self._matcher
+
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
         """Write the mask of the next token; raises ``ValueError`` if no token is allowed."""
         constraint, thoughts = self._constraint, self._thoughts
@@ -168,6 +181,17 @@ class SequenceFilter:
             mask[:] = constraint.grammar.first_mask
         else:
             fill_mask(self._matcher, mask)
+        self._complete(mask)
+
+    def finish(self, mask: np.ndarray) -> None:  # uint32[W]
+        """``fill`` where ``matcher_to_ask`` has written its mask already."""
+        _check(self._matcher)
+        self._complete(mask)
+
+    def _complete(self, mask: np.ndarray) -> None:  # uint32[W]
+        """Add the token that opens thoughts, and apply allowed ids and bad words."""
+        constraint, thoughts = self._constraint, self._thoughts
+        opening = None if thoughts is None else thoughts.opening
         if opening is not None:
             _set(mask, opening)
         if constraint.allowed is not None:
@@ -194,6 +218,42 @@ class SequenceFilter:
         if not mask.any():
             for token_id, word in ends:
                 mask[token_id // BITS] |= np.uint32(word & (1 << token_id % BITS))
+
+
+def fill_masks(
+    filters: Mapping[int, TokenFilter],  # by row
+    masks: np.ndarray,  # uint32[N, W]
+) -> dict[int, Exception]:
+    """``fill`` of several filters into their rows of ``masks``; returns the errors by row.
+
+    llguidance computes the masks of several grammars in parallel, without Python's lock.
+    """
+    asked = {
+        row: one
+        for row, one in filters.items()
+        if isinstance(one, SequenceFilter) and one.matcher_to_ask is not None
+    }
+    if len(asked) < MIN_PARALLEL:
+        asked = {}
+    else:
+        targets = [(one.matcher_to_ask, row) for row, one in asked.items()]
+        _threads().unsafe_compute_mask_ptr(targets, masks.ctypes.data, masks.strides[0], len(masks))
+    errors: dict[int, Exception] = {}
+    for row, one in filters.items():
+        try:
+            if row in asked:
+                asked[row].finish(masks[row])
+            else:
+                one.fill(masks[row])
+        except Exception as error:
+            errors[row] = error
+    return errors
+
+
+@cache
+def _threads() -> Any:
+    """llguidance's threads, which are started once."""
+    return load_llguidance().LLExecutor()
 
 
 def _set(mask: np.ndarray, token_id: int) -> None:  # uint32[W]
