@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import without_triton
+from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.route.routing import Routing
 
 MAX_EXPERTS = 1024  # one CTA holds the scores of a token in registers
@@ -24,4 +24,4 @@ def supports(
         return f"{w.shape[1]} experts are more than {MAX_EXPERTS}"
     if not x.size:
         return "there are no tokens"
-    return without_triton()
+    return unfit_for_triton(x, x)
