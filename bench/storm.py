@@ -206,8 +206,11 @@ def stream_of(ids: random.Random, num_tokens: int) -> Body:
     return {"prompt": prompt(ids, 16), **fields}
 
 
-def any_body(ids: random.Random) -> Body:
-    """A request with a random choice of sampling fields, whose answer lists its token ids."""
+def any_body(ids: random.Random, *, masks: bool = False) -> Body:
+    """A request with a random choice of sampling fields, whose answer lists its token ids.
+
+    ``masks``: also fields that restrict what is drawn, which a simulated device does not obey.
+    """
     most = ids.choice((1, 2, 8, 33, 64, 300))
     choices: dict[str, Any] = {
         "temperature": ids.choice((0, 0.3, 1.0, 2.0)),
@@ -220,6 +223,7 @@ def any_body(ids: random.Random) -> Body:
         "logit_bias": {str(ids.randrange(40_000)): ids.uniform(-100, 100) for _ in range(3)},
         "min_tokens": ids.randrange(most + 1),
         "logprobs": ids.choice((0, 1, 5)),
+        "logprob_token_ids": [ids.randrange(250)],
         "prompt_logprobs": ids.choice((0, 3)),
         "seed": ids.randrange(2**63),
         "stop": ids.choice(("e", "1", ["qu", "!!"])),
@@ -232,7 +236,17 @@ def any_body(ids: random.Random) -> Body:
         "priority": ids.randrange(3),
         "cache_salt": ids.choice("ab"),
     }
+    if masks:
+        choices |= {
+            "allowed_token_ids": ids.sample(range(40_000), 50),
+            "bad_words": ["the", "a b"],
+            "structured_outputs": ids.choice(
+                ({"choice": ["yes", "no"]}, {"regex": "[a-z ]{1,40}"})
+            ),
+        }
     chosen = {name: value for name, value in choices.items() if ids.random() < 0.3}
+    if "logprobs" not in chosen:
+        chosen.pop("logprob_token_ids", None)
     if "prompt_logprobs" in chosen:  # a stream cannot have them
         chosen.pop("stream", None)
     if chosen.get("temperature") == 0:
