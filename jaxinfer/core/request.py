@@ -89,11 +89,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     ``guided_decoding`` is the older name of ``structured_outputs``; with either, the answer ends
     when it is complete, also with ignore_eos, and it begins after the thoughts of ``thinking``.
 
-    ``taps`` names points of the forward pass (``nn.points``) whose activations are returned for
-    every token that is computed, and ``steer`` adds vectors at such points to every token. The
-    points must be among the engine's ``tap_points``. An entry of ``steer`` is a ``Steer`` or a dict
-    of its fields.
-
+    ``taps`` names points (``nn.points``) whose activations are returned for every computed token,
+    ``steer`` (``Steer`` or dicts) adds vectors there; both must be among the ``tap_points``.
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.
     """

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -32,6 +33,13 @@ from kit.server_process import SERVE, ServerProcess, server_process
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 RUN = [block for block in BLOCKS if block.language != "text" and block.reason is None]
 PORT = re.compile(r"\b8000\b")
+NIGHTLY_CHARACTERS = 600
+
+
+def marked(block: Block) -> Any:
+    """Long blocks compile engines of their own, for 20 to 40 s on two cores: they run nightly."""
+    marks = (pytest.mark.nightly,) if len(block.text) > NIGHTLY_CHARACTERS else ()
+    return pytest.param(block, id=block.name, marks=marks)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -107,7 +115,7 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+@pytest.mark.parametrize("block", [marked(block) for block in RUN])
 def test_block_runs(
     block: Block,
     folder: Path,

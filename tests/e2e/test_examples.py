@@ -23,7 +23,16 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+SLOW = ("finetune", "linear_probe")  # 30 s each on two cores: nightly
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem in SLOW))
+        for path in EXAMPLES
+    ],
+)
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: eight more would import JAX and compile the same steps each."""
     if example.stem == "grpo_tunix":
