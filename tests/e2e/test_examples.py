@@ -23,7 +23,7 @@ EXPECTED = {
 }
 
 
-SLOW = ("finetune", "linear_probe")  # 30 s each on two cores: nightly
+SLOW = ("finetune", "linear_probe", "head_ablation")  # 20 to 30 s each on two cores: nightly
 
 
 @pytest.mark.parametrize(
