@@ -1,4 +1,4 @@
-"""What limits the tokens of a sequence, as the floors below ``text`` see it."""
+"""The interface of a constraint on the tokens of a sequence, which ``text.grammar`` implements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenFilter(Protocol):
 
 
 class Constraint(Protocol):
-    """What a request's tokens must obey; shared by its sequences."""
+    """The constraint of a request's tokens; its sequences share it."""
 
     def begin(self, drawn: Sequence[int]) -> TokenFilter:
         """A filter for a sequence that has drawn these tokens; raises ``ValueError`` if these were

@@ -239,7 +239,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_root(self) -> bytes:
-        """What its pages depend on besides its tokens: the salt, and the steering.
+        """The root of its page hashes, besides its tokens: the salt, and the steering.
 
         The byte between them is in no text.
         """

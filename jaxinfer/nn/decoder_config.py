@@ -178,7 +178,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What all norms of the residual stream have in common; ``dtype`` is that of their weights."""
+    """The kind, epsilon and weight dtype of all norms of the residual stream."""
 
     kind: Literal["rms", "layer"]
     eps: float

@@ -43,7 +43,7 @@ BY_HEAD = ("scores", "pattern")  # of these the tokens, as queries, are the seco
 
 
 class Shift(NamedTuple):
-    """What is added to an activation at the tokens of some rows; other tokens keep every bit."""
+    """A vector added to an activation at the tokens of some rows; other tokens keep every bit."""
 
     by: jax.Array  # float32[T, W], W the flat width of the point
     tokens: jax.Array  # bool[T]

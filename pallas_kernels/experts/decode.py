@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
+from pallas_kernels.experts.call import call_kernel
 from pallas_kernels.experts.launch import DecodeConfig, GemmSizes
 from pallas_kernels.experts.stack import Activation
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
@@ -366,21 +367,13 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    present = {name: array for name, array in arrays.items() if array is not None}
-
-    def body(*refs: Ref) -> None:
-        *inputs, out, scratch = refs
-        named = dict.fromkeys(Gmem._fields) | dict(zip(present, inputs, strict=True))
-        _kernel(spec, Gmem(**{**named, "out": out}), scratch)
-
-    return plgpu.kernel(
-        body,
+    return call_kernel(
+        partial(_kernel, spec),
+        Gmem,
+        arrays,
         out_type=sizes.result,
-        scratch_types=(_scratch_types(spec),),
-        grid=(spec.ctas,),
-        grid_names=("cta",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="experts_gate_up" if sizes.halves == 2 else "experts_down",
-    )(*present.values())
+        scratch_types=_scratch_types(spec),
+        ctas=spec.ctas,
+        warpgroups=config.warpgroups,
+        name="experts_gate_up" if sizes.halves == 2 else "experts_down",
+    )

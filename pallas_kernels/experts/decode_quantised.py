@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.experts import decode
+from pallas_kernels.experts.call import call_kernel
 from pallas_kernels.experts.decode import Item, copy_items, in_one_warp, item_at, num_items
 from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
 from pallas_kernels.pdl import grid_dependency_wait
@@ -193,23 +194,18 @@ def launch_with(
     assert w is not None
     values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
     used = [part for part in parts if part is not None]
-    present = {name: array for name, array in arrays.items() if array is not None}
 
-    def body(values: Ref, *refs: Ref) -> None:
-        *inputs, out, scratch = refs
-        views = tiled.Gmem(None, values, parts.named(inputs[: len(used)]), None)
-        named = dict(zip(present, inputs[len(used) :], strict=True))
-        gmem = decode.Gmem(**(dict.fromkeys(decode.Gmem._fields) | named | {"out": out}))
-        _kernel(spec, gmem, views, scratch)
+    def kernel(gmem: decode.Gmem, scratch: Any, values: Any, *factors: Any) -> None:
+        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(factors), None), scratch)
 
-    return plgpu.kernel(
-        body,
+    return call_kernel(
+        kernel,
+        decode.Gmem,
+        arrays,
+        (values, *used),
         out_type=sizes.result,
-        scratch_types=(_scratch_types(spec, parts),),
-        grid=(spec.ctas,),
-        grid_names=("cta",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="experts_gate_up_quantised" if sizes.halves == 2 else "experts_down_quantised",
-    )(values, *used, *present.values())
+        scratch_types=_scratch_types(spec, parts),
+        ctas=spec.ctas,
+        warpgroups=config.warpgroups,
+        name="experts_gate_up_quantised" if sizes.halves == 2 else "experts_down_quantised",
+    )

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.experts import prompt
+from pallas_kernels.experts.call import call_kernel
 from pallas_kernels.experts.decode import activated, in_one_warp
 from pallas_kernels.experts.launch import GemmSizes, QuantisedPromptConfig
 from pallas_kernels.experts.prompt import COMPUTE_REGISTERS, MEMORY_REGISTERS, Item
@@ -218,24 +219,18 @@ def launch_with(
     assert w is not None
     values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
     used = [part for part in parts if part is not None]
-    present = {name: array for name, array in arrays.items() if array is not None}
 
-    def body(values: Ref, *refs: Ref) -> None:
-        *inputs, out, scratch = refs
-        views = tiled.Gmem(None, values, parts.named(inputs[: len(used)]), None)
-        named = dict(zip(present, inputs[len(used) :], strict=True))
-        gmem = prompt.Gmem(**(dict.fromkeys(prompt.Gmem._fields) | named | {"out": out}))
-        _kernel(spec, gmem, views, scratch)
+    def kernel(gmem: prompt.Gmem, scratch: Any, values: Any, *factors: Any) -> None:
+        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(factors), None), scratch)
 
-    halves = "gate_up" if sizes.halves == 2 else "down"
-    return plgpu.kernel(
-        body,
+    return call_kernel(
+        kernel,
+        prompt.Gmem,
+        arrays,
+        (values, *used),
         out_type=jax.ShapeDtypeStruct((sizes.tiles * sizes.width, sizes.outer), sizes.dtype),
-        scratch_types=(_scratch_types(spec, parts),),
-        grid=(spec.ctas,),
-        grid_names=("cta",),
-        num_threads=PAIR + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=f"experts_{halves}_prompt_quantised",
-    )(values, *used, *present.values())
+        scratch_types=_scratch_types(spec, parts),
+        ctas=spec.ctas,
+        warpgroups=PAIR,
+        name=f"experts_{'gate_up' if sizes.halves == 2 else 'down'}_prompt_quantised",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,28 +69,43 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
         proceed.set()
 
 
-def answers(engine: Engine) -> list[tuple[int, ...]]:
-    """The tokens of three requests at once, one of them with logprobs of its prompt."""
+def answers(
+    engine: Engine, in_flight: Callable[[], object] = lambda: None
+) -> list[tuple[int, ...]]:
+    """The tokens of three requests at once, one of them with logprobs of its prompt. ``in_flight``
+    is called when their first step is in flight.
+    """
     settings = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     for number, more in enumerate(({}, {"prompt_logprobs": 1}, {"logprobs": 1})):
         own = msgspec.structs.replace(settings, **more)
         engine.add_request(str(number), [5, 9, 3 + number], own)
     tokens: dict[str, list[int]] = {}
+    engine.step()
+    in_flight()
     while engine.has_work:
         for delta in engine.step().deltas:
             tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
     return [tuple(tokens[str(number)]) for number in range(3)]
 
 
-def until_compiled(engine: Engine) -> None:
-    """Step until all executables are there."""
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
     waited = threading.Event()
     for _ in range(SECONDS * 100):
-        if not engine.is_compiling:
+        if condition():
             return
-        engine.step()
         waited.wait(0.01)
-    raise AssertionError("still compiling")
+    raise AssertionError("it never holds")
+
+
+def until_compiled(engine: Engine) -> None:
+    """Step until all executables are there."""
+
+    def stepped() -> bool:
+        engine.step()
+        return not engine.is_compiling
+
+    until(stepped)
 
 
 def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
@@ -128,6 +143,22 @@ def test_requests_are_served_before_all_is_compiled(
     assert not again.is_compiling
     assert again.stats().num_compiled == 0
     assert answers(again) == first
+
+
+def test_executables_join_while_a_step_is_in_flight(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paused(monkeypatch) as proceed:
+        engine = build_engine(plan, serves_early=True)
+        alone = answers(engine)
+
+        def load() -> None:
+            proceed.set()
+            until(lambda: engine._later is not None and engine._later.has_news)
+
+        assert answers(engine, load) == alone
+        assert {*engine._loop.state.buckets} > {*FIRST}
+        until_compiled(engine)
 
 
 def test_an_engine_that_ends_early_leaves_the_first_executables(

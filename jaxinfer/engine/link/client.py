@@ -260,8 +260,8 @@ class EngineClient:
         level: int = 1,
         tags: tuple[str, ...] | None = None,
     ) -> EngineState:
-        """Change the engine between two steps; returns the state after it. Later requests wait
-        meanwhile.
+        """Change the engine between two steps; returns the state after it. Requests that arrive
+        during the change wait for its end.
 
         ``pause`` holds them until ``resume``, ``sleep`` until ``wake_up``; ``path`` names the
         weights of ``update_weights``; ``report`` changes nothing. Open requests are completed

@@ -280,7 +280,7 @@ class EngineThread(Link):
         compiled.add_done_callback(lambda done: self._inbox.put(_Compiled(submission, done)))
 
     def _take_compiled(self, compiled: _Compiled, listener: Listener) -> None:
-        """Add a request whose constraint is compiled, unless it was aborted meanwhile."""
+        """Add a request whose constraint is compiled, unless it was aborted before."""
         submission, done = compiled
         if submission.request_id not in self._compiling:
             return

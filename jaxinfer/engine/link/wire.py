@@ -131,7 +131,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """Whether an engine starts requests, what it has given up, and the version of its weights."""
+    """The state of an engine: paused or not, the memory it has freed, its weights' version."""
 
     paused: bool = False
     asleep: tuple[str, ...] = ()  # of ``SLEEP_TAGS``

@@ -1,4 +1,4 @@
-"""What an engine needs of its weights, and of executables that are compiled while it serves."""
+"""Interfaces of an engine's weights, and of executables that are compiled while it serves."""
 
 from __future__ import annotations
 

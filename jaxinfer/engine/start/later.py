@@ -12,7 +12,7 @@ from jaxinfer.exec.run.executor import Executor
 
 @dataclass(frozen=True)
 class LaterExecutables:
-    """What an engine needs of them: ``engine.loop.interfaces.LaterBuckets``."""
+    """Implements ``engine.loop.interfaces.LaterBuckets``."""
 
     building: Later
     executor: Executor

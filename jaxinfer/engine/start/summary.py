@@ -19,7 +19,7 @@ DEVICE_SIZES = (
 
 
 def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
-    """What a start says once an engine is planned. ``given``: the settings before planning."""
+    """The lines that a start logs once an engine is planned. ``given``: the user's settings."""
     model, limits, config = plan.program.model, plan.program.limits, plan.config
     sampling = _sampling(plan.config_facts.default_sampling)
     yield (

@@ -113,13 +113,12 @@ class Building:
 
     def _run(self) -> None:
         try:
-            if build_once(self.folder, self._fill):
-                rmtree(self._kept, ignore_errors=True)
-            else:  # another process has compiled it
+            if not build_once(self.folder, self._fill):  # another process has compiled it
                 bundle = bundle_for(self.program, self.folder)
                 made = load_executables(self.program, bundle, self.progress)
                 self._check(made.workspace_bytes)
                 self.first.set_result(dict(made.by_name))
+            rmtree(self._kept, ignore_errors=True)
         except Exception as error:
             if not self.first.done():
                 self.first.set_exception(error)

@@ -5,8 +5,8 @@ settings, ``COPY`` from snapshots to slots, ``STEER`` for steered requests, the 
 ``COPY`` from slots to snapshots, then draws with extras and scores of prompts.
 
 A constrained row is drawn with a mask, which depends on the row's token in the step before. If that
-step is still in flight, the draws of this one are launched when it is collected: the device
-computes the layers meanwhile. As at most two steps are in flight, that is before any later step is
+step is still in flight, the draws of this one are launched when it is collected, while the device
+computes the layers. As at most two steps are in flight, that is before any later step is
 launched, so no row waits for another one's mask.
 """
 

@@ -278,7 +278,7 @@ class UpdateWeightsRequest(ChangeRequest, frozen=True, kw_only=True):
 
 
 def change_mode(mode: str) -> Mode:
-    """What becomes of open requests; raises ``ApiError`` for an unknown mode."""
+    """The treatment of open requests; raises ``ApiError`` for an unknown mode."""
     for known in MODES:
         if mode == known:
             return known

@@ -86,12 +86,12 @@ async def set_steering(call: Call) -> ASGIApp:
 
 
 async def is_paused(call: Call) -> ASGIApp:
-    """Whether ``/pause`` holds requests."""
+    """Answer True if ``/pause`` holds requests."""
     return json_response({"is_paused": (await _state(call)).paused})
 
 
 async def is_sleeping(call: Call) -> ASGIApp:
-    """Whether weights or KV cache are not on the device."""
+    """Answer True if weights or KV cache are not on the device."""
     return json_response({"is_sleeping": bool((await _state(call)).asleep)})
 
 
@@ -112,7 +112,7 @@ def _check_key(call: Call) -> None:
 
 
 async def _mode(call: Call) -> Mode:
-    """What becomes of open requests: ``?mode=``, or the body's field."""
+    """The treatment of open requests: ``?mode=``, or the body's field."""
     if (mode := call.query.get("mode")) is not None:
         return change_mode(mode)
     return change_mode((await call.parse(ChangeRequest)).mode) if call.has_body else "wait"

@@ -79,7 +79,7 @@ class CallText:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What a model's answers look like. ``calls`` None: calls are not enforced by a grammar."""
+    """The format of a model's answers. ``calls`` None: calls are not enforced by a grammar."""
 
     name: str
     template: ResponseTemplate

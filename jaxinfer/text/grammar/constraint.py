@@ -1,4 +1,4 @@
-"""What one sequence may draw next: a grammar's matcher, allowed ids and bad words."""
+"""The filter of a sequence's next token: a grammar's matcher, allowed ids and bad words."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+"""The call of a persistent kernel of experts: compute warpgroups and a memory warpgroup a CTA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def call_kernel(
+    kernel: Callable[..., None],  # of a ``gmem``, its scratch, and refs to the weights
+    gmem: Any,  # a NamedTuple of refs; its field ``out`` is the result
+    arrays: Mapping[str, jax.Array | None],  # the other fields by name; a None is no argument
+    weights: Sequence[jax.Array] = (),
+    *,
+    out_type: jax.ShapeDtypeStruct,
+    scratch_types: Any,
+    ctas: int,
+    warpgroups: int,  # that compute
+    name: str,
+) -> jax.Array:
+    """Launch ``kernel`` on arrays in global memory; returns the array ``out``."""
+    present = {field: array for field, array in arrays.items() if array is not None}
+
+    def body(*refs: Any) -> None:
+        *inputs, out, scratch = refs
+        named = dict(zip(present, inputs[len(weights) :], strict=True))
+        fields = {**dict.fromkeys(gmem._fields), **named, "out": out}
+        kernel(gmem(**fields), scratch, *inputs[: len(weights)])
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=(scratch_types,),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+    )(*weights, *present.values())
