@@ -278,7 +278,8 @@ def test_a_sleeping_engine_gives_its_memory_back(folder: Path, settings: dict[st
     with pytest.raises(ArgumentError, match="tags must be of weights, kv_cache, got 'kv'"):
         llm.wake_up(["kv"])
     llm.wake_up()
-    assert not llm.is_sleeping() and live() == before
+    # ``before`` may include arrays of the build that are freed later
+    assert not llm.is_sleeping() and pages + weights <= live() <= before
     output = llm.generate([PROMPT], GREEDY)[0]
     assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 0
     params = jax.device_get(llm.model.params)
