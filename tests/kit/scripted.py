@@ -5,6 +5,9 @@ Owns: ``scripted_engine``. Its tokenizer is the tiny one with a real chat templa
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +52,8 @@ class ScriptedDevice:
 
     def __init__(self, page_size: int) -> None:
         self.fake = ScriptedExecutor(page_size)
+        self._released = threading.Event()
+        self._num_steps = -1  # before the device waits; -1: it does not
 
     def speak(self, text: str) -> None:
         """Answer with this text from now on."""
@@ -56,11 +61,32 @@ class ScriptedDevice:
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the step."""
+        if self._num_steps == 0:
+            self._released.wait(30)
+        self._num_steps -= self._num_steps >= 0
         return self.fake.run(plan)
+
+    @contextmanager
+    def held(self, *, after: int) -> Iterator[threading.Event]:
+        """After so many steps, wait until the event that this yields is set."""
+        self._released.clear()
+        self._num_steps = after
+        try:
+            yield self._released
+        finally:
+            self._released.set()
 
     def collect(self, step: StepResult) -> StepResult:
         """Its result."""
         return step
+
+    def free_state(self) -> None:
+        """See ``StepExecutor``."""
+        self.fake.free_state()
+
+    def make_state(self) -> None:
+        """See ``StepExecutor``."""
+        self.fake.make_state()
 
 
 def scripted_engine(template: str) -> tuple[Engine, ScriptedDevice]:

@@ -1,6 +1,7 @@
 """The OpenAPI document: complete, valid, and as strict as the parser."""
 
 import json
+import re
 from collections import Counter
 
 import jsonschema_rs
@@ -174,6 +175,7 @@ ACROSS_FIELDS = (
     "top_logprobs",
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps")
+SAME_NAME = re.compile(r"tools\[\d+\]\.function\.name")  # two tools with one name
 
 
 @pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if OPERATIONS[key].request])
@@ -196,7 +198,8 @@ def test_parser_accepts_requests_that_the_document_allows(method, path):
         try:
             parse(msgspec.json.encode(case.body), kind)
         except ApiError as error:
-            assert error.param in ACROSS_FIELDS, (error.message, case.body)
+            param = error.param or ""
+            assert param in ACROSS_FIELDS or SAME_NAME.fullmatch(param), (error.message, case.body)
             verdicts["refused"] += 1
         else:
             verdicts["taken"] += 1

@@ -38,12 +38,16 @@ class Scripted(NamedTuple):
         fields = {"messages": QUESTION, "tools": TOOLS, **fields}
         return self.client.chat.completions.create(model="scripted", **fields).choices[0]
 
-    def streamed(self, text: str, **fields: Any) -> list[Any]:
-        """The choices of all chunks of the same."""
+    def streaming(self, text: str, **fields: Any) -> Iterator[Any]:
+        """The choices of all chunks of the same, as they come."""
         self.device.speak(text)
         fields = {"messages": QUESTION, "tools": TOOLS, **fields}
         chunks = self.client.chat.completions.create(model="scripted", stream=True, **fields)
-        return [chunk.choices[0] for chunk in chunks if chunk.choices]
+        return (chunk.choices[0] for chunk in chunks if chunk.choices)
+
+    def streamed(self, text: str, **fields: Any) -> list[Any]:
+        """All of them."""
+        return list(self.streaming(text, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +100,14 @@ def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
 
 
 def test_thoughts_are_streamed_as_they_come(scripted: Scripted) -> None:
-    choices = scripted.streamed(WRITERS["hermes"](MESSAGES["thoughts"]))
-    thoughts = [one for c in choices if (one := getattr(c.delta, "reasoning", None))]
-    assert "".join(thoughts) == MESSAGES["thoughts"].reasoning and len(thoughts) > 1
+    wanted = MESSAGES["thoughts"].reasoning
+    with scripted.device.held(after=len("<think>") + len(wanted) // 2) as released:
+        thoughts = []
+        for choice in scripted.streaming(WRITERS["hermes"](MESSAGES["thoughts"])):
+            if thought := getattr(choice.delta, "reasoning", None):
+                thoughts.append(thought)
+                released.set()  # the client has read a part before the rest was drawn
+    assert "".join(thoughts) == wanted and len(thoughts) > 1
     hidden = scripted.streamed(
         WRITERS["hermes"](MESSAGES["thoughts"]), extra_body={"include_reasoning": False}
     )
