@@ -55,6 +55,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
 # of one command, before all others
 OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "run-batch": {"prefill_first": "on"},
         "generate": {
             "max_tokens": "256",
             "prefill_first": "on",
@@ -67,7 +68,7 @@ OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "top_k": "the model's, else 0",
             "min_p": "the model's, else 0",
             "repetition_penalty": "the model's, else 1",
-        }
+        },
     }
 )
 

@@ -20,6 +20,7 @@ from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.export import export
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
+from jaxinfer.cli.run_batch import run_batch
 from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.host_memory import limit_heap_arenas
@@ -43,7 +44,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=(compile_, convert, doctor, export, generate, inspect, serve),
+    commands=(compile_, convert, doctor, export, generate, inspect, run_batch, serve),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, message="jaxinfer %(version)s")

@@ -162,15 +162,24 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    with_engine(engine_config, server_config, _run)
+
+
+def with_engine(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    run: Callable[[EngineConfig, ServerConfig, Start], None],
+) -> None:
+    """Call ``run`` with the function that starts the engine, in its own process or in a thread."""
     if server_config.disable_frontend_multiprocessing:
         start = partial(_engine_thread, log=log_settings(server_config))
-        _run(engine_config, server_config, start)
+        run(engine_config, server_config, start)
         return
     from jaxinfer.engine.link.spawn import spawn
 
     # before any other import, so that it imports JAX while this process imports the server
     with spawn() as spawned:
-        _run(
+        run(
             engine_config,
             server_config,
             partial(_engine_process, spawned, log=log_settings(server_config)),
@@ -189,14 +198,14 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     run(
         create_app(service),
         service.drain,
-        lambda: _load(engine_config, start, service),
+        lambda: loaded(engine_config, start, service),
         server_config,
         partial(_tell, "server"),
     )
 
 
 @asynccontextmanager
-async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
+async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
     """The engine, attached to the service; yields the summary for the ready line."""
     import asyncio
 
