@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
+    from jaxinfer.core.beam_search import BeamSearchParams
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.core.structured import StructuredOutputsParams
@@ -25,6 +26,7 @@ __version__ = VERSION
 __all__ = (
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "LanguageModel",
@@ -40,6 +42,8 @@ __all__ = (
 
 def __getattr__(name: str) -> Any:
     match name:
+        case "BeamSearchParams":
+            module = "jaxinfer.core.beam_search"
         case "EngineConfig":
             module = "jaxinfer.core.config"
         case "SamplingParams":

@@ -1,6 +1,6 @@
 """Bodies of requests, parsed as in the server.
 
-Owns: the minimal bodies, ``read`` and ``refusal``.
+Owns: the minimal bodies, ``read``, ``refusal`` and ``fit_beams``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.core.beam_search import MAX_BEAM_WIDTH
 from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.beams import WITHOUT
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from jaxinfer.server.openai.structured import GUIDED
 
 PROMPT = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
+FORMS = ("response_format", "structured_outputs", *GUIDED)
 KINDS = (CompletionRequest, ChatCompletionRequest, GenerateRequest)
 
 
@@ -40,3 +44,12 @@ def refusal(body: Any, kind: type = CompletionRequest, **options: Any) -> ApiErr
     assert "$" not in error.message and "`" not in error.message  # as in msgspec's messages
     assert len(error.message) < 300
     return error
+
+
+def fit_beams(body: dict[str, Any]) -> None:
+    """Remove fields that a beam search cannot follow from a body that asks for one."""
+    if body.get("use_beam_search"):
+        for name in (*WITHOUT, *FORMS, "stream_options", "echo", "tool_choice"):
+            body.pop(name, None)
+        if isinstance(body.get("n"), int):
+            body["n"] = min(body["n"], MAX_BEAM_WIDTH)

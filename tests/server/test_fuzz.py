@@ -25,9 +25,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxinfer.server.openai.structured import GUIDED
 from jaxinfer.server.routes.app import ROUTES
 from kit.engines import tiny_engine
+from kit.request_bodies import FORMS, fit_beams
 from kit.server import SECONDS, Serving, serving
 
 CHECKS = [
@@ -48,7 +48,6 @@ CASES = [
 NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
 LEAST_ACCEPTED = 0.7  # of the requests that the document allows: a prompt may still be too long
 MOST_COMPLETIONS = 4  # of a fuzzed request: thousands would be accepted
-FORMS = ("response_format", "structured_outputs", *GUIDED)
 ORDINARY = {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
 
 
@@ -116,6 +115,7 @@ def reconcile(body: dict[str, Any]) -> None:
     """Remove fields that only contradict another one, so that the engine has work."""
     if body.get("prompt") is not None or body.get("messages"):
         fit(body)
+    fit_beams(body)
     if not body.get("stream"):
         body.pop("stream_options", None)
     else:

@@ -207,7 +207,7 @@ BAD = {
     "5 MB of text": (_json(prompt="a" * 5_000_000), 400, "prompt"),
     "9 MB": (_json(prompt="a" * 9_000_000), 413, None),
     "unknown model": (_json(model="gpt-5"), 404, "model"),
-    "unsupported": (_json(use_beam_search=True), 400, "use_beam_search"),
+    "unsupported": (_json(logits_processors=["a"]), 400, "logits_processors"),
     "contradiction": (_json(stream_options={}), 400, "stream_options"),
 }
 

@@ -235,7 +235,7 @@ def test_unsupported_fields(kind):
         ("service_tier", "flex"),
         ("store", True),
         ("store", 0),  # not equal to false
-        ("use_beam_search", True),
+        ("logits_processors", ["a"]),
     ],
 )
 def test_unsupported_values(name, value):

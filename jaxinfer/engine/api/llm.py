@@ -20,6 +20,7 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.api.beam_search import search_beams
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
@@ -29,8 +30,10 @@ from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
+    from jaxinfer.core.beam_search import BeamSearchParams
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.api.language_model import LanguageModel
+    from jaxinfer.engine.beam_search import BeamSearchOutput
     from jaxinfer.engine.loop.engine import Engine
     from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
@@ -226,6 +229,30 @@ class LLM:
             )
             parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
         return self._run(parsed, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one or several prompts, as vLLM finds them.
+
+        Prompts are as in ``generate``; ``concurrency_limit`` of them are searched side by side.
+        """
+        _refuse_lora(lora_request)
+        parsed = parse_prompts(prompts, self._engine.tokenizer)
+        found: list[BeamSearchOutput] = []
+        progress = self._progress if use_tqdm else NO_PROGRESS
+        with progress.phase("beam search", "tokens") as advance:
+            for some in batched(parsed, concurrency_limit or max(len(parsed), 1)):
+                found += search_beams(self._engine, self.stream, some, params, advance)
+        if (tokenizer := self._engine.tokenizer) is not None:
+            for beam in (beam for output in found for beam in output.sequences):
+                beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=False)
+        return found
 
     def stream(
         self,

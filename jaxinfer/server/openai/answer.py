@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
@@ -29,7 +30,7 @@ class Answer:
         self,
         request_id: str,
         route: str,
-        streams: Sequence[Stream],
+        streams: Sequence[Stream | BeamStream],
         wake: asyncio.Event,
         metrics: Metrics,
         *,

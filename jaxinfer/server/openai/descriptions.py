@@ -22,6 +22,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "chat_template": "A template, or the name of one of the model's, to use instead.",
         "chat_template_kwargs": "Further names for the chat template.",
         "continue_final_message": "Go on with the last message; needs add_generation_prompt=false.",
+        "early_stopping": "End a beam search once n beams have ended; never is false.",
         "echo": "Put the prompt before the text; logprobs cover it too.",
         "frequency_penalty": "As presence_penalty, for each occurrence.",
         "guided_choice": "As structured_outputs.choice.",
@@ -32,6 +33,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "include_reasoning": "False leaves the model's thoughts out of the answer.",
         "ignore_eos": "Go on after the model's end of sequence.",
         "include_stop_str_in_output": "Keep the stop string at the end of the text.",
+        "length_penalty": "A beam's score is its logprob divided by its length to this power.",
         "logit_bias": "Token id to what is added to its logit.",
         "logprob_token_ids": "Tokens to list at each position besides the likeliest.",
         "logprobs": "Likeliest tokens to list at each position.",
@@ -83,6 +85,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "top_k": "Sample from the k likeliest tokens; 0 or -1: all.",
         "top_logprobs": "Likeliest tokens to list at each position; needs logprobs=true.",
         "top_p": "Sample from the smallest set of this probability.",
+        "use_beam_search": "The n answers are the n likeliest that a search of that width finds.",
         "SteerItem.vector": "As many numbers as a token's activation has.",
         "truncate_prompt_tokens": "Keep only this many of the prompt's last tokens; "
         "-1: as many as the context has. 0 is refused.",

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from jaxinfer.core.beam_search import BeamSearchParams
 from jaxinfer.core.request import (
     ABOVE_ZERO_BOUNDS,
     BIAS_BOUNDS,
@@ -34,8 +35,13 @@ from jaxinfer.server.openai.structured import GUIDED, Form, GrammarText, Respons
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
 VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
+NEVER_TEXT = "^never$(?![^a-z])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
-    {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
+    {
+        TOKEN_ID_TEXT: "a token id",
+        VISIBLE_TEXT: "printable ASCII without spaces",
+        NEVER_TEXT: "true, false or never",
+    }
 )
 DEFAULT_MAX_TOKENS = 16  # of completions, as with OpenAI and vLLM
 MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
@@ -46,12 +52,16 @@ type Neutral = Mapping[str, tuple[Any, ...]]
 UNSUPPORTED: Neutral = MappingProxyType(
     {
         "kv_transfer_params": (None,),
-        "early_stopping": (None, False),
-        "length_penalty": (None, 1, 1.0),
         "logits_processors": (None, []),
         "spaces_between_special_tokens": (None, True),
-        "use_beam_search": (None, False),
         "vllm_xargs": (None, {}),
+    }
+)
+NO_BEAMS: Neutral = MappingProxyType(  # of routes that do not search
+    {
+        "early_stopping": (None, False),
+        "length_penalty": (None, 1, 1.0),
+        "use_beam_search": (None, False),
     }
 )
 IGNORED = ("guided_decoding_backend", "metadata", "session_id", "user")  # without an effect
@@ -211,6 +221,10 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         guided = {name: getattr(self, name) for name in GUIDED}
         pattern = self.guided_whitespace_pattern
         return form_of(self.response_format, self.structured_outputs, guided, pattern)
+
+    def beam_search(self, max_tokens: int) -> BeamSearchParams | None:
+        """The search that finds the answers, of at most ``max_tokens``; None: they are drawn."""
+        return None
 
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""

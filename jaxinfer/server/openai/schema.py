@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.engine.link.wire import MODES, Mode
+from jaxinfer.server.openai.beams import BeamFields
 from jaxinfer.server.openai.fields import (
     IGNORED,
+    NO_BEAMS,
     UNSUPPORTED,
     AnyRequest,
     CacheSalt,
@@ -63,7 +65,7 @@ Tools = tuple[dict[str, Any], ...]
 Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
+class CompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
     """``POST /v1/completions``."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType(
@@ -91,6 +93,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise field_error("max_tokens", "max_tokens must be at least 1 unless echo is true")
+        if self.use_beam_search and (
+            self.max_tokens == 0 or self.num_prompt_logprobs() is not None
+        ):
+            raise field_error("echo", "echo scores no prompt with use_beam_search; leave it out")
         if self.best_of not in (None, 1, self.n):
             raise field_error("best_of", "best_of is not supported; leave it out")
         num_completions = len(self.prompts) * self.n
@@ -109,7 +115,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         return self.prompt_logprobs
 
 
-class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
+class ChatCompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
     """``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Neutral] = CHAT_UNSUPPORTED
@@ -149,6 +155,10 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=Tr
         _ = self.chosen_tools
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true; set it")
+        if self.use_beam_search and self.chosen_tools.mode == "required":
+            raise field_error(
+                "tool_choice", "tool_choice must be auto or none with use_beam_search"
+            )
         _check_depths(self)
 
     def requested_tokens(self) -> RequestedTokens | None:
@@ -163,6 +173,8 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=Tr
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
     """``POST /v1/generate``: one prompt; the response has plain text and ids."""
 
+    unsupported: ClassVar[Neutral] = MappingProxyType({**UNSUPPORTED, **NO_BEAMS})
+
     prompt: str | TokenIds
     logprobs: Annotated[int, bounds("logprobs")] | None = None
     add_special_tokens: bool = True
@@ -173,6 +185,8 @@ class GenerateRequest(GenerationFields, frozen=True, kw_only=True):
 
 class TokenSamplingParams(GenerationFields, frozen=True, kw_only=True):
     """``sampling_params`` of ``TokensRequest``."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType({**UNSUPPORTED, **NO_BEAMS})
 
     # of vLLM's class: tokens are returned, and all at once
     ignored: ClassVar[tuple[str, ...]] = (*IGNORED, "detokenize", "output_kind", "skip_clone")

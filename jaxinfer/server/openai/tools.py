@@ -98,7 +98,7 @@ def _checked_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
             )
         if name in named:
             raise field_error(f"{where}.name", f"{where}.name {name!r} is the name of another tool")
-        if not isinstance(function.get("parameters") or {}, Mapping):
+        if not isinstance(function.get("parameters", {}), Mapping | None):
             raise field_error(
                 f"{where}.parameters", f"{where}.parameters must be a JSON schema, an object"
             )

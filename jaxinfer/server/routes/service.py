@@ -16,6 +16,7 @@ from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError,
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.facts import resolved_max_tokens
+from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
@@ -189,24 +190,14 @@ class Service:
         Of ``request`` the tokens that must fit the context after each prompt, the priority, the
         salt and the timeout are used; the server's own timeout applies as well.
         """
-        client = self.client
         self._check_prompts(prompts, sampling, request.requested_tokens())
         self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
-        streams: list[Stream] = []
+        streams: list[Stream | BeamStream] = []
         try:
             for prompt in prompts:
-                streams.append(
-                    client.open(
-                        prompt.token_ids,
-                        sampling,
-                        priority=request.priority,
-                        cache_salt=request.cache_salt,
-                        wake=wake,
-                        checked=True,
-                    )
-                )
+                streams.append(self._stream(prompt.token_ids, sampling, request, wake))
         except JaxinferError:
             for stream in streams:
                 stream.close()
@@ -225,6 +216,31 @@ class Service:
             sampling=sampling,
         )
         return answer
+
+    def _stream(
+        self,
+        token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request: GenerationFields,
+        wake: asyncio.Event,
+    ) -> Stream | BeamStream:
+        """The output for one prompt, which has been checked."""
+        client, priority, salt = self.client, request.priority, request.cache_salt
+        beams = request.beam_search(resolved_max_tokens(len(token_ids), sampling, client.limits))
+        if beams is None:
+            return client.open(
+                token_ids, sampling, priority=priority, cache_salt=salt, wake=wake, checked=True
+            )
+        return BeamStream(
+            client,
+            token_ids,
+            beams,
+            num_logprobs=sampling.logprobs or 0,
+            skip_special_tokens=sampling.skip_special_tokens,
+            priority=priority,
+            cache_salt=salt,
+            wake=wake,
+        )
 
     def close(self, answer: Answer) -> None:
         """End an answer, finished or not; its handler calls it when it returns. Idempotent."""
