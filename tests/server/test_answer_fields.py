@@ -102,7 +102,31 @@ def test_n_and_best_of(server: Serving) -> None:
     choices = ask(server, COMPLETIONS, best_of=3, **fields)["choices"]
     assert [one["index"] for one in choices] == [0, 1, 2]
     assert len({one["text"] for one in choices}) == 3
-    assert refusal(server, COMPLETIONS, best_of=4, **fields)["param"] == "best_of"
+    for best_of in (1, 4):
+        assert refusal(server, COMPLETIONS, best_of=best_of, **fields)["param"] == "best_of"
+    for path, given in ((CHATS, CHAT), (GENERATE, {"prompt": "a"})):
+        error = refusal(server, path, best_of=2, **given)
+        assert error["param"] == "best_of" and "the same as n, 1" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "prompts", [["hello", "abc"], [[104, 105], [97, 98, 99]]], ids=["texts", "token ids"]
+)
+def test_a_batch_of_prompts(server: Serving, prompts: list[Any]) -> None:
+    """Its choices are those of each prompt alone, prompt by prompt."""
+    fields = {"n": 2, "seed": 1, "max_tokens": 4}
+    answer = ask(server, COMPLETIONS, prompt=prompts, **fields)
+    alone = [ask(server, COMPLETIONS, prompt=prompt, **fields) for prompt in prompts]
+    assert [one["index"] for one in answer["choices"]] == [0, 1, 2, 3]
+    texts = [one["text"] for each in alone for one in each["choices"]]
+    assert [one["text"] for one in answer["choices"]] == texts
+    total = sum(each["usage"]["total_tokens"] for each in alone)
+    assert answer["usage"]["total_tokens"] == total
+
+
+def test_stop_strings_are_no_patterns(server: Serving) -> None:
+    text = choice(server)["text"]
+    assert choice(server, stop=[".", ".*", "[^x]", text[:2] + "?"])["text"] == text
 
 
 @pytest.mark.parametrize(

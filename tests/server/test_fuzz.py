@@ -128,7 +128,7 @@ def reconcile(body: dict[str, Any]) -> None:
         body["n"] = MOST_COMPLETIONS
     for name in FORMS:  # random ones are no schemas or grammars; test_structured has real ones
         body.pop(name, None)
-    if body.get("best_of") not in (None, 1, body.get("n")):
+    if body.get("best_of") not in (None, body.get("n", 1)):
         body.pop("best_of")
     if isinstance(body.get("timeout"), int | float):  # else 408 is the right answer
         body["timeout"] = max(body["timeout"], SECONDS)

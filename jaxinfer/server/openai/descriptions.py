@@ -17,7 +17,7 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "add_special_tokens": "Add the tokenizer's special tokens to a text prompt.",
         "allowed_token_ids": "Only these tokens may be drawn.",
         "bad_words": "Texts that the output must not contain, as tokens.",
-        "best_of": "1 or the same as n: every completion is sent.",
+        "best_of": "The same as n: every completion is sent.",
         "cache_salt": "Share cached prefixes only with equal salts.",
         "chat_template": "A template, or the name of one of the model's, to use instead.",
         "chat_template_kwargs": "Further names for the chat template.",

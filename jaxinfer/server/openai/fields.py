@@ -54,6 +54,7 @@ UNSUPPORTED: Neutral = MappingProxyType(
         "kv_transfer_params": (None,),
         "logits_processors": (None, []),
         "spaces_between_special_tokens": (None, True),
+        "stop_regex": (None, "", []),  # SGLang's; stop holds plain texts
         "vllm_xargs": (None, {}),
     }
 )
@@ -141,6 +142,7 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     max_tokens: Annotated[int, bounds("max_tokens")] | None = None
     min_tokens: Annotated[int, bounds("min_tokens")] = 0
     n: Annotated[int, bounds("n")] = 1
+    best_of: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, bounds("temperature")] | None = None
     top_p: Annotated[float, bounds("top_p")] | None = None
     top_k: Annotated[int, bounds("top_k")] | None = None
@@ -192,6 +194,11 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
+        if self.best_of not in (None, self.n):
+            raise field_error(
+                "best_of",
+                f"best_of must be the same as n, {self.n}: every completion is sent; leave it out",
+            )
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "stream_options needs stream=true; leave it out")
         if self.stream and self.prompt_logprobs is not None:

@@ -76,7 +76,6 @@ class CompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
     max_tokens: Annotated[int, Meta(ge=0, le=WHOLE_BOUNDS["max_tokens"][1])] | None = None
     logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool = False
-    best_of: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool = True
 
     @property
@@ -97,8 +96,6 @@ class CompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
             self.max_tokens == 0 or self.num_prompt_logprobs() is not None
         ):
             raise field_error("echo", "echo scores no prompt with use_beam_search; leave it out")
-        if self.best_of not in (None, 1, self.n):
-            raise field_error("best_of", "best_of is not supported; leave it out")
         num_completions = len(self.prompts) * self.n
         if num_completions > MAX_COMPLETIONS:
             raise field_error(
