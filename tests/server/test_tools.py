@@ -168,6 +168,22 @@ def test_required_calls_are_enforced(scripted: Scripted, thinks: bool) -> None:
         assert getattr(found.message, "reasoning", "") == ("well" if thinks else "")
 
 
+def test_strict_arguments_follow_their_schema(scripted: Scripted) -> None:
+    """The model may answer with text; a call that it begins has valid arguments."""
+    pytest.importorskip("llguidance")
+    strict = [tool(strict=True), tool("clock", parameters={})]
+    wrong = 'Wait.<tool_call>\n{"name": "weather", "arguments": {"town": 3}}\n</tool_call>'
+    assert scripted.answer(wrong).message.tool_calls[0].function.arguments == '{"town": 3}'
+    found = scripted.answer(wrong, tools=strict, max_tokens=400)
+    ((name, arguments),) = calls_of(found.message)
+    assert (name, found.message.content) == ("weather", "Wait.")
+    assert isinstance(arguments["city"], str)
+    for plain in ("It rains.", "<tool", "a < b"):
+        assert scripted.answer(plain, tools=strict).message.content == plain
+    free = wrong.replace("weather", "clock")
+    assert calls_of(scripted.answer(free, tools=strict).message) == [("clock", {"town": 3})]
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_the_budget_ends_the_thoughts(scripted: Scripted, budget: int) -> None:
     text = "<think>" + "a" * 20
@@ -223,6 +239,8 @@ def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
             },
             "tools",
         ),
+        ({"tools": [tool(parameters={"properties": {"a": {"not": {}}}}, strict=True)]}, "tools"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
         ({"thinking_token_budget": -1}, "thinking_token_budget"),
         ({"reasoning_effort": 3}, "reasoning_effort"),
     ],

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jsonschema_rs
 import numpy as np
 import pytest
 
+from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams, Thinking
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
-from jaxinfer.text.answers.structure import calls_tag
+from jaxinfer.text.answers.structure import calls_tag, strict_tag
 from jaxinfer.text.answers.values import Call
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.thinking import ThoughtTracker
@@ -37,13 +39,36 @@ FUNCTIONS = {
         },
     },
 }
-PROPERTIES = {
-    name: one.get("parameters", {}).get("properties", {}) for name, one in FUNCTIONS.items()
-}
 ENFORCED = [
     name for name in FORMATS if (found := answer_format("", tool_call_parser=name)) and found.calls
 ]
 MOST_TOKENS = 700
+DSML = (
+    '<｜DSML｜{0}>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Rom</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜{0}>"
+)
+# calls of formats that ``WRITERS`` does not have, and of those of which it has another form
+WRITTEN = {
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]',
+    "deepseek_v32": DSML.format("function_calls"),
+    "deepseek_v4": DSML.format("tool_calls"),
+    "functiongemma": "<start_function_call>call:weather{city:<escape>Rom<escape>,days:3}"
+    "<end_function_call>",
+    "pythonic": '[weather(city="Rom", days=3)]',
+    "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Rom", "days": 3}',
+}
+
+
+def written(name: str) -> str:
+    """A call of the weather in Rome, as models with this format write it."""
+    if name in WRITTEN:
+        return WRITTEN[name]
+    call = WRITERS[name](Message(calls=(("weather", {"city": "Rom", "days": 3}),)))
+    return call + "<|call|>" if name == "openai" else call
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +78,18 @@ def compiler() -> ConstraintCompiler:
     )
 
 
-def constraint_of(compiler: ConstraintCompiler, name: str, *, parallel: bool, **fields):
+def constraint_of(
+    compiler: ConstraintCompiler,
+    name: str,
+    *,
+    parallel: bool = True,
+    make=calls_tag,
+    functions=FUNCTIONS,
+    **fields,
+):
     found = answer_format("", tool_call_parser=name)
     assert found is not None and found.calls is not None
-    tag = calls_tag(found.calls, list(FUNCTIONS.values()), parallel=parallel)
+    tag = make(found.calls, list(functions.values()), parallel=parallel)
     params = StructuredOutputsParams.of({"structural_tag": tag})
     made = compiler.compile(SamplingParams(structured_outputs=params, **fields))
     assert made is not None
@@ -69,13 +102,9 @@ def allowed(follower) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("name", ENFORCED)
-def test_random_texts_of_the_form_are_calls(
-    compiler: ConstraintCompiler, name: str, parallel: bool
-) -> None:
-    found, constraint = constraint_of(compiler, name, parallel=parallel)
-    for seed in range(3):
+def random_texts(constraint, num_texts: int = 3):
+    """Texts of a constraint, drawn at random, without those that do not end by chance."""
+    for seed in range(num_texts):
         rng, follower, drawn = np.random.default_rng(seed), constraint.begin(()), bytearray()
         for _ in range(MOST_TOKENS):
             tokens = allowed(follower)
@@ -84,32 +113,168 @@ def test_random_texts_of_the_form_are_calls(
             choices = usual if rng.random() < 0.6 else tokens
             token = TINY_EOS_ID if TINY_EOS_ID in tokens else int(rng.choice(choices))
             if token == TINY_EOS_ID:
+                yield drawn.decode()
                 break
             follower.push(token)
             drawn.append(token)
-        else:
-            continue  # the string of an argument did not end by chance
-        parts = AnswerParser(found.template, "", tools=PROPERTIES).feed(drawn.decode())
-        parser = AnswerParser(found.template, "", tools=PROPERTIES)
-        parts = [*parser.feed(drawn.decode()), *parser.finish()]
-        assert parts and (parallel or len(parts) == 1), drawn
+
+
+def parts_of(found, text: str, functions=FUNCTIONS):
+    properties = {
+        name: one.get("parameters", {}).get("properties", {}) for name, one in functions.items()
+    }
+    parser = AnswerParser(found.template, "", tools=properties)
+    return [*parser.feed(text), *parser.finish()]
+
+
+def check_call(part, text: str, functions=FUNCTIONS) -> None:
+    assert isinstance(part, Call), text
+    schema = functions[part.name].get("parameters", {"type": "object"})
+    jsonschema_rs.validate(schema, json.loads(part.arguments))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("name", ENFORCED)
+def test_random_texts_of_the_form_are_calls(
+    compiler: ConstraintCompiler, name: str, parallel: bool
+) -> None:
+    found, constraint = constraint_of(compiler, name, parallel=parallel)
+    for text in random_texts(constraint):
+        parts = parts_of(found, text)
+        assert parts and (parallel or len(parts) == 1), text
         for part in parts:
-            assert isinstance(part, Call), (drawn, parts)
-            schema = FUNCTIONS[part.name].get("parameters", {"type": "object"})
-            jsonschema_rs.validate(schema, json.loads(part.arguments))
+            check_call(part, text)
 
 
-@pytest.mark.parametrize("name", [name for name in ENFORCED if name in WRITERS])
+def test_every_format_of_calls_is_enforced() -> None:
+    assert {*FORMATS} - {*ENFORCED} == {"think"}
+
+
+@pytest.mark.parametrize("name", ENFORCED)
 def test_the_form_allows_what_the_model_writes(compiler: ConstraintCompiler, name: str) -> None:
-    _, constraint = constraint_of(compiler, name, parallel=True)
-    message = Message(calls=(("weather", {"city": "Rom", "days": 3}),))
-    text = WRITERS[name](message)
-    if name == "mistral":  # the newer form; with one call the older one has these marks
-        text = '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom", "days": 3}}]'
-    if name == "openai":
-        text += "<|call|>"
-    follower = constraint.begin(tuple(text.encode()))
-    assert TINY_EOS_ID in allowed(follower)
+    found, constraint = constraint_of(compiler, name)
+    assert TINY_EOS_ID in allowed(constraint.begin(tuple(written(name).encode())))
+    assert parts_of(found, written(name)) == [Call("weather", '{"city": "Rom", "days": 3}')]
+
+
+# strict functions under ``tool_choice`` auto
+
+STRICT = {**FUNCTIONS, "weather": {**FUNCTIONS["weather"], "strict": True}}
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_strict_functions_in_free_text(compiler: ConstraintCompiler, name: str) -> None:
+    """An answer may be any text; once a call begins, its arguments follow the schema."""
+    found, constraint = constraint_of(compiler, name, make=strict_tag, functions=STRICT)
+    call = written(name)
+    before = "" if found.calls.without_calls else "Let me {see} <this>.\n"
+    plain = "<|channel|>final<|message|>It rains.\n" if name == "openai" else "It rains. {[(<\n"
+    for text in (plain, call, before + call):
+        assert TINY_EOS_ID in allowed(constraint.begin(tuple(text.encode())))
+    for wrong in (
+        call.replace("3", "true"),
+        call.replace("city", "town"),
+        call.replace("weather", "x"),
+    ):
+        assert wrong != call
+        with pytest.raises(ValueError, match="satisfy|no token"):
+            constraint.begin(tuple((before + wrong).encode()))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "pythonic", "kimi_k2"])
+def test_other_functions_next_to_strict_ones_are_free(
+    compiler: ConstraintCompiler, name: str
+) -> None:
+    strict = {"weather": FUNCTIONS["weather"], "clock": {"name": "clock", "strict": True}}
+    _, constraint = constraint_of(compiler, name, make=strict_tag, functions=strict)
+    text = written(name).replace("3", '"soon"' if name == "pythonic" else "true")
+    assert TINY_EOS_ID in allowed(constraint.begin(tuple(text.encode())))
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_one_strict_call_ends_the_answer(compiler: ConstraintCompiler, name: str) -> None:
+    _, constraint = constraint_of(compiler, name, parallel=False, make=strict_tag, functions=STRICT)
+    assert allowed(constraint.begin(tuple(written(name).encode()))) == [TINY_EOS_ID]
+
+
+# arguments that are not one JSON object
+
+NESTED = {
+    "save": {
+        "name": "save",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "size": {"type": "number", "minimum": -5},
+                "tags": {"type": "array", "items": {"enum": ["a b", 'c"', 3]}, "maxItems": 2},
+                "owner": {"anyOf": [{"type": "string", "minLength": 2}, {"type": "null"}]},
+                "tree": {"$ref": "#/$defs/tree"},
+                "any": {},
+                "by": {"type": "object", "additionalProperties": {"type": "boolean"}},
+                "flag": {"type": ["boolean", "integer"]},
+            },
+            "required": ["tags", "tree", "flag"],
+            "$defs": {
+                "tree": {
+                    "type": "object",
+                    "properties": {
+                        "leaves": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+                        "kind": {"const": "t"},
+                    },
+                    "required": ["kind"],
+                }
+            },
+        },
+    }
+}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "functiongemma", "pythonic"])
+def test_nested_arguments(compiler: ConstraintCompiler, name: str) -> None:
+    found, constraint = constraint_of(compiler, name, parallel=False, functions=NESTED)
+    # a number beyond every float is no JSON
+    texts = [one for one in random_texts(constraint, 12) if not re.search(r"[eE]\+?\d{3}", one)]
+    assert len(texts) > 2
+    for text in texts:
+        (part,) = parts_of(found, text, NESTED)
+        check_call(part, text, NESTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("pythonic", {"name": "get-time"}, "no name in Python"),
+        ("pythonic", {"name": "f", "parameters": {"required": ["from"]}}, "named 'from'"),
+        ("gemma4", {"name": "f", "parameters": {"required": ["a b"]}}, "named 'a b'"),
+        (
+            "gemma4",
+            {"name": "f", "parameters": {"properties": {"a": {"pattern": "x"}}}},
+            "keyword pattern",
+        ),
+        ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/b"}}}}, "target"),
+        ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"type": "b"}}}}, "unknown"),
+        *(
+            (
+                name,
+                {
+                    "name": "f",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"a": {"$ref": "#"}},
+                        "required": ["a"],
+                    },
+                },
+                "never ends",
+            )
+            for name in ("hermes", "gemma4")
+        ),
+    ],
+)
+def test_functions_that_cannot_be_enforced(
+    compiler: ConstraintCompiler, name: str, function, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        constraint_of(compiler, name, functions={"f": function})
 
 
 THINKING = Thinking(begin=(1, 2), end=(3, 4), budget=2)

@@ -17,7 +17,7 @@ from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
-from jaxinfer.text.answers.structure import calls_tag
+from jaxinfer.text.answers.structure import calls_tag, strict_tag
 from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 1024
@@ -36,6 +36,11 @@ class ToolChoice:
     def functions(self) -> Mapping[str, Mapping[str, Any]]:
         """The functions by name."""
         return {tool["function"]["name"]: tool["function"] for tool in self.tools}
+
+    @property
+    def has_strict(self) -> bool:
+        """True if the arguments of a function must follow its schema."""
+        return any(function.get("strict") is True for function in self.functions.values())
 
 
 def tool_choice(tools: Sequence[Any] | None, choice: Any) -> ToolChoice:
@@ -122,10 +127,12 @@ class AnswerReading:
     def constrained(
         self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer
     ) -> SamplingParams:
-        """The sampling parameters of the answers: calls that are required are enforced, and forms
-        and the ``budget`` of thoughts follow the format's marks. Raises ``ApiError``.
+        """The sampling parameters of the answers: calls that are required are enforced, and so are
+        the arguments of strict functions; forms and the ``budget`` of thoughts follow the format's
+        marks. Raises ``ApiError``.
         """
         structured, calls = sampling.structured_outputs, self.format.calls
+        functions = list(choice.functions.values())
         if choice.mode == "required":
             if structured is not None:
                 raise field_error(
@@ -138,8 +145,10 @@ class AnswerReading:
                     "tool_choice",
                     f"calls in the form {self.format.name} cannot be required; use auto",
                 )
-            functions = list(choice.functions.values())
             tag = calls_tag(calls, functions, parallel=self.parallel)
+            structured = StructuredOutputsParams.of({"structural_tag": tag})
+        elif structured is None and calls is not None and choice.has_strict:
+            tag = strict_tag(calls, functions, parallel=self.parallel)
             structured = StructuredOutputsParams.of({"structural_tag": tag})
         # the marks of calls and thoughts may be special tokens
         changed = {"structured_outputs": structured, "skip_special_tokens": False}

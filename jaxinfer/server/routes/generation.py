@@ -131,7 +131,7 @@ def _constrained(
     """The sampling parameters of a chat's answers."""
     budget = request.thinking_token_budget
     if reading is not None:
-        if request.chosen_tools.mode == "required":
+        if request.form() is None and request.chosen_tools.tools:
             call.form_field = "tools"
         tokenizer = call.service.tokenizer
         return reading.constrained(sampling, request.chosen_tools, budget, tokenizer)

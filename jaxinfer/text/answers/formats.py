@@ -21,7 +21,7 @@ NONE = "none"  # the name of no parser
 # The first whose texts are all in the chat template is the format of its answers. qwen3_coder is
 # before hermes, whose marks it has too.
 FORMATS = (
-    *("openai", "gemma4", "functiongemma", "kimi_k2", "deepseek_v32", "deepseek_v3"),
+    *("openai", "gemma4", "functiongemma", "kimi_k2", "deepseek_v4", "deepseek_v32", "deepseek_v3"),
     *(
         "deepseek_v31",
         "mistral_v11",
@@ -39,7 +39,6 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
-        **{"deepseek_v4": "deepseek_v32"},
     }
 )
 _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(
@@ -63,7 +62,8 @@ class CallText:
     """How calls are written: the text around each call's arguments, as a grammar needs it.
 
     ``{name}`` and ``{index}`` stand for the function's name and the number of the call. ``style``
-    is the form of the arguments: ``json``, or ``tags`` with the text around each argument.
+    is the form of the arguments: ``json``, ``tags`` with the text around each argument, in which
+    ``{string}`` says whether it is text, or ``pairs``: see ``text.grammar.arguments``.
     """
 
     begin: str
@@ -74,7 +74,14 @@ class CallText:
     style: str = "json"
     argument_begin: str = ""
     argument_end: str = ""
+    key_end: str = ""  # of pairs
+    argument_separator: str = ""
+    quotes: tuple[str, ...] = ()  # around texts; none: the values of pairs are JSON
     call_id: str = ""  # empty: an id that all templates accept
+    # texts that begin calls in an answer; or the form of an answer without calls, where its first
+    # character tells the two apart (elements of a structural tag)
+    triggers: tuple[str, ...] = ()
+    without_calls: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,7 +179,10 @@ def _known(name: str, aliases: Mapping[str, str], setting: str) -> str:
 def _read(name: str) -> AnswerFormat:
     declared = _declared(name)
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
-    calls = CallText(**declared["calls"]) if "calls" in declared else None
+    fields = declared.get("calls")
+    if fields is not None:
+        fields = {key: tuple(one) if isinstance(one, list) else one for key, one in fields.items()}
+    calls = None if fields is None else CallText(**fields)
     begin, end = declared.get("think", ("", ""))
     return AnswerFormat(name, template, calls, begin, end)
 
@@ -180,4 +190,5 @@ def _read(name: str) -> AnswerFormat:
 @cache
 def _declared(name: str) -> Mapping[str, Any]:
     folder = resources.files("jaxinfer.text.answers.templates")
-    return tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))
+    own = tomllib.loads((folder / f"{name}.toml").read_text("utf-8"))
+    return {**_declared(own["extends"]), **own} if "extends" in own else own

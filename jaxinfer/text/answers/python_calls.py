@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+from keyword import iskeyword
 from typing import Any
+
+import regex
 
 MAX_CHARACTERS = 1 << 18  # Python's parser takes about 0.3 s for so many
 
@@ -15,6 +18,8 @@ def read_python_calls(text: str) -> list[dict[str, Any]]:
     if len(text) > MAX_CHARACTERS:
         raise ValueError("too long")
     try:
+        # JSON's \/, which Python takes for two characters
+        text = regex.sub(r"(\\\\)|\\/", lambda found: found[1] or "/", text)
         tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List):
             raise ValueError("the calls are no list")
@@ -23,12 +28,17 @@ def read_python_calls(text: str) -> list[dict[str, Any]]:
         raise ValueError(str(error)) from None
 
 
+def is_python_name(name: str) -> bool:
+    """True for the name of a function, or of one in a module."""
+    return all(part.isidentifier() and not iskeyword(part) for part in name.split("."))
+
+
 def _call(item: ast.expr) -> dict[str, Any]:
     if not isinstance(item, ast.Call) or item.args:
         raise ValueError("a call has arguments without names, or is no call")
     name = ast.unparse(item.func)
     arguments = {keyword.arg: _value(keyword.value) for keyword in item.keywords}
-    if None in arguments or not name.replace(".", "_").isidentifier():
+    if None in arguments or not is_python_name(name):
         raise ValueError("a call has no plain name or arguments")
     return {"name": name, "arguments": arguments}
 
@@ -48,4 +58,9 @@ def _value(item: ast.expr) -> Any:
             value = ast.literal_eval(item)
             if not isinstance(value, str | int | float | bool | None):
                 raise ValueError("a value has no form in JSON")
-            return value
+            # JSON writes one character beyond 16 bits as two
+            return _joined_surrogates(value) if isinstance(value, str) else value
+
+
+def _joined_surrogates(text: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

@@ -6,7 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.core.errors import RequestError
+from jaxinfer.core.structured import FIELD
 from jaxinfer.text.answers.formats import CallText
+from jaxinfer.text.answers.python_calls import is_python_name
 from jaxinfer.text.answers.values import types_of
 
 _INDEX = "{index}"  # the number of a call
@@ -18,27 +21,99 @@ def calls_tag(
     """The structural tag (vLLM's and xgrammar's form) of an answer that is one call or several of
     these functions: OpenAI's ``tool_choice`` required, or a named function.
     """
-    tags = [_call(calls, function) for function in functions]
-    several = {
+    return {"format": _section(calls, functions, parallel=parallel)}
+
+
+def strict_tag(
+    calls: CallText, functions: Sequence[Mapping[str, Any]], *, parallel: bool
+) -> dict[str, Any]:
+    """The structural tag of an answer that may call these functions: once it begins a call, a
+    function's name follows, and with ``strict`` arguments of its schema.
+    """
+    section = _section(calls, functions, parallel=parallel, only_strict=True)
+    if not calls.triggers:
+        text = _sequence(calls.without_calls)
+        return {"format": {"type": "or", "elements": [text, section]}}
+    if calls.before:
+        several = _several(calls, functions, parallel=parallel, only_strict=True)
+        tags = [{"type": "tag", "begin": calls.before, "content": several, "end": calls.after}]
+    else:
+        tags = [_call(calls, function, only_strict=True) for function in functions]
+    return {
+        "format": {
+            "type": "triggered_tags",
+            "triggers": list(calls.triggers),
+            "tags": tags,
+            "stop_after_first": not parallel,
+        }
+    }
+
+
+def _section(
+    calls: CallText, functions: Sequence[Mapping[str, Any]], **options: bool
+) -> dict[str, Any]:
+    """All calls of an answer."""
+    several = _several(calls, functions, **options)
+    return _sequence(_constant(calls.before), [several], _constant(calls.after))
+
+
+def _several(
+    calls: CallText,
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+    only_strict: bool = False,
+) -> dict[str, Any]:
+    return {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": [_call(calls, function, only_strict=only_strict) for function in functions],
         "separator": calls.separator,
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    return {"format": _sequence(_constant(calls.before), [several], _constant(calls.after))}
 
 
-def _call(calls: CallText, function: Mapping[str, Any]) -> dict[str, Any]:
-    """The tag of a call of one function."""
-    begin, index, rest = calls.begin.replace("{name}", function["name"]).partition(_INDEX)
-    schema = function.get("parameters") or {}
+def _call(
+    calls: CallText, function: Mapping[str, Any], *, only_strict: bool = False
+) -> dict[str, Any]:
+    """The tag of a call of one function. ``only_strict``: without ``strict`` in the function any
+    arguments may follow.
+    """
+    name = function["name"]
+    if calls.style == "pairs" and not calls.quotes and not is_python_name(name):
+        raise RequestError(
+            f"{FIELD}.structural_tag cannot be used: {name!r} is no name in Python, in whose "
+            "syntax this model writes calls"
+        )
+    begin, index, rest = calls.begin.replace("{name}", name).partition(_INDEX)
+    is_free = only_strict and function.get("strict") is not True
+    schema = {} if is_free else function.get("parameters") or {}
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
-    arguments = _tags(calls, schema) if calls.style == "tags" else [_json(schema)]
+    match calls.style:
+        case "tags":
+            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema)
+        case "pairs":
+            if is_free:
+                declared = (function.get("parameters") or {}).get("properties") or {}
+                schema = {"properties": dict.fromkeys(declared, {})}
+            arguments = [_pairs(calls, schema)]
+        case _:
+            arguments = [_json(schema)]
     parts, end = [*number, *arguments], calls.end
     if not parts:  # tags without arguments: a tag must have a content
         parts, end = _constant(end), ""
     return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
+
+
+def _pairs(calls: CallText, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as pairs of a key and a value."""
+    return {
+        "type": "arguments",
+        "json_schema": dict(schema),
+        "key_end": calls.key_end,
+        "separator": calls.argument_separator,
+        "quotes": list(calls.quotes),
+    }
 
 
 def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,14 +136,17 @@ def _argument(
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     content: dict[str, Any]
     if isinstance(choices, list) and choices:
+        is_text = all(isinstance(one, str) for one in choices)
         texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
         content = {"type": "or", "elements": [part for one in texts for part in _constant(one)]}
     elif not (types := types_of(schema)) or "string" in types:
-        content = {"type": "any_text"}
+        is_text, content = True, {"type": "any_text"}
     else:
+        is_text = False
         definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
         content = {"type": "json_schema", "json_schema": {**definitions, **schema}}
     begin = calls.argument_begin.replace("{name}", name)
+    begin = begin.replace("{string}", "true" if is_text else "false")
     tag = {"type": "tag", "begin": begin, "content": content, "end": calls.argument_end}
     return {
         "type": "tags_with_separator",

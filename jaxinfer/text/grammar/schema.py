@@ -10,13 +10,15 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, MAX_SCHEMA_DEPTH
 
 
-def check_schema(schema: Any) -> None:
-    """Raise ``RequestError`` for a schema nested too deeply, or one that no finite text fits."""
-    check_depth("json", schema)
+def check_schema(schema: Any, name: str = "json") -> None:
+    """Raise ``RequestError`` for a schema nested too deeply, or one that no finite text fits;
+    ``name`` is the part of ``structured_outputs`` that it belongs to.
+    """
+    check_depth(name, schema)
     if not _Endings(schema).ends(schema):
         raise RequestError(
-            f"{FIELD}.json never ends: every value of the schema contains another one of its kind; "
-            "make the property that leads back to it optional, or allow null"
+            f"{FIELD}.{name} never ends: every value of the schema contains another one of its "
+            "kind; make the property that leads back to it optional, or allow null"
         )
 
 
@@ -47,7 +49,7 @@ class _Endings:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._known: set[str] = set()  # references that end
-        targets = {ref: _resolved(root, ref) for ref in _references(root)}
+        targets = {ref: resolved(root, ref) for ref in _references(root)}
         found = True
         while found:
             found = False
@@ -109,7 +111,7 @@ def _references(root: Any) -> set[str]:
     return found
 
 
-def _resolved(root: Any, ref: str) -> Any:
+def resolved(root: Any, ref: str) -> Any:
     """The schema that a reference within the document names; True for any other reference."""
     if not ref.startswith("#"):
         return True

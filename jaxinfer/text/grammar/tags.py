@@ -1,18 +1,21 @@
 """Structural tags as a Lark grammar: free text in which some parts have a form.
 
 Both of vLLM's shapes are read: ``{"structures": [...], "triggers": [...]}``, and the newer
-``{"format": {...}}``, whose types are those of xgrammar's structural tags.
+``{"format": {...}}``, whose types are those of xgrammar's structural tags; ``arguments``, of calls
+that are not one JSON object, is jaxinfer's own.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD
+from jaxinfer.text.grammar.arguments import ArgumentsWriter, Form
+from jaxinfer.text.grammar.schema import check_schema
 
 _NAME = f"{FIELD}.structural_tag"
 _ANY_TEXT = r"/(.|\n)*/"
@@ -64,20 +67,23 @@ class _LarkWriter:
             raise RequestError(f"{_NAME} needs a format, which is an object with a type")
         match form.get("type"):
             case "const_string":
-                return self._literal(_text(form, "value"))
+                return self.literal(_text(form, "value"))
             case "json_schema":
                 schema = form.get("json_schema")
-                if isinstance(schema, bool) or not isinstance(schema, Mapping):
+                if not isinstance(schema, Mapping):
                     raise RequestError(f"{_NAME} has a json_schema that is not an object")
-                return f"%json {json.dumps({**schema, 'x-guidance': dict(self._options)})}"
+                check_schema(schema, "structural_tag")
+                return self.json(schema)
             case "regex":
                 return f"/{self._regex_to_lark(_text(form, 'pattern'))}/"
             case "any_text":
-                return _ANY_TEXT
+                return self._text_without(form.get("excludes") or ())
+            case "arguments":
+                return self._arguments(form)
             case "sequence":
-                return self._rule(" ".join(self._all(form, "elements")))
+                return self.rule(" ".join(self._all(form, "elements")))
             case "or":
-                return self._rule(" | ".join(self._all(form, "elements")))
+                return self.rule(" | ".join(self._all(form, "elements")))
             case "tag":
                 return self._tag(form)
             case "triggered_tags":
@@ -93,60 +99,105 @@ class _LarkWriter:
     def _all(self, form: Mapping[str, Any], name: str) -> list[str]:
         return [self.expression(one) for one in _objects(form, name)]
 
-    def _rule(self, body: str, attributes: str = "") -> str:
+    def rule(self, body: str, attributes: str = "") -> str:
         """Add a rule and return its name."""
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {body}")
         return name
+
+    def recursive_rule(self, body: Callable[[str], str]) -> str:
+        """Add a rule whose body, made from its name, may contain it."""
+        number, name = len(self.rules), f"part_{len(self.rules)}"
+        self.rules.append("")
+        self.rules[number] = f"{name}: {body(name)}"
+        return name
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A JSON value of a schema."""
+        return f"%json {json.dumps({**schema, 'x-guidance': dict(self._options)})}"
+
+    def text_until(self, end: str, times: str = "*") -> str:
+        """A text, and the first ``end`` after it; ``times`` is the number of its characters, in the
+        notation of regular expressions.
+        """
+        text = rf"/(.|\n){times}/"
+        if self._split.match(end):  # a special token is in no text
+            return f"{text} {self.literal(end)}"
+        ending = json.dumps(end, ensure_ascii=False)
+        body = f"{text} {ending}"
+        if times != "*":  # nor is it among the characters that must be there
+            body = rf"({body}) & ~({_ANY_TEXT} {ending} /(.|\n)+/)"
+        return self.rule(body, "[lazy]")
+
+    def _text_without(self, texts: Sequence[str]) -> str:
+        """Any text, to its end, that contains none of these."""
+        others = [one for one in texts if one not in self._special]
+        if not others:
+            return _ANY_TEXT
+        name = f"TEXT_{len(self.rules)}"
+        self.rules.append(f"{name}: {_ANY_TEXT} & ~{_containing(others)}")
+        return name
+
+    def _arguments(self, form: Mapping[str, Any]) -> str:
+        """The arguments of a call; see ``arguments``."""
+        quotes = form.get("quotes")
+        how = Form(form["key_end"], form["separator"], tuple(quotes) if quotes else None)
+        schema = form["json_schema"]
+        check_schema(schema, "structural_tag")
+        try:
+            return ArgumentsWriter(self, how, schema).arguments()
+        except ValueError as error:
+            raise RequestError(f"{_NAME} cannot be used: {error}") from None
 
     def _tag(self, form: Mapping[str, Any], begin: str | None = None) -> str:
         """A tag; ``begin`` is the rest of its beginning after a trigger."""
         begin = _text(form, "begin") if begin is None else begin
         content, end = form.get("content"), _text(form, "end", empty=True)
         if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
-            if end in self._special:
-                inner = f"{_ANY_TEXT} {self._literal(end)}"
-            else:  # the text ends where the end first occurs
-                inner = self._rule(_ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
+            inner = self.text_until(end)
         else:
-            inner = f"{self.expression(content)} {self._literal(end)}"
-        return self._rule(f"{self._literal(begin)} {inner}")
+            inner = f"{self.expression(content)} {self.literal(end)}"
+        return self.rule(f"{self.literal(begin)} {inner}")
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
         """Free text in which a trigger begins one of the tags."""
         triggers = form.get("triggers")
         if not isinstance(triggers, list) or not triggers:
             raise RequestError(f"{_NAME} needs triggers, a list of texts")
-        choices: list[str] = []
+        triggers = [one for one in triggers if isinstance(one, str) and one]
+        free = self._text_without(triggers)
+        tags: dict[str, list[str]] = {}
         for tag in _objects(form, "tags"):
             begin = _text(tag, "begin")
-            fitting = [one for one in triggers if isinstance(one, str) and one]
-            trigger = next((one for one in fitting if begin.startswith(one)), None)
+            trigger = next((one for one in triggers if begin.startswith(one)), None)
             if trigger is None:
                 raise RequestError(f"{_NAME} has the tag {begin[:80]!r}, which no trigger begins")
-            rest = self._tag(tag, begin.removeprefix(trigger))
+            tags.setdefault(trigger, []).append(self._tag(tag, begin.removeprefix(trigger)))
+        choices: list[str] = []
+        for trigger, several in tags.items():
             if trigger in self._special:
-                choices.append(self._rule(f"{_ANY_TEXT} {self._literal(trigger)} {rest}"))
-            else:
-                text = json.dumps(trigger, ensure_ascii=False)
-                head = self._rule(f"{_ANY_TEXT} {text}", "[lazy]")
-                choices.append(self._rule(f"{head} {rest}"))
-        tags = self._rule(" | ".join(choices))
+                head = f"{free} {self.literal(trigger)}"
+            else:  # the text up to the first trigger
+                others = [one for one in triggers if one not in (trigger, *self._special)]
+                text = f"({_ANY_TEXT} {json.dumps(trigger, ensure_ascii=False)})"
+                head = self.rule(f"{text} & ~{_containing(others)}" if others else text, "[lazy]")
+            choices.append(self.rule(f"{head} ({' | '.join(several)})"))
+        tagged = self.rule(" | ".join(choices))
         at_least_one, only_one = form.get("at_least_one"), form.get("stop_after_first")
         if only_one:
-            return self._rule(tags if at_least_one else f"{tags} | {_ANY_TEXT}")
-        return self._rule(f"({tags}){'+' if at_least_one else '*'} {_ANY_TEXT}")
+            return self.rule(tagged if at_least_one else f"{tagged} | {free}")
+        return self.rule(f"({tagged}){'+' if at_least_one else '*'} {free}")
 
     def _separated(self, form: Mapping[str, Any]) -> str:
         """Tags with a separator between them."""
-        tags = self._rule(" | ".join(self._tag(tag) for tag in _objects(form, "tags")))
+        tags = self.rule(" | ".join(self._tag(tag) for tag in _objects(form, "tags")))
         if form.get("stop_after_first"):
             several = tags
         else:
-            several = f"{tags} ({self._literal(_text(form, 'separator', empty=True))} {tags})*"
-        return self._rule(several if form.get("at_least_one") else f"({several})?")
+            several = f"{tags} ({self.literal(_text(form, 'separator', empty=True))} {tags})*"
+        return self.rule(several if form.get("at_least_one") else f"({several})?")
 
-    def _literal(self, text: str) -> str:
+    def literal(self, text: str) -> str:
         """A text in which special tokens stand for themselves."""
         parts: list[str] = []
         position = 0
@@ -158,6 +209,12 @@ class _LarkWriter:
         if position < len(text):
             parts.append(json.dumps(text[position:], ensure_ascii=False))
         return " ".join(parts)
+
+
+def _containing(texts: Sequence[str]) -> str:
+    """A text with one of these in it, as a part of a terminal."""
+    choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return f"({_ANY_TEXT} ({choices}) {_ANY_TEXT})"
 
 
 def _text(form: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
