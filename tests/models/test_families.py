@@ -37,7 +37,7 @@ TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 
 LAYER_TAPS = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 
-# Their parts are those of llama, qwen3_moe, deepseek_v3 and, with biases, gpt_oss; golden values are
+# Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3; golden values are
 # compared for each of them.
 LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "deepseek_v2")
 every_family = pytest.mark.parametrize(
