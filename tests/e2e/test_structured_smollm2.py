@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
+from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
 from jaxinfer import LLM, SamplingParams, StructuredOutputsParams
-from kit.openai_server import CHAT
+from kit.openai_server import CHAT, KEY
 
 
 class Pet(BaseModel):
@@ -43,6 +44,13 @@ def test_parse_with_pydantic(client: OpenAI, model: str) -> None:
     ) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == person
+
+
+def test_structured_output_of_langchain(url: str, model: str) -> None:
+    options: Any = {"api_key": KEY, "max_tokens": 200, "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(base_url=url, model=model, **options)
+    person = chat.with_structured_output(Person).invoke(MESSAGES[0]["content"])
+    assert isinstance(person, Person)
 
 
 def test_a_choice_takes_the_likelier_text(client: OpenAI, model: str) -> None:

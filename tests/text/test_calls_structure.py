@@ -166,6 +166,7 @@ STRICT = {**FUNCTIONS, "weather": {**FUNCTIONS["weather"], "strict": True}}
 def test_strict_functions_in_free_text(compiler: ConstraintCompiler, name: str) -> None:
     """An answer may be any text; once a call begins, its arguments follow the schema."""
     found, constraint = constraint_of(compiler, name, make=strict_tag, functions=STRICT)
+    assert found.calls is not None
     call = written(name)
     before = "" if found.calls.without_calls else "Let me {see} <this>.\n"
     plain = "<|channel|>final<|message|>It rains.\n" if name == "openai" else "It rains. {[(<\n"

@@ -7,7 +7,7 @@ that a grammar writes. Names are those of vLLM's parsers.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -76,12 +76,12 @@ class CallText:
     argument_end: str = ""
     key_end: str = ""  # of pairs
     argument_separator: str = ""
-    quotes: tuple[str, ...] = ()  # around texts; none: the values of pairs are JSON
+    quotes: Sequence[str] = ()  # around texts; none: the values of pairs are JSON
     call_id: str = ""  # empty: an id that all templates accept
     # texts that begin calls in an answer; or the form of an answer without calls, where its first
     # character tells the two apart (elements of a structural tag)
-    triggers: tuple[str, ...] = ()
-    without_calls: tuple[Mapping[str, Any], ...] = ()
+    triggers: Sequence[str] = ()
+    without_calls: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,7 @@ def _known(name: str, aliases: Mapping[str, str], setting: str) -> str:
 def _read(name: str) -> AnswerFormat:
     declared = _declared(name)
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
-    fields = declared.get("calls")
-    if fields is not None:
-        fields = {key: tuple(one) if isinstance(one, list) else one for key, one in fields.items()}
-    calls = None if fields is None else CallText(**fields)
+    calls = CallText(**declared["calls"]) if "calls" in declared else None
     begin, end = declared.get("think", ("", ""))
     return AnswerFormat(name, template, calls, begin, end)
 

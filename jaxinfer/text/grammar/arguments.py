@@ -132,7 +132,7 @@ class ArgumentsWriter:
             return f"({' | '.join(map(self._value, cast('list[Any]', choices)))})"
         self._check(schema, _OF_VALUES)
         declared = schema.get("type")
-        types = [declared] if isinstance(declared, str) else list(declared or ())
+        types: list[str] = [declared] if isinstance(declared, str) else list(declared or ())
         if schema.get("nullable"):
             types.append("null")
         if not types:
