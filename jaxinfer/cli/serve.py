@@ -185,13 +185,17 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     from jaxinfer.server.routes.service import Service
 
     configure_logging(sys.stderr, log_settings(server_config))
-    service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
+    log = EventLog(
+        requests=server_config.enable_log_requests, max_characters=server_config.max_log_len
+    )
+    service = Service(server_config, log)
     run(
         create_app(service),
         service.drain,
         lambda: _load(engine_config, start, service),
         server_config,
         partial(_tell, "server"),
+        service.reload_keys if server_config.api_key_file else None,
     )
 
 
@@ -217,6 +221,8 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
         )
     finally:
         await client.shutdown()
+        if service.traces is not None:
+            await asyncio.to_thread(service.traces.close)
 
 
 def _engine_process(
