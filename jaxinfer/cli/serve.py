@@ -21,7 +21,7 @@ import click
 from jaxinfer.cli.command import SettingsCommand, with_model
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
-from jaxinfer.core.errors import ConfigError, JaxinferError
+from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
 from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -63,13 +63,24 @@ def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
 
 
 def read_chat_template(given: str) -> str:
-    """The template in a file if ``given`` is a path, or ``given`` itself if it is a template."""
-    if not set(given).isdisjoint("{}\n"):
-        return given
+    """The template in a file if ``given`` is a path, or ``given`` itself if it is a template.
+
+    Raises ``ConfigError`` if there is no such file, or its text is not a template.
+    """
+    from jaxinfer.text.chat import ChatTemplate
+
+    template, place = given, ""
+    if set(given).isdisjoint("{}\n"):
+        place = f" (file {given})"
+        try:
+            template = Path(given).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
     try:
-        return Path(given).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+        ChatTemplate(template)
+    except TokenizerError as error:
+        raise ConfigError(f"chat_template is unusable{place}: {error}") from error
+    return template
 
 
 def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerConfig]:
