@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -72,7 +73,7 @@ def test_unusable_files(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("also", ["api_key", "admin_api_key"])
 def test_a_key_has_one_place(path: Path, also: str) -> None:
-    config = ServerConfig(api_key_file=str(path), **{also: ("blue-key",)})
+    config = replace(ServerConfig(api_key_file=str(path)), **{also: ("blue-key",)})
     with pytest.raises(ConfigError, match="has a key that api_key or admin_api_key has as well"):
         api_keys(config)
 

@@ -120,7 +120,10 @@ def server(collector: Collector) -> Iterator[Serving]:
     """A server that sends its spans at once."""
     with pytest.MonkeyPatch.context() as patch, http_collector(collector) as endpoint:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
-        settings = {"otlp_traces_endpoint": endpoint, "otlp_traces_protocol": "http/protobuf"}
+        settings: dict[str, Any] = {
+            "otlp_traces_endpoint": endpoint,
+            "otlp_traces_protocol": "http/protobuf",
+        }
         with serving(tiny_engine(), served_model_name=("first", "second"), **settings) as running:
             yield running
             assert running.service.traces is not None
