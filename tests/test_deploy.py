@@ -79,7 +79,7 @@ BROKEN = [
     ("compose.yaml", "127.0.0.1:8000:8000", "127.0.0.1:8000:80", "another port"),
     ("compose.yaml", "127.0.0.1:9090", "9090", "ports for other machines"),
     ("compose.yaml", "  prometheus:\n    image", "  prom:\n    image", "which is no service"),
-    ("compose.yaml", "stop_grace_period: 45s", "stop_grace_period: 20s", "killed before"),
+    ("compose.yaml", "stop_grace_period: 60s", "stop_grace_period: 40s", "killed before"),
     ("compose.yaml", "    init:", "    inti:", "unknown key inti"),
     ("compose.yaml", "grafana/grafana:12.1.0", "quay.io/g/grafana:12.1.0", "quay.io"),
     ("compose.cuda.yaml", "target: cuda", "target: cuda13", "the target cuda13"),
@@ -95,7 +95,7 @@ BROKEN = [
     ("jaxinfer.service", "User=jaxinfer", "User=root", "runs as root"),
     ("jaxinfer.service", "-HUP", "-USR1", "does not send SIGHUP"),
     ("jaxinfer.service", "=mixed", "=control-group", "KillMode is not mixed"),
-    ("jaxinfer.service", "TimeoutStopSec=45", "TimeoutStopSec=30", "killed before"),
+    ("jaxinfer.service", "TimeoutStopSec=60", "TimeoutStopSec=40", "killed before"),
     ("serve.yaml", "port: 8000", "prot: 8000", "'prot' in serve.yaml is no setting"),
     ("serve.yaml", "log_format: json", "log_format: xml", "log_format 'xml' is unknown"),
 ]

@@ -27,6 +27,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.http.run import FLUSH_SECONDS
+from jaxinfer.server.routes.traces import CLOSE_SECONDS
 from kit.sample_metrics import busy_metrics, samples_of
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,8 @@ INSTRUCTIONS = {
     *("RUN", "USER", "VOLUME", "WORKDIR"),
 }
 BY_USER = ("keys",)  # docs/deploy.md says how to make it
-STOP_SECONDS = ServerConfig().shutdown_timeout + FLUSH_SECONDS
+# for open requests, their last events, connections that are slow to close, and the last spans
+STOP_SECONDS = ServerConfig().shutdown_timeout + 2 * FLUSH_SECONDS + CLOSE_SECONDS
 DIRECTIVES: Mapping[str, str] = {  # of systemd.unit, systemd.exec, systemd.service, systemd.kill
     "Unit": "Description Documentation Wants After",
     "Service": "Type User Group Environment EnvironmentFile ExecStart ExecReload KillMode "
