@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,7 @@ from kit.deploy_files import (
     dockerfile_problems,
     ignored,
     settings_problems,
+    stages_of,
     unit_problems,
     url_problems,
 )
@@ -107,6 +113,28 @@ def test_what_is_broken_is_found(name: str, old: str, new: str, words: str) -> N
     text = path.read_text()
     assert old in text
     assert words in "\n".join(LINTS[path](text.replace(old, new)))
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_of_the_image(status: int, code: int) -> None:
+    """Its command, against a server with this status of /health."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    check = stages_of(DOCKERFILE.read_text())["cpu"].all("HEALTHCHECK")[-1]
+    _, *words = json.loads(check.partition("CMD ")[2])
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        environment = {"JAXINFER_PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:9"}
+        assert subprocess.run([sys.executable, *words], env=environment).returncode == code
+        thread.join()
 
 
 def test_secrets_stay_out_of_the_image_and_of_git() -> None:

@@ -98,7 +98,7 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
     # as with vLLM, the model's name in the API is the one given on the command line
-    server.setdefault("served_model_name", (engine_settings.model,))
+    server["served_model_name"] = server.get("served_model_name") or (engine_settings.model,)
     return engine_settings, ServerConfig(**server)
 
 

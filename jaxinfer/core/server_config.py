@@ -118,6 +118,9 @@ class ServerConfig:
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        names = self.served_model_name
+        if not all(names) or len({*names}) < len(names):
+            raise ConfigError(f"served_model_name must be different names, got {list(names)}")
         endpoint, over_http = self.otlp_traces_endpoint, self.otlp_traces_protocol != "grpc"
         if endpoint and over_http and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(

@@ -189,6 +189,8 @@ REFUSED = {
     "--otlp-traces-protocol udp": "otlp_traces_protocol 'udp' is unknown; use one of grpc",
     "--otlp-traces-endpoint x:1 --otlp-traces-protocol http/protobuf": "must be a URL such as",
     '--override-generation-config {"max_new_tokens":0}': "max_new_tokens must be a whole number",
+    "--served-model-name a b a": "served_model_name must be different names, got ['a', 'b', 'a']",
+    "--served-model-name=": "served_model_name must be different names, got ['']",
     "--max-log-len -1": "max_log_len must be a whole number of at least 0",
 }
 
@@ -272,6 +274,13 @@ def test_the_file_named_by_the_environment(started: Started, tmp_path: Path) -> 
     file.write_text("port: 1\n")
     assert started.run(JAXINFER_CONFIG=str(file), JAXINFER_PROT="1").exit_code == 0
     assert started.server.port == 1
+
+
+def test_no_name_in_a_file_is_the_models(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nserved_model_name: []\n")
+    started.run("--config", str(file))
+    assert started.server.served_model_name == ("m",)
 
 
 YAML = {
