@@ -86,6 +86,15 @@ def test_keys_of_all_sources(path: Path) -> None:
     assert api_keys(ServerConfig(admin_api_key=("a",))) is None
 
 
+def test_the_header_of_anthropics_clients(path: Path) -> None:
+    keys = api_keys(ServerConfig(api_key_file=str(path)))
+    assert keys is not None
+    headers = Headers({"x-api-key": "red-key", "authorization": "Bearer wrong"})
+    found = keys.find(headers)
+    assert found is not None and found.name == "team-red"
+    assert keys.find(Headers({"x-api-key": "wrong"})) is None
+
+
 KEYS = ("one", "a", "red-key", "blue-key", "plain-key", "team-red", "red-key team-red")
 
 

@@ -120,7 +120,8 @@ def wrong_key(which: str = "API") -> ApiError:
     """The error for a request without a valid key."""
     return ApiError(
         401,
-        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY`",
+        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY` or "
+        "`x-api-key: KEY`",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

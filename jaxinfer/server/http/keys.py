@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +60,18 @@ class Keys:
         self._keys = (*self._given, *found)
 
     def find(self, headers: Headers) -> Key | None:
-        """The key that the headers have; compares all digests, each in constant time."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [known for known in self._keys if hmac.compare_digest(digest, known.digest)]
-        return matches[0] if matches and scheme.lower() == "bearer" else None
+        """The key that the headers have, as a bearer's or, as Anthropic's clients send it, as
+        ``x-api-key``; compares all digests, each in constant time.
+        """
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
+        digests = [_digest(key.strip()) for key in given if key is not None]
+        matches = [
+            known
+            for digest, known in product(digests, self._keys)
+            if hmac.compare_digest(digest, known.digest)
+        ]
+        return matches[0] if matches else None
 
     def accept(self, headers: Headers) -> bool:
         """True if the headers have one of the keys."""
@@ -115,4 +123,5 @@ def read_key_file(path: str) -> Mapping[str, str]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    """The digest of a key. Headers are Latin-1; all known keys are ASCII."""
+    return hashlib.sha256(key.encode("latin-1")).digest()

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 SPAN_NAME = "llm_request"
 CLOSE_SECONDS = 5.0  # for the last spans, at the end of the server
-CHATS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+# gen_ai.operation.name of routes; of others it is text_completion
+OPERATIONS = MappingProxyType(
+    {
+        "/v1/chat/completions": "chat",
+        "/v1/messages": "chat",
+        "/v1/responses": "chat",
+        "/v1/embeddings": "embeddings",
+    }
+)
 # attributes of sampling parameters
 _SAMPLING = MappingProxyType(
     {
@@ -108,7 +116,7 @@ class Traces:
 def _attributes(answer: Answer, model: str, seconds: float) -> Iterator[tuple[str, Any]]:
     """The attributes of a request's span; times in seconds, of its slowest sequence."""
     num_prompt, num_generated = answer.num_prompt_tokens, answer.num_tokens
-    yield "gen_ai.operation.name", "chat" if answer.route in CHATS else "text_completion"
+    yield "gen_ai.operation.name", OPERATIONS.get(answer.route, "text_completion")
     yield "gen_ai.response.model", model
     yield "gen_ai.request.id", answer.request_id
     yield "http.route", answer.route
