@@ -47,8 +47,8 @@ def guarded(
     """The app behind all layers.
 
     From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
-    check because browsers send preflight requests without a key. ``open_paths`` need no key. uvicorn is set up so that every
-    scope is one of HTTP. The request id is in
+    check because browsers send preflight requests without a key. ``open_paths`` need no key.
+    uvicorn is set up so that every scope is one of HTTP. The request id is in
     ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)

@@ -108,7 +108,7 @@ export function problem(field, entered) {
   }
 }
 
-// The fields of a request for `mode` ("chat" or "completion"); throws an Error in words.
+// The fields of a request for `mode` ("chat" or "completion"), and `system`; throws an Error in words.
 export function sampling(values, mode) {
   const fields = {};
   for (const group of GROUPS) {
@@ -124,7 +124,7 @@ export function sampling(values, mode) {
   return arranged(fields, mode);
 }
 
-function arranged({ system, markdown, logprobs, schema, stop, others, ...fields }, mode) {
+function arranged({ markdown, logprobs, schema, stop, others, ...fields }, mode) {
   if (logprobs !== undefined && mode === "chat") {
     fields.logprobs = true;
     fields.top_logprobs = Number(logprobs);

@@ -27,11 +27,14 @@ export function textBefore(tokens, index, text) {
   return new TextDecoder().decode(Uint8Array.from(tokens.slice(0, index).flatMap((one) => one.bytes ?? [])));
 }
 
+const hex = (byte) => `\\x${byte.toString(16).padStart(2, "0")}`;
+
 // A token's own text: part of a character as bytes, white space visible.
 export function shown({ text, bytes }) {
   const part = text.includes("\ufffd") && bytes?.length;
-  if (part) return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "(empty)";
+  if (part) return bytes.map(hex).join("");
+  const seen = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "·") || "(empty)";
+  return seen.replace(/[\x00-\x1f\x7f]/g, (sign) => hex(sign.charCodeAt(0)));
 }
 
 const percent = (logprob) => {
