@@ -16,7 +16,7 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.routes.app import create_app
-from jaxinfer.server.routes.page import page_routes
+from jaxinfer.server.routes.page import page_files
 from jaxinfer.server.routes.service import Service
 from kit.api_calls import error_of
 from kit.scripted import scripted_engine
@@ -124,7 +124,7 @@ def test_wheels_have_the_files() -> None:
     patterns = setuptools["package-data"]["jaxinfer.server.ui"]
     assert all(any(fnmatch(name, pattern) for pattern in patterns) for name in FILES)
     assert "jaxinfer.*" in setuptools["packages"]["find"]["include"]
-    assert {path for _, path in page_routes("")} == set(PATHS.values())
+    assert set(page_files("")) == set(PATHS.values())
 
 
 def test_links_stay_here() -> None:

@@ -17,7 +17,7 @@ from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import OPEN_PATHS, guarded
 from jaxinfer.server.routes import admin, generation, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
-from jaxinfer.server.routes.page import page_routes
+from jaxinfer.server.routes.page import PAGE_ROUTES, page_files, page_handler
 from jaxinfer.server.routes.service import Service
 
 ROUTES = MappingProxyType(  # all methods of a path have the same handler
@@ -60,8 +60,9 @@ ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
     table = ROUTES | ADMIN_ROUTES if service.config.admin_api_key else ROUTES
-    page = page_routes(service.config.root_path) if service.config.ui else {}
-    table = {**table, **page}
+    page = page_files(service.config.root_path) if service.config.ui else {}
+    if page:
+        table = {**table, **dict.fromkeys(PAGE_ROUTES, page_handler(page))}
     by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
     methods = {path: [method for method, other in table if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
@@ -86,7 +87,7 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in table}
-    open_paths = (*OPEN_PATHS, *(path for _, path in page))
+    open_paths = (*OPEN_PATHS, *page)
     return guarded(ExactPaths(known, app), service.config, service.log, refused, open_paths)
 
 

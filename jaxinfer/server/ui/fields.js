@@ -16,11 +16,11 @@ export const GROUPS = [
   {
     title: "Sampling",
     fields: [
-      number("temperature", "Temperature", "0 takes the most probable token.", { min: 0, max: 2, step: 0.05, slides: true }),
-      number("top_p", "Top p", "The most probable tokens that add up to this share.", { min: 0.01, max: 1, step: 0.01, slides: true }),
-      number("top_k", "Top k", "The so many most probable tokens; 0 or -1: all.", { min: -1, step: 1 }),
-      number("min_p", "Min p", "Tokens at least this probable, relative to the most probable one.", { min: 0, max: 1, step: 0.01, slides: true }),
-      number("max_tokens", "Max tokens", "The answer ends after so many.", { min: 1, step: 1 }),
+      number("temperature", "Temperature", "Higher values make the answer more varied; 0 takes the most probable token.", { min: 0, max: 2, step: 0.05, slides: true }),
+      number("top_p", "Top p", "Draws from the most probable tokens that together have this share.", { min: 0.01, max: 1, step: 0.01, slides: true }),
+      number("top_k", "Top k", "Draws from this many of the most probable tokens; 0 or -1 means all.", { min: -1, step: 1 }),
+      number("min_p", "Min p", "Draws from tokens that are at least this probable, relative to the most probable one.", { min: 0, max: 1, step: 0.01, slides: true }),
+      number("max_tokens", "Max tokens", "The answer ends after this many.", { min: 1, step: 1 }),
       number("seed", "Seed", "The same seed gives the same answer.", { step: 1 }),
     ],
   },
@@ -37,7 +37,7 @@ export const GROUPS = [
     folded: true,
     fields: [
       number("presence_penalty", "Presence", "Subtracted once from tokens of the answer.", { min: -2, max: 2, step: 0.1, slides: true }),
-      number("frequency_penalty", "Frequency", "Subtracted for each time a token is in the answer.", { min: -2, max: 2, step: 0.1, slides: true }),
+      number("frequency_penalty", "Frequency", "Subtracted for each time that a token is in the answer.", { min: -2, max: 2, step: 0.1, slides: true }),
       number("repetition_penalty", "Repetition", "Divides tokens of prompt and answer.", { min: 0.5, max: 2, step: 0.05, slides: true }),
       text("stop", "Stop", "Texts that end the answer, one a line; \\n is a line break.", { rows: 2, mono: true }),
     ],
@@ -47,10 +47,10 @@ export const GROUPS = [
     only: "chat",
     folded: true,
     fields: [
-      choice("reasoning_effort", "Effort", "If the model's chat template knows it.", [
+      choice("reasoning_effort", "Effort", "For models whose chat template reads it.", [
         ["", "default"], ["none", "none"], ["low", "low"], ["medium", "medium"], ["high", "high"],
       ]),
-      number("thinking_token_budget", "Budget", "The thoughts end after so many tokens.", { min: 0, step: 1 }),
+      number("thinking_token_budget", "Budget", "The thoughts end after this many tokens.", { min: 0, step: 1 }),
     ],
   },
   {
