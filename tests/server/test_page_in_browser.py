@@ -6,10 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 
+from jaxinfer.server.http.errors import ApiError
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
 
@@ -303,6 +305,21 @@ def test_errors_in_words(tab: Tab, says: Callable[[str], None]) -> None:
     tab.ready()
     assert all("ERR_INTERNET_DISCONNECTED" in report for report in tab.reports)
     tab.reports.clear()
+
+
+def test_a_server_that_loads_its_model(browser: Any, scripted: Scripted) -> None:
+    tab = Tab(browser, scripted.server.url)
+    body = ApiError(503, "the model is still being loaded", code="loading").body
+    refuse = partial(sync_api.Route.fulfill, status=503, body=body)
+    tab.page.route("**/metrics", lambda route: refuse(route))
+    tab.page.reload()
+    expect(tab["#status"]).to_have_class("loading")
+    expect(tab["#status"]).to_have_attribute("title", "The model is still being loaded.")
+    tab.page.unroute("**/metrics")
+    tab.ready()
+    expect(tab["#welcome-model"]).to_have_text("one")
+    expect(tab["#welcome-context"]).to_have_text("Context of 8,192 tokens")
+    tab.context.close()
 
 
 def test_the_key(browser: Any) -> None:

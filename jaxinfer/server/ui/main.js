@@ -169,7 +169,7 @@ function showModel() {
   $("model").disabled = CONTEXT.size < 2;
   $("model").title = `${name}, context of ${context} tokens`;
   $("welcome-model").textContent = name.split("/").at(-1);
-  $("welcome-model").title = `${name}, context of ${context} tokens`;
+  $("welcome-context").textContent = `Context of ${context} tokens`;
   document.title = `${name} · jaxinfer`;
 }
 $("model").addEventListener("change", showModel);
