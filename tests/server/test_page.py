@@ -94,9 +94,9 @@ def test_the_page_opens_nothing_else(client: httpx.Client) -> None:
         assert error_of(client.get(path, headers=key), 404)["code"] == "not_found"
 
 
-def asked(path: str, **settings: bool) -> httpx.Response:
+def asked(path: str, *, ui: bool = True) -> httpx.Response:
     """The response of a server whose model is still being loaded."""
-    app = create_app(Service(ServerConfig(**settings), EventLog()))
+    app = create_app(Service(ServerConfig(ui=ui), EventLog()))
 
     async def get() -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -21,7 +21,7 @@ expect = sync_api.expect
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = [
-    pytest.mark.nightly,  # 15 s
+    pytest.mark.nightly,  # 20 s
     pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium on PATH"),
 ]
 KEY = "open sesame"
@@ -49,7 +49,7 @@ def scripted() -> Iterator[Scripted]:
 def browser() -> Iterator[Any]:
     expect.set_options(
         timeout=20_000
-    )  # milliseconds; the default of 5,000 is short for a busy machine
+    )  # milliseconds: the default 5,000 is short for a busy machine
     with sync_api.sync_playwright() as playwright:
         flags = ["--no-sandbox"]  # which does not work for root in a container
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)

@@ -16,10 +16,28 @@ export const GROUPS = [
   {
     title: "Sampling",
     fields: [
-      number("temperature", "Temperature", "Higher values make the answer more varied; 0 takes the most probable token.", { min: 0, max: 2, step: 0.05, slides: true }),
-      number("top_p", "Top p", "Draws from the most probable tokens that together have this share.", { min: 0.01, max: 1, step: 0.01, slides: true }),
-      number("top_k", "Top k", "Draws from this many of the most probable tokens; 0 or -1 means all.", { min: -1, step: 1 }),
-      number("min_p", "Min p", "Draws from tokens that are at least this probable, relative to the most probable one.", { min: 0, max: 1, step: 0.01, slides: true }),
+      number(
+        "temperature",
+        "Temperature",
+        "Higher values make the answer more varied; 0 takes the most probable token.",
+        { min: 0, max: 2, step: 0.05, slides: true },
+      ),
+      number("top_p", "Top p", "Draws from the most probable tokens that together have this share.", {
+        min: 0.01,
+        max: 1,
+        step: 0.01,
+        slides: true,
+      }),
+      number("top_k", "Top k", "Draws from this many of the most probable tokens; 0 or -1 means all.", {
+        min: -1,
+        step: 1,
+      }),
+      number(
+        "min_p",
+        "Min p",
+        "Draws from tokens that are at least this probable, relative to the most probable one.",
+        { min: 0, max: 1, step: 0.01, slides: true },
+      ),
       number("max_tokens", "Max tokens", "The answer ends after this many.", { min: 1, step: 1 }),
       number("seed", "Seed", "The same seed gives the same answer.", { step: 1 }),
     ],
@@ -28,7 +46,11 @@ export const GROUPS = [
     title: "Tokens",
     fields: [
       choice("logprobs", "Logprobs", "Shows the tokens of the answer, and the alternatives of each.", [
-        ["", "off"], ["0", "on"], ["5", "5 alternatives"], ["10", "10 alternatives"], ["20", "20 alternatives"],
+        ["", "off"],
+        ["0", "on"],
+        ["5", "5 alternatives"],
+        ["10", "10 alternatives"],
+        ["20", "20 alternatives"],
       ]),
     ],
   },
@@ -36,10 +58,28 @@ export const GROUPS = [
     title: "Penalties and stops",
     folded: true,
     fields: [
-      number("presence_penalty", "Presence", "Subtracted once from tokens of the answer.", { min: -2, max: 2, step: 0.1, slides: true }),
-      number("frequency_penalty", "Frequency", "Subtracted for each time that a token is in the answer.", { min: -2, max: 2, step: 0.1, slides: true }),
-      number("repetition_penalty", "Repetition", "Divides tokens of prompt and answer.", { min: 0.5, max: 2, step: 0.05, slides: true }),
-      text("stop", "Stop", "Texts that end the answer, one a line; \\n is a line break.", { rows: 2, mono: true }),
+      number("presence_penalty", "Presence", "Subtracted once from tokens of the answer.", {
+        min: -2,
+        max: 2,
+        step: 0.1,
+        slides: true,
+      }),
+      number("frequency_penalty", "Frequency", "Subtracted for each time that a token is in the answer.", {
+        min: -2,
+        max: 2,
+        step: 0.1,
+        slides: true,
+      }),
+      number("repetition_penalty", "Repetition", "Divides tokens of prompt and answer.", {
+        min: 0.5,
+        max: 2,
+        step: 0.05,
+        slides: true,
+      }),
+      text("stop", "Stop", "Texts that end the answer, one a line; \\n is a line break.", {
+        rows: 2,
+        mono: true,
+      }),
     ],
   },
   {
@@ -48,9 +88,16 @@ export const GROUPS = [
     folded: true,
     fields: [
       choice("reasoning_effort", "Effort", "For models whose chat template reads it.", [
-        ["", "default"], ["none", "none"], ["low", "low"], ["medium", "medium"], ["high", "high"],
+        ["", "default"],
+        ["none", "none"],
+        ["low", "low"],
+        ["medium", "medium"],
+        ["high", "high"],
       ]),
-      number("thinking_token_budget", "Budget", "The thoughts end after this many tokens.", { min: 0, step: 1 }),
+      number("thinking_token_budget", "Budget", "The thoughts end after this many tokens.", {
+        min: 0,
+        step: 1,
+      }),
     ],
   },
   {
@@ -58,21 +105,40 @@ export const GROUPS = [
     only: "chat",
     folded: true,
     fields: [
-      json("tools", "Tools", "A list, in OpenAI's form.", '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]'),
-      choice("tool_choice", "Choice", null, [["", "auto"], ["required", "required"], ["none", "none"]]),
+      json(
+        "tools",
+        "Tools",
+        "A list, in OpenAI's form.",
+        '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]',
+      ),
+      choice("tool_choice", "Choice", null, [
+        ["", "auto"],
+        ["required", "required"],
+        ["none", "none"],
+      ]),
     ],
   },
   {
     title: "Form of the answer",
     folded: true,
-    fields: [json("schema", "JSON schema", "The answer follows it.", '{"type": "object", "properties": {…}}')],
+    fields: [
+      json("schema", "JSON schema", "The answer follows it.", '{"type": "object", "properties": {…}}'),
+    ],
   },
   {
     title: "Other fields",
     folded: true,
     fields: [
-      json("others", "Other fields", "An object that is added to the request.", '{"structured_outputs": {"regex": "[0-9]+"}}'),
-      choice("markdown", "Markdown", null, [["", "shown as formatted text"], ["off", "shown as it is"]]),
+      json(
+        "others",
+        "Other fields",
+        "An object that is added to the request.",
+        '{"structured_outputs": {"regex": "[0-9]+"}}',
+      ),
+      choice("markdown", "Markdown", null, [
+        ["", "shown as formatted text"],
+        ["off", "shown as it is"],
+      ]),
     ],
   },
 ];

@@ -95,8 +95,13 @@ function setMode(mode) {
     ? "Messages go through the model's chat template."
     : "The model continues the text as it is, without a chat template.";
   const sends = isChat ? ["Enter"] : ["Ctrl", "Enter"];
-  const keys = [...sends.flatMap((name) => [make("kbd", {}, name), " "]), isChat ? "sends" : "completes", " · ",
-    make("kbd", {}, "?"), " lists the keys"];
+  const keys = [
+    ...sends.flatMap((name) => [make("kbd", {}, name), " "]),
+    isChat ? "sends" : "completes",
+    " · ",
+    make("kbd", {}, "?"),
+    " lists the keys",
+  ];
   document.querySelector(".keys").replaceChildren(...(isTouch ? [] : keys));
   panel.setMode(mode);
   showAll();
@@ -193,7 +198,11 @@ async function tellStatus(error) {
   if (error) connected = false; // the server may come back with another model
   if (error?.status === 401) askForKey();
   const state = !error ? "ready" : error.code === "loading" ? "loading" : "away";
-  const words = { ready: "ready", loading: "loading the model", away: error?.status === 401 ? "needs a key" : "no answer" };
+  const words = {
+    ready: "ready",
+    loading: "loading the model",
+    away: error?.status === 401 ? "needs a key" : "no answer",
+  };
   $("status").className = state;
   $("status").lastElementChild.textContent = words[state];
   $("status").title = error?.message ?? "";
@@ -251,7 +260,7 @@ $("copy-request").addEventListener("click", async () => {
 function curl(body) {
   const route = session.mode === "chat" ? "v1/chat/completions" : "v1/completions";
   const quoted = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
-  const auth = key.get() ? " -H \"Authorization: Bearer $API_KEY\"" : "";
+  const auth = key.get() ? ' -H "Authorization: Bearer $API_KEY"' : "";
   return `curl ${address(route)}${auth} -H 'Content-Type: application/json' -d '${quoted}'`;
 }
 

@@ -42,7 +42,7 @@ export function showMarkdown(element, text, depth = 0) {
 // The lines of a text, joined again for each block.
 function blocksOf(lines) {
   const blocks = [];
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (!lines[at].trim()) {
       at += 1;
       continue;
@@ -100,7 +100,12 @@ function blockElement(lines, depth) {
 function codeElement(lines, fence) {
   const isClosed = lines.length > 1 && lines.at(-1).trim().startsWith(fence[1]);
   const code = lines.slice(1, isClosed ? -1 : undefined).join("\n");
-  const head = make("figcaption", {}, make("span", {}, fence[2]), copyButton("Copy", () => code));
+  const head = make(
+    "figcaption",
+    {},
+    make("span", {}, fence[2]),
+    copyButton("Copy", () => code),
+  );
   return make("figure", { class: "code" }, head, make("pre", {}, make("code", {}, code)));
 }
 
@@ -128,8 +133,13 @@ function listElement(lines, depth) {
 }
 
 function tableElement(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/);
-  const row = (line, tag) => make("tr", {}, ...cells(line).map((cell) => make(tag, {}, ...inline(cell.trim()))));
+  const cells = (line) =>
+    line
+      .trim()
+      .replace(/^\||\|$/g, "")
+      .split(/(?<!\\)\|/);
+  const row = (line, tag) =>
+    make("tr", {}, ...cells(line).map((cell) => make(tag, {}, ...inline(cell.trim()))));
   const body = lines.slice(2).map((line) => row(line, "td"));
   const table = make("table", {}, make("thead", {}, row(lines[0], "th")), make("tbody", {}, ...body));
   return make("div", { class: "table" }, table);
@@ -139,7 +149,7 @@ function tableElement(lines) {
 function inline(text) {
   if (text.length > MAX_INLINE) return [text];
   const nodes = [];
-  for (let rest = text; rest; ) {
+  for (let rest = text; rest;) {
     const match = INLINE.exec(rest);
     if (!match) {
       nodes.push(rest);

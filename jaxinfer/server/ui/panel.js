@@ -52,8 +52,12 @@ export class Panel {
     const rows = fields.map((field) => this.field(field));
     if (!folded) return make("section", { class: "group" }, make("h3", {}, title), ...rows);
     const given = fields.some((field) => this.values[field.name]);
-    const details = make("details", { class: "group", open: this.folded[title] ?? given },
-      make("summary", {}, title), ...rows);
+    const details = make(
+      "details",
+      { class: "group", open: this.folded[title] ?? given },
+      make("summary", {}, title),
+      ...rows,
+    );
     details.addEventListener("toggle", () => {
       this.folded[title] = details.open;
       localStorage.setItem(OPENED, JSON.stringify(this.folded));
@@ -82,22 +86,39 @@ export class Panel {
     slider?.addEventListener("input", () => enter(slider.value));
     // the usual numbers of sampling are explained only where the pointer rests
     const isQuiet = field.kind === "number";
-    const hint = make("small", { id: `${field.name}-hint`, class: isQuiet ? "unseen" : "" }, field.hint ?? "");
+    const hint = make(
+      "small",
+      { id: `${field.name}-hint`, class: isQuiet ? "unseen" : "" },
+      field.hint ?? "",
+    );
     hint.hidden = !field.hint;
     if (field.hint) input.setAttribute("aria-describedby", hint.id);
     const label = make("label", { htmlFor: input.id, class: field.bare ? "unseen" : "" }, field.label);
-    const row = make("div", { class: `field ${field.kind}`, title: isQuiet ? field.hint : "" },
-      label, input, slider, hint, wrong);
+    const row = make(
+      "div",
+      { class: `field ${field.kind}`, title: isQuiet ? field.hint : "" },
+      label,
+      input,
+      slider,
+      hint,
+      wrong,
+    );
     show(this.values[field.name] ?? "");
     this.setters.push(show);
     return row;
   }
 
   number({ name, min, max, step }) {
-    const bounds = Object.fromEntries(Object.entries({ min, max }).filter(([, value]) => value !== undefined));
+    const bounds = Object.fromEntries(
+      Object.entries({ min, max }).filter(([, value]) => value !== undefined),
+    );
     return make("input", {
-      type: "number", id: `set-${name}`, ...bounds, step: step < 1 ? "any" : "1",
-      placeholder: "default", inputMode: "decimal",
+      type: "number",
+      id: `set-${name}`,
+      ...bounds,
+      step: step < 1 ? "any" : "1",
+      placeholder: "default",
+      inputMode: "decimal",
     });
   }
 

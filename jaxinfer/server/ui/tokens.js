@@ -115,9 +115,13 @@ class Card {
     document.addEventListener("pointerdown", (event) => {
       if (!this.element.contains(event.target) && !event.target.closest(".token")) this.hide();
     });
-    document.addEventListener("scroll", (event) => {
-      if (!this.element.contains(event.target)) this.hide();
-    }, true);
+    document.addEventListener(
+      "scroll",
+      (event) => {
+        if (!this.element.contains(event.target)) this.hide();
+      },
+      true,
+    );
   }
 
   get isOpen() {
@@ -161,9 +165,13 @@ class Card {
 
 function content(token, choose) {
   if (token.logprob === null) return [make("p", { class: "token-head" }, make("code", {}, shown(token)))];
-  const head = make("p", { class: "token-head" },
-    make("code", {}, shown(token)), make("b", {}, percent(token.logprob)),
-    make("span", {}, `logprob ${token.logprob.toFixed(3).replace("-", "−")}`));
+  const head = make(
+    "p",
+    { class: "token-head" },
+    make("code", {}, shown(token)),
+    make("b", {}, percent(token.logprob)),
+    make("span", {}, `logprob ${token.logprob.toFixed(3).replace("-", "−")}`),
+  );
   if (!token.top.length) {
     return [head, make("p", { class: "note" }, "Set Logprobs to a number of alternatives to see them here.")];
   }

@@ -5,7 +5,11 @@ import { showMarkdown } from "./markdown.js";
 import { card, TokenSpans } from "./tokens.js";
 
 const ROLES = {
-  user: "You", assistant: "Assistant", tool: "Tool result", prompt: "Prompt", completion: "Completion",
+  user: "You",
+  assistant: "Assistant",
+  tool: "Tool result",
+  prompt: "Prompt",
+  completion: "Completion",
 };
 
 // The view of `turn`. `actions` are the session's: edit, retry, goOn, branch, results; each gets the
@@ -25,10 +29,17 @@ export class TurnView {
     this.error = make("p", { class: "error", role: "alert", hidden: true });
     this.facts = make("span", { class: "facts" });
     this.buttons = make("span", { class: "buttons" });
-    this.element = make("article", { class: `turn ${turn.role}` },
+    this.element = make(
+      "article",
+      { class: `turn ${turn.role}` },
       make("h3", { class: this.isAnswer || turn.role === "user" ? "unseen" : "" }, this.title),
-      this.thinking, this.body, this.spans, this.calls, this.error,
-      make("footer", {}, this.facts, this.buttons));
+      this.thinking,
+      this.body,
+      this.spans,
+      this.calls,
+      this.error,
+      make("footer", {}, this.facts, this.buttons),
+    );
     this.update = oncePerFrame(() => this.render());
     this.render();
   }
@@ -88,11 +99,19 @@ export class TurnView {
     const areas = new Map();
     const figures = turn.calls.map((call) => {
       const text = pretty(call.arguments);
-      const head = make("figcaption", {}, make("span", {}, `Calls ${call.name}`), copyButton("Copy", () => text));
+      const head = make(
+        "figcaption",
+        {},
+        make("span", {}, `Calls ${call.name}`),
+        copyButton("Copy", () => text),
+      );
       const figure = make("figure", { class: "code" }, head, make("pre", {}, make("code", {}, text)));
       if (isOpen || turn.answered) return figure;
       const area = make("textarea", {
-        rows: 1, class: "mono", placeholder: "Result, as JSON or text", "aria-label": `Result of ${call.name}`,
+        rows: 1,
+        class: "mono",
+        placeholder: "Result, as JSON or text",
+        "aria-label": `Result of ${call.name}`,
         oninput: () => grow(area),
       });
       areas.set(call, area);
@@ -101,9 +120,18 @@ export class TurnView {
     });
     this.calls.replaceChildren(...figures);
     if (!areas.size) return;
-    const send = () => this.actions.results(turn, turn.calls.map((call) => areas.get(call).value));
-    this.calls.append(make("button", { type: "button", class: "small", onclick: send },
-      areas.size > 1 ? "Send the results" : "Send the result"));
+    const send = () =>
+      this.actions.results(
+        turn,
+        turn.calls.map((call) => areas.get(call).value),
+      );
+    this.calls.append(
+      make(
+        "button",
+        { type: "button", class: "small", onclick: send },
+        areas.size > 1 ? "Send the results" : "Send the result",
+      ),
+    );
   }
 
   renderButtons(isOpen, hasTokens) {
@@ -118,10 +146,12 @@ export class TurnView {
     const button = (words, work) => make("button", { type: "button", class: "plain", onclick: work }, words);
     const made = [];
     if (hasTokens) {
-      made.push(button(this.showsTokens ? "Show text" : "Show tokens", () => {
-        this.showsTokens = !this.showsTokens;
-        this.render();
-      }));
+      made.push(
+        button(this.showsTokens ? "Show text" : "Show tokens", () => {
+          this.showsTokens = !this.showsTokens;
+          this.render();
+        }),
+      );
     }
     if (turn.content) made.push(copyButton("Copy", () => turn.content));
     if (turn.content && turn.role !== "tool") made.push(button("Edit", () => this.edit()));
@@ -137,7 +167,7 @@ export class TurnView {
   edit() {
     const { turn } = this;
     if (this.editor) return;
-    const area = make("textarea", { value: turn.content, "aria-label": `Edit: ${this.title}` });
+    const area = make("textarea", { rows: 1, value: turn.content, "aria-label": `Edit: ${this.title}` });
     const close = () => {
       this.editor.remove();
       this.editor = null;
@@ -157,9 +187,21 @@ export class TurnView {
       event.preventDefault();
       event.stopPropagation();
     });
-    this.editor = make("div", { class: "editor" }, area, make("div", { class: "row" },
-      make("button", { type: "button", class: "small plain", onclick: close }, "Cancel"),
-      make("button", { type: "button", class: "small main", onclick: save }, this.isAnswer ? "Save" : "Send")));
+    this.editor = make(
+      "div",
+      { class: "editor" },
+      area,
+      make(
+        "div",
+        { class: "row" },
+        make("button", { type: "button", class: "small plain", onclick: close }, "Cancel"),
+        make(
+          "button",
+          { type: "button", class: "small main", onclick: save },
+          this.isAnswer ? "Save" : "Send",
+        ),
+      ),
+    );
     this.element.classList.add("editing");
     this.element.append(this.editor);
     grow(area);
@@ -187,7 +229,9 @@ function pretty(text) {
 }
 
 const ENDS = {
-  length: "ended at its limit of tokens", stopped: "stopped", abort: "ended by the server",
+  length: "ended at its limit of tokens",
+  stopped: "stopped",
+  abort: "ended by the server",
   tool_calls: "waits for the tool",
 };
 
@@ -215,4 +259,3 @@ function factsOf({ role, usage, timing, finish, stopReason, tokens, streaming, a
   if (ENDS[finish] && !answered) facts.push(ENDS[finish]);
   return facts.join(" · ");
 }
-
