@@ -161,6 +161,6 @@ def test_series_exist(client: httpx.Client) -> None:
 
 def test_fields_exist() -> None:
     own = {"system", "schema", "others", "markdown"}  # `arranged` makes other fields of these
-    names = set(re.findall(r'(?:number|text|json|choice)\("(\w+)"', FILES["fields.js"]))
+    names = set(re.findall(r'(?:number|text|json|choice)\(\s*"(\w+)"', FILES["fields.js"]))
     assert own < names and len(names) > 15
     assert names - own <= set(ChatCompletionRequest.__struct_fields__)
