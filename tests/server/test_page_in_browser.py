@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -65,14 +66,14 @@ class Tab:
         self.page = self.context.new_page()
         self.bodies: list[Any] = []
         self.reports: list[str] = []
-        self._url = url
+        self.url = url
         self.page.on("request", self._note)
         self.page.on("pageerror", lambda error: self.reports.append(str(error)))
         self.page.on("console", lambda message: self.reports.append(message.text))
         self.page.goto(url)
 
     def _note(self, request: Any) -> None:
-        if not request.url.startswith(f"{self._url}/"):
+        if not request.url.startswith(f"{self.url}/"):
             self.reports.append(f"a request to {request.url}")
         if request.post_data:
             self.bodies.append(json.loads(request.post_data))
@@ -261,6 +262,20 @@ def test_completions(tab: Tab, says: Callable[[str], None]) -> None:
     tab["#card .alternatives button"].first.click()
     expect(tab.answer.locator(".token")).to_have_count(4 + 1 + 2)  # before, another, ! and the end
     assert tab.bodies[-1]["prompt"] == "Water boils at 100\0"
+
+
+def test_a_request_as_curl(tab: Tab) -> None:
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.set(temperature="0.5")["#draft"].fill("It's me")
+    tab["#copy-request"].click()
+    expect(tab["#copy-request"]).to_have_text("Copied")
+    tab["#draft"].fill("")
+    tab["#draft"].press("Control+V")
+    command = shlex.split(tab["#draft"].input_value())
+    assert command[:2] == ["curl", f"{tab.url}/v1/chat/completions"]
+    body = json.loads(command[-1])
+    assert body["messages"] == [{"role": "user", "content": "It's me"}]
+    assert (body["model"], body["temperature"]) == ("one", 0.5)
 
 
 def test_text_is_text(tab: Tab, says: Callable[[str], None]) -> None:
