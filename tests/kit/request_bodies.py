@@ -51,5 +51,5 @@ def fit_beams(body: dict[str, Any]) -> None:
     if body.get("use_beam_search"):
         for name in (*WITHOUT, *FORMS, "stream_options", "echo", "tool_choice"):
             body.pop(name, None)
-        if isinstance(body.get("n"), int):
+        if isinstance(body.get("n"), int | float):
             body["n"] = min(body["n"], MAX_BEAM_WIDTH)

@@ -52,7 +52,7 @@ class ConstraintCompiler:
         if not sampling.is_constrained:
             return None
         structured = sampling.structured_outputs
-        return Constraint(
+        found = Constraint(
             grammar=None if structured is None else self._grammar(structured),
             allowed=self._mask_of(sampling.allowed_token_ids),
             bad_words=self._bad_words(sampling.bad_words),
@@ -61,6 +61,19 @@ class ConstraintCompiler:
             vocab_size=self._vocab_size,
             thinking=sampling.thinking,
         )
+        if found.allowed is not None or found.bad_words:
+            self._check_first_token(found)
+        return found
+
+    def _check_first_token(self, constraint: Constraint) -> None:
+        """Raise ``RequestError`` if a request's conditions leave no first token."""
+        try:
+            constraint.begin(()).fill(np.zeros(cdiv(self._vocab_size, BITS), np.uint32))
+        except ValueError:
+            name = "bad_words" if constraint.allowed is None else "allowed_token_ids"
+            raise RequestError(
+                f"{name} leaves no token to begin with; change it, or the form of the answer"
+            ) from None
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:
         with self._lock:
