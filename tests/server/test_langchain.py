@@ -46,7 +46,7 @@ def test_bound_tools(scripted: tuple[ScriptedDevice, ChatOpenAI]) -> None:
     assert (call["name"], call["args"]) == ("weather", {"city": "Rom", "days": 3})
     assert answer.content == "I look."
     chunks = list(tools.stream([QUESTION]))
-    whole = chunks[0]
+    whole: Any = chunks[0]
     for chunk in chunks[1:]:
         whole += chunk
     assert (whole.tool_calls[0]["args"], whole.content) == (call["args"], answer.content)
@@ -57,7 +57,11 @@ def test_bound_tools(scripted: tuple[ScriptedDevice, ChatOpenAI]) -> None:
 
 def test_strict_and_required_tools(scripted: tuple[ScriptedDevice, ChatOpenAI]) -> None:
     device, chat = scripted
-    for text, options in ((WRONG, {"strict": True}), ("<to No.", {"tool_choice": "any"})):
+    enforced: list[tuple[str, dict[str, Any]]] = [
+        (WRONG, {"strict": True}),
+        ("<to No.", {"tool_choice": "any"}),
+    ]
+    for text, options in enforced:
         device.speak(text)
         (call,) = chat.bind_tools([weather], **options).invoke([QUESTION]).tool_calls
         weather(**call["args"])

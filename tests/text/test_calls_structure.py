@@ -234,8 +234,8 @@ NESTED = {
 def test_nested_arguments(compiler: ConstraintCompiler, name: str) -> None:
     found, constraint = constraint_of(compiler, name, parallel=False, functions=NESTED)
     # a number beyond every float is no JSON
-    texts = [one for one in random_texts(constraint, 12) if not re.search(r"[eE]\+?\d{3}", one)]
-    assert len(texts) > 2
+    texts = [one for one in random_texts(constraint, 8) if not re.search(r"[eE]\+?\d{3}", one)]
+    assert len(texts) > 1
     for text in texts:
         (part,) = parts_of(found, text, NESTED)
         check_call(part, text, NESTED)

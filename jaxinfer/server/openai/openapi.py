@@ -357,7 +357,7 @@ def _tool() -> dict[str, Any]:
     text = {"type": ["string", "null"]}
     fields = {"name": name, "description": text, "parameters": parameters}
     function = _object(fields, "name")
-    return _object({"type": {"const": "function"}, "function": function}, "type", "function")
+    return _object({"type": {"const": "function"}, "function": function}, "function")
 
 
 def _tool_choices() -> list[dict[str, Any]]:
