@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -22,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.errors import ApiError, is_anthropic
 from jaxinfer.server.http.log import EventLog
 
 OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balancers, without a key
@@ -89,8 +90,10 @@ class WithRequestId:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                id_header = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if is_anthropic(scope):
+                    headers.append((b"request-id", request_id.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -122,18 +125,26 @@ class Keys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def accept(self, headers: Headers) -> bool:
-        """True if the headers have one of the keys; compares all digests, each in constant time."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        """True if the headers have one of the keys, as a bearer's or, as Anthropic's clients send
+        it, as ``x-api-key``; compares all digests, each in constant time.
+        """
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
+        digests = [
+            hashlib.sha256(key.strip().encode("latin-1")).digest()
+            for key in given
+            if key is not None
+        ]
+        matches = [hmac.compare_digest(*pair) for pair in product(digests, self._digests)]
+        return any(matches)
 
 
 def wrong_key(which: str = "API") -> ApiError:
     """The error for a request without a valid key."""
     return ApiError(
         401,
-        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY`",
+        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY` or "
+        "`x-api-key: KEY`",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -153,7 +164,7 @@ class ApiKeyRequired:
             await self._app(scope, receive, send)
         else:
             self._on_refusal(scope["method"], 401)
-            await wrong_key().response(scope, receive, send)
+            await wrong_key().response(scope)(scope, receive, send)
 
 
 @dataclass(eq=False)
@@ -181,10 +192,11 @@ class BodyLimits:
                 code="request_timeout",
                 headers={"Connection": "close"},
             )
-            await too_slow.response(scope, receive, send)
+            await too_slow.response(scope)(scope, receive, send)
         except ApiError as too_large:
             self.on_refusal(scope["method"], too_large.status)
-            await too_large.response(scope, receive, partial(_send_unended, send))
+            send_unended = partial(_send_unended, send)
+            await too_large.response(scope)(scope, receive, send_unended)
             await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
         else:

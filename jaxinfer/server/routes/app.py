@@ -64,16 +64,18 @@ def create_app(service: Service) -> ASGIApp:
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
-        """404 and 405 in OpenAI's form."""
+        """404 and 405."""
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
         path, headers = request.url.path[:200], error.headers
         if error.status_code == 405:
             allowed = (headers or {}).get("Allow", "")
             message = f"{path} does not take {request.method}; use {allowed}"
-            return ApiError(405, message, code="method_not_allowed", headers=headers).response
+            refused = ApiError(405, message, code="method_not_allowed", headers=headers)
+            return refused.response(request.scope)
         message = f"there is no route {path}; /openapi.json lists the routes"
-        return ApiError(error.status_code, message, code="not_found", headers=headers).response
+        missing = ApiError(error.status_code, message, code="not_found", headers=headers)
+        return missing.response(request.scope)
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -21,7 +22,7 @@ from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.structured import with_field
-from jaxinfer.server.openai.writer import merged_updates
+from jaxinfer.server.openai.writer import Writer, merged_updates
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
@@ -99,9 +100,10 @@ class Call:
                 headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
             )
 
-    def stream(self, answer: Answer, read: Callable[[], Awaitable[bytes]]) -> ASGIApp:
-        """A response that sends the events of ``read`` as server-sent events."""
-        return EventStream(read, partial(self.service.close, answer), self.explain)
+    def stream(self, answer: Answer, writer: Writer[Any]) -> ASGIApp:
+        """A response that sends the writer's events as server-sent events."""
+        read, close = partial(writer.next_events, answer), partial(self.service.close, answer)
+        return EventStream(read, close, self.explain, writer.failure, writer.stream_end)
 
     def explain(self, error: Exception) -> ApiError:
         """The error for the client; a server error is logged, an unexpected one with traceback."""
@@ -144,7 +146,7 @@ class Endpoint:
             try:
                 response = await self.handler(call)
             except Exception as error:
-                response = call.explain(error).response
+                response = call.explain(error).response(scope)
             await response(scope, receive, send_noted)
         finally:
             self.service.note_response(self.path, scope["method"], status, time.monotonic() - start)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -177,7 +176,7 @@ async def _answer[R: GenerationFields](
     writer = kind(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request)
     if request.stream:
-        return call.stream(answer, partial(writer.next_events, answer))
+        return call.stream(answer, writer)
     updates = await call.updates(answer)
     return await run_off_loop(
         lambda: json_response(writer.full_response(updates, answer)),
