@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import PATTERNS, AnyRequest, StreamOptions, field_error
+from jaxinfer.server.openai.fields import AnyRequest, StreamOptions, field_error, pattern_text
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17
@@ -229,7 +229,7 @@ def _expectation(what: str, value: Any) -> tuple[str, str | None]:
         return f"have {_SIGNS[found['sign']]} {count} {unit}{'' if count == 1 else 's'}", size
     found = _PATTERN.fullmatch(what)
     assert found is not None, what  # the structs have no other constraints
-    return f"be {PATTERNS[found['pattern']]}", None
+    return f"be {pattern_text(found['pattern'])}", None
 
 
 def _value_at(fields: dict[str, Any], path: str) -> Any:
