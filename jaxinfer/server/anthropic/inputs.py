@@ -6,14 +6,16 @@ by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import INT32_MAX
+from jaxinfer.server.openai.fields import one_of
 
 NO_EFFECT = Meta(description="Accepted, without an effect.")
+
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all blocks."""
@@ -102,7 +104,9 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     input_schema: Annotated[
         dict[str, Any] | None, Meta(description="The JSON schema of a call's input, an object.")
     ] = None
-    type: Annotated[Literal["custom"] | None, Meta(description="The only kind.")] = None
+    type: Annotated[Annotated[str, one_of("custom")] | None, Meta(description="The only kind.")] = (
+        None
+    )
     cache_control: Annotated[Any, NO_EFFECT] = None
 
 
@@ -110,7 +114,7 @@ class ToolChoiceInput(msgspec.Struct, frozen=True, kw_only=True):
     """Which tools the answer may or must call."""
 
     type: Annotated[
-        Literal["auto", "any", "tool", "none"],
+        Annotated[str, one_of("auto", "any", "tool", "none")],
         Meta(description="any: at least one call; tool: a call of the tool of this name."),
     ]
     name: Annotated[str | None, Meta(description="The name of the tool.")] = None
@@ -123,7 +127,7 @@ class ThinkingInput(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model thinks before it answers."""
 
     type: Annotated[
-        Literal["enabled", "adaptive", "disabled"],
+        Annotated[str, one_of("enabled", "adaptive", "disabled")],
         Meta(
             description="enabled has a budget; disabled works with chat templates that know "
             "enable_thinking or thinking."
@@ -134,7 +138,7 @@ class ThinkingInput(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Most tokens of the thoughts, which are then ended."),
     ] = None
     display: Annotated[
-        Literal["summarized", "omitted"] | None,
+        Annotated[str, one_of("summarized", "omitted")] | None,
         Meta(description="omitted: blocks of thoughts are sent without their text."),
     ] = None
 
@@ -142,7 +146,7 @@ class ThinkingInput(msgspec.Struct, frozen=True, kw_only=True):
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
-    type: Annotated[Literal["json_schema"], Meta(description="The only kind.")]
+    type: Annotated[Annotated[str, one_of("json_schema")], Meta(description="The only kind.")]
     schema: Annotated[dict[str, Any], Meta(description="The JSON schema.")]
 
 
@@ -150,7 +154,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Effort and form of the answer."""
 
     effort: Annotated[
-        Literal["low", "medium", "high", "xhigh", "max"] | None,
+        Annotated[str, one_of("low", "medium", "high", "xhigh", "max")] | None,
         Meta(description="The variable reasoning_effort of the chat template."),
     ] = None
     format: Annotated[OutputFormat | None, Meta(description="The form of the text.")] = None
