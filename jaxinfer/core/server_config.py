@@ -27,6 +27,8 @@ WHOLE = MappingProxyType(
         "max_num_queued_tokens": (0, INF),
         "max_logprobs": (0, MAX_LOGPROBS),
         "max_tap_bytes": (0, INF),
+        "max_stored_responses": (0, INF),
+        "max_stored_response_bytes": (0, INF),
     }
 )
 SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
@@ -61,6 +63,8 @@ class ServerConfig:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_tap_bytes: int = 64 * MIB  # of activations in one answer, before base64
+    max_stored_responses: int = 1024  # of /v1/responses; 0: none is stored
+    max_stored_response_bytes: int = 64 * MIB  # of all together
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
     # models, requests and answers

@@ -201,7 +201,10 @@ def test_parser_accepts_requests_that_the_document_allows(method, path):
             parse(msgspec.json.encode(case.body), kind)
         except ApiError as error:
             param = error.param or ""
-            assert param in ACROSS_FIELDS or ACROSS_ITEMS.fullmatch(param), (error.message, case.body)
+            assert param in ACROSS_FIELDS or ACROSS_ITEMS.fullmatch(param), (
+                error.message,
+                case.body,
+            )
             verdicts["refused"] += 1
         else:
             verdicts["taken"] += 1

@@ -32,6 +32,11 @@ class ChoiceParts:
         self._choice = choice
         self._num_calls = 0
 
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the next text belongs to the model's thoughts."""
+        return self._parser is not None and self._parser.in_reasoning
+
     def read(self, delta: Delta) -> list[ChoicePart]:
         """The new parts. Without a reading there is one for each delta with tokens, as OpenAI's
         stream has an event for it, even if its text is held back and therefore empty.

@@ -12,7 +12,7 @@ from jaxinfer.text.messages import arguments_object
 KINDS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
-_GUIDANCE = ("system", "developer")
+GUIDANCE = ("system", "developer")
 # the order in which a template writes the fields of an assistant's message
 _FIELDS = ("reasoning_content", "content", "tool_calls")
 
@@ -69,7 +69,7 @@ def _add_message(messages: list[Message], item: Item, knows_developer: bool) -> 
         return
     if role == "developer" and not knows_developer:
         role = "system"
-    if role in _GUIDANCE and len(messages) == 1 and messages[0]["role"] in _GUIDANCE:
+    if role in GUIDANCE and len(messages) == 1 and messages[0]["role"] in GUIDANCE:
         messages[0]["content"] += f"\n\n{text}"
     else:
         messages.append({"role": role, "content": text})

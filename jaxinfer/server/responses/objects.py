@@ -165,13 +165,13 @@ class DeletedResponse(_Object, frozen=True, kw_only=True):
 # events
 
 
-class _Event(_Typed, frozen=True, kw_only=True):
+class Event(_Typed, frozen=True, kw_only=True):
     """Base of the events; ``sequence_number`` counts them from 0."""
 
     sequence_number: int
 
 
-class _Lifecycle(_Event, frozen=True, kw_only=True):
+class _Lifecycle(Event, frozen=True, kw_only=True):
     response: ResponseObject
 
 
@@ -199,7 +199,7 @@ class ResponseFailed(_Lifecycle, frozen=True, kw_only=True, tag="response.failed
     """The last event of a response that failed."""
 
 
-class _OfItem(_Event, frozen=True, kw_only=True):
+class _OfItem(Event, frozen=True, kw_only=True):
     output_index: int
 
 
@@ -310,10 +310,11 @@ class ArgumentsDone(
 ):
     """The whole arguments of a call."""
 
+    name: str
     arguments: str
 
 
-EVENTS: tuple[type[msgspec.Struct], ...] = (
+EVENTS: tuple[type[Event], ...] = (
     *(ResponseCreated, ResponseQueued, ResponseInProgress, ResponseCompleted),
     *(ResponseIncomplete, ResponseFailed, OutputItemAdded, OutputItemDone),
     *(ContentPartAdded, ContentPartDone, OutputTextDelta, OutputTextDone),

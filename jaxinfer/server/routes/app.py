@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
-from jaxinfer.server.routes import admin, generation, messages, status, tokens
+from jaxinfer.server.routes import admin, generation, messages, responses, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.service import Service
 
@@ -39,6 +39,10 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/inference/v1/generate"): generation.generate_tokens,
         ("POST", "/v1/messages"): messages.messages,
         ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
+        ("POST", "/v1/responses"): responses.create,
+        ("GET", "/v1/responses/{response_id}"): responses.stored,
+        ("DELETE", "/v1/responses/{response_id}"): responses.stored,
+        ("POST", "/v1/responses/{response_id}/cancel"): responses.cancel,
     }
 )
 

@@ -37,6 +37,7 @@ class Call:
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, body: bytes) -> None:
         self.service = service
+        self.method: str = scope["method"]
         self.headers = Headers(scope=scope)
         self.query = QueryParams(scope.get("query_string", b""))
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -44,6 +45,8 @@ class Call:
         self.request_id: str = scope["state"]["request_id"]
         self.prompt_field = "prompt"  # the field that errors about the prompt name
         self.form_field = FIELD  # the field that errors about the answer's form name
+        # gives an error about a field of a chat the name that the field has in this route's request
+        self.renamed: Callable[[ApiError], ApiError] = lambda error: error
         self._receive = receive
         self._body = body
         self.is_small = len(body) <= INLINE_BYTES
@@ -68,18 +71,27 @@ class Call:
         """All updates of an answer until its end; aborts it if the client disconnects."""
         updates: list[ChoiceUpdate] = []
         max_updates = MAX_UNJOINED_DELTAS + 2 * len(answer.finish_reasons)
+
+        def add(more: list[ChoiceUpdate]) -> None:
+            nonlocal updates
+            updates += more
+            if len(updates) > max_updates:  # a token's update takes 300 bytes, joined 10
+                updates = merged_updates(updates)
+
+        await self.read_all(answer, add)
+        return updates
+
+    async def read_all(self, answer: Answer, take: Callable[[list[ChoiceUpdate]], None]) -> None:
+        """Pass all updates of an answer to ``take`` as they come, as ``updates`` does."""
         close = partial(self.service.close, answer)
         try:
             async with on_disconnect(self._receive, close):
                 while more := await answer.read():
-                    updates += more
-                    if len(updates) > max_updates:  # a token's update takes 300 bytes, joined 10
-                        updates = merged_updates(updates)
+                    take(more)
         finally:
             close()
         if not answer.finished:
             raise ApiError(CLIENT_GONE, "the client has gone")
-        return updates
 
     def _check_media_type(self) -> None:
         """Raise ``ApiError`` (415) unless the headers declare uncompressed JSON."""
@@ -107,6 +119,9 @@ class Call:
 
     def explain(self, error: Exception) -> ApiError:
         """The error for the client; a server error is logged, an unexpected one with traceback."""
+        return self.renamed(self._explained(error))
+
+    def _explained(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
         fields = {"request_id": self.request_id, "route": self.route}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.chat_writer import ChatWriter
 from jaxinfer.server.openai.fields import (
     GenerationFields,
@@ -157,6 +159,24 @@ async def answer_prompts[R: GenerationFields](
     reading: AnswerReading | None = None,
 ) -> ASGIApp:
     """Generate, and respond as a writer of this ``kind`` writes it."""
+    answer, writer = open_answer(call, request, prompts, kind, reading)
+    if request.stream:
+        return call.stream(answer, writer)
+    updates = await call.updates(answer)
+    return await run_off_loop(
+        lambda: json_response(writer.full_response(updates, answer)),
+        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
+    )
+
+
+def open_answer[R: GenerationFields, W: Writer[Any]](
+    call: Call,
+    request: R,
+    prompts: Sequence[Prompt],
+    make_writer: Callable[[ResponseContext, R, Sequence[Prompt]], W],
+    reading: AnswerReading | None,
+) -> tuple[Answer, W]:
+    """Submit a request, and return its answer and the writer of its response."""
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     if (form := request.form()) is not None:
@@ -184,12 +204,5 @@ async def answer_prompts[R: GenerationFields](
         points=service.client.limits.points,
         reading=reading,
     )
-    writer = kind(context, request, prompts)
-    answer = service.open(context.request_id, call.route, prompts, sampling, request)
-    if request.stream:
-        return call.stream(answer, writer)
-    updates = await call.updates(answer)
-    return await run_off_loop(
-        lambda: json_response(writer.full_response(updates, answer)),
-        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
-    )
+    writer = make_writer(context, request, prompts)
+    return service.open(context.request_id, call.route, prompts, sampling, request), writer

@@ -27,6 +27,8 @@ from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.server.responses.background import BackgroundRun
+from jaxinfer.server.responses.store import ResponseStore
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
 
@@ -50,6 +52,10 @@ class Service:
         self.log = log
         self.created = int(time.time())
         self.draining = False
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes
+        )
+        self.background: dict[str, BackgroundRun] = {}  # by the id of the response
         self._loaded: LoadedModel | None = None
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
