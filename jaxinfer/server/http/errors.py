@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -72,7 +73,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 class AnthropicErrorFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What programs may read of an error; ``param`` is the path of the invalid field."""
 
-    error_code: str | UnsetType = UNSET
+    error_code: Annotated[str | UnsetType, Meta(description="The kind of error.")] = UNSET
     param: str | UnsetType = UNSET
 
 
@@ -81,14 +82,16 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True):
 
     type: str
     message: str
-    details: AnthropicErrorFacts | UnsetType = UNSET
+    details: Annotated[
+        AnthropicErrorFacts | UnsetType, Meta(description="The kind of error, and the field.")
+    ] = UNSET
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
     """The body of an error on a path of Anthropic's API, and the data of an event ``error``."""
 
     error: AnthropicErrorDetail
-    request_id: str
+    request_id: str  # also in the log
 
 
 class ApiError(Exception):

@@ -42,7 +42,7 @@ class Answer:
         self._streams = tuple(streams)
         self._wake = wake
         self._metrics = metrics
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens  # of each completion; None: up to the context's end
         self._progress = tuple(tuple(SequenceProgress() for _ in range(s.n)) for s in streams)
         self._num_unfinished = sum(stream.n for stream in streams)
         self._error: Exception | None = None
@@ -167,5 +167,5 @@ class Answer:
         for stream, progress in zip(self._streams, self._progress, strict=True):
             ended = [replace(one, finish_reason=one.finish_reason or unread) for one in progress]
             self._metrics.request_finished(
-                stream.num_prompt_tokens, self._max_tokens, seconds, ended
+                stream.num_prompt_tokens, self.max_tokens, seconds, ended
             )

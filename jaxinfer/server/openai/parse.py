@@ -48,6 +48,7 @@ _TYPES = re.compile(r"Expected `(?P<types>[^`]*)`, got `.*`")
 _RANGE = re.compile(r"Expected `(?:int|float)` (?P<sign>>=|>|<=|<) (?P<bound>\S+)")
 _LENGTH = re.compile(r"Expected `(?P<type>\w+)` of length (?P<sign>>=|<=) (?P<bound>\d+)")
 _PATTERN = re.compile(r"Expected `str` matching regex '(?P<pattern>.*)'")
+_UNKNOWN = re.compile(r"Invalid value (?P<value>.*)", re.DOTALL)  # of a tag, such as a type
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _STEPS = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _SIGNS: Mapping[str, str] = MappingProxyType(
@@ -202,6 +203,10 @@ def _readable_error(message: str, fields: dict[str, Any]) -> ApiError:
     if found := _MISSING.fullmatch(what):
         missing = f"{path}.{found['field']}" if path else found["field"]
         return field_error(missing, f"{missing} is required")
+    if found := _UNKNOWN.fullmatch(what):
+        value = found["value"][:MAX_NAME_CHARACTERS]
+        known = "/openapi.json lists the values that are"
+        return field_error(path, f"{path} {value} is not supported here; {known}")
     name, value = path, ...
     if place["is_key"]:
         name = f"each key of {path}"

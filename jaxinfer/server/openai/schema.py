@@ -116,6 +116,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=Tr
     ignored: ClassVar[tuple[str, ...]] = CHAT_IGNORED
     logprobs_field: ClassVar[str] = "top_logprobs"
     default_max_tokens: ClassVar[int | None] = None
+    budget_field: ClassVar[str] = "thinking_token_budget"  # the field that sets it
 
     messages: Messages
     add_generation_prompt: bool = True

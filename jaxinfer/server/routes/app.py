@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
-from jaxinfer.server.routes import admin, generation, responses, status, tokens
+from jaxinfer.server.routes import admin, generation, messages, responses, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.service import Service
 
@@ -37,6 +37,8 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/chat/completions"): generation.chat_completions,
         ("POST", "/v1/generate"): generation.generate,
         ("POST", "/inference/v1/generate"): generation.generate_tokens,
+        ("POST", "/v1/messages"): messages.messages,
+        ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
         ("POST", "/v1/responses"): responses.create,
         ("GET", "/v1/responses/{response_id}"): responses.stored,
         ("DELETE", "/v1/responses/{response_id}"): responses.stored,

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.core.version import VERSION
-from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.anthropic import answers
+from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.fields import AnyRequest
@@ -50,7 +52,9 @@ class Operation(NamedTuple):
     summary: str
     response: type[msgspec.Struct] | str | None  # None: an empty body
     request: type[AnyRequest] | None = None
-    event: type[msgspec.Struct] | None = None  # the data of each event of a stream
+    events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
+    named_events: bool = False  # their names are the types of the data; no [DONE] follows
+    error: type[msgspec.Struct] = ErrorBody
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
@@ -60,28 +64,28 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "Continue prompts.",
             responses.Completion,
             CompletionRequest,
-            responses.CompletionChunk,
+            (responses.CompletionChunk,),
         ),
         ("POST", "/v1/chat/completions"): Operation(
             "createChatCompletion",
             "Answer a chat.",
             responses.ChatCompletion,
             ChatCompletionRequest,
-            responses.ChatChunk,
+            (responses.ChatChunk,),
         ),
         ("POST", "/v1/generate"): Operation(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
             responses.GenerateResponse,
             GenerateRequest,
-            responses.GenerateResponse,
+            (responses.GenerateResponse,),
         ),
         ("POST", "/inference/v1/generate"): Operation(
             "generateTokens",
             "Continue token ids with token ids, in the form of vLLM's route.",
             responses.TokensResponse,
             TokensRequest,
-            responses.TokensResponse,
+            (responses.TokensResponse,),
         ),
         ("POST", "/tokenize"): Operation(
             "tokenize",
@@ -91,6 +95,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ),
         ("POST", "/detokenize"): Operation(
             "detokenize", "The text of token ids.", responses.Detokenized, DetokenizeRequest
+        ),
+        ("POST", "/v1/messages"): Operation(
+            "createMessage",
+            "Answer a conversation, in the form of Anthropic's API.",
+            answers.AnswerMessage,
+            MessagesRequest,
+            answers.EVENTS,
+            named_events=True,
+            error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/messages/count_tokens"): Operation(
+            "countTokens",
+            "Tokens of the prompt that /v1/messages would make of the same fields.",
+            answers.TokenCount,
+            CountTokensRequest,
+            error=AnthropicErrorBody,
         ),
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", responses.ModelList
@@ -142,7 +162,11 @@ def openapi_document(
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {f"Error{status}": _error(status) for status in ERRORS},
+            "responses": {
+                _error_name(kind, status): _error(kind, status)
+                for kind in (ErrorBody, AnthropicErrorBody)
+                for status in ERRORS
+            },
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
@@ -169,8 +193,10 @@ def _json(kind: type) -> dict[str, Any]:
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
-    structs = {kind for one in operations for kind in (one.request, one.event, one.response)}
-    kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
+    structs = {
+        kind for one in operations for kind in (one.request, one.response, one.error, *one.events)
+    }
+    kinds = [kind for kind in structs if isinstance(kind, type)]
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     requests = {one.request.__name__: one.request for one in operations if one.request is not None}
@@ -198,7 +224,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         errors.add(404)
     if operation.request is not None:
         errors |= {400, 404, 408, 413, 415}
-    if operation.event is not None:
+    if operation.events:
         errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,
@@ -215,7 +241,9 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "responses": {
             "200": _success(operation),
             **{
-                str(status): {"$ref": f"#/components/responses/Error{status}"}
+                str(status): {
+                    "$ref": f"#/components/responses/{_error_name(operation.error, status)}"
+                }
                 for status in sorted(errors)
             },
         },
@@ -235,19 +263,25 @@ def _success(operation: Operation) -> dict[str, Any]:
         content[operation.response] = {"schema": {"type": kind}}
     elif operation.response is not None:
         content |= _json(operation.response)
-    if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(operation.event)}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
     if content:
         success["content"] = content
     return success
 
 
-def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _event(operation: Operation) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    texts = [
+    texts: list[dict[str, Any]] = [
         {"contentMediaType": "application/json", "contentSchema": _ref(struct)}
-        for struct in (kind, ErrorBody)
+        for struct in (*operation.events, operation.error)
     ]
+    if operation.named_events:
+        data = {"type": "string", "anyOf": texts}
+        return object_schema({"event": {"type": "string"}, "data": data}, "event", "data") | {
+            "description": "With stream=true: events whose names are the types of their data. A "
+            "failure midway is an event named error.",
+        }
     data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
     return object_schema({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
@@ -260,7 +294,11 @@ def _headers() -> dict[str, Any]:
     return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error_name(kind: type[msgspec.Struct], status: int) -> str:
+    return f"{kind.__name__.removesuffix('Body')}{status}"
+
+
+def _error(kind: type[msgspec.Struct], status: int) -> dict[str, Any]:
     """The response of an error."""
     headers = _headers()
     if status in (429, 503):
@@ -268,7 +306,7 @@ def _error(status: int) -> dict[str, Any]:
             "description": "Seconds to wait before trying again.",
             "schema": {"type": "integer", "minimum": 0},
         }
-    return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
+    return {"description": ERRORS[status], "headers": headers, "content": _json(kind)}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

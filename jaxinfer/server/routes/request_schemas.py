@@ -10,7 +10,12 @@ from typing import Any
 
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.server.openai.fields import AnyRequest
-from jaxinfer.server.openai.schema import MAX_PROMPTS, CompletionRequest, TokenizeRequest
+from jaxinfer.server.openai.schema import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from jaxinfer.server.openai.tools import MAX_TOOLS
 
 
@@ -21,16 +26,16 @@ def complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence
         properties["prompt"]["anyOf"] = _prompt_forms()
     if request is TokenizeRequest:
         schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
-    if "messages" in properties:
+    is_chat = issubclass(request, ChatCompletionRequest | TokenizeRequest)
+    if is_chat:
         messages = properties["messages"]
         for form in messages.get("anyOf", [messages]):
             if form["type"] == "array":
                 form["items"] = _message()
-    if "tools" in properties:
         for form in properties["tools"]["anyOf"]:
             if form["type"] == "array":
                 form |= {"items": _tool(), "maxItems": MAX_TOOLS}
-    if "tool_choice" in properties:
+    if is_chat and "tool_choice" in properties:
         properties["tool_choice"]["anyOf"] = _tool_choices()
     if models:
         properties["model"]["anyOf"][0]["enum"] = list(models)
@@ -53,11 +58,13 @@ def _exactly_one(given: str, absent: str) -> dict[str, Any]:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a field that may be null, which is its default."""
-    default = schema.pop("default", None)
+    about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
+    if about.get("default", ...) is None:
+        del about["default"]
     forms = schema.pop("anyOf", None) or [schema]
     if {"type": "null"} not in forms:
         forms = [*forms, {"type": "null"}]
-    return {"anyOf": forms} | ({} if default is None else {"default": default})
+    return {"anyOf": forms, **about}
 
 
 def _prompt_forms() -> list[dict[str, Any]]:
