@@ -153,6 +153,8 @@ def reconcile_items(body: dict[str, Any]) -> None:
     ):
         body.pop(name, None)
     body |= {"store": True, "truncation": "auto"}
+    if body.get("max_output_tokens"):
+        body["max_output_tokens"] = min(body["max_output_tokens"], 8)
     for item in body["input"] if isinstance(body["input"], list) else ():
         if "arguments" in item:
             item["arguments"] = "{}"
