@@ -175,9 +175,11 @@ ACROSS_FIELDS = (
     "top_logprobs",
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps")
-ACROSS_FIELDS += ("tool_choice.name", "thinking.budget_tokens")
+ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
 # two tools with one name; calls in a last message of Anthropic's form
-ACROSS_ITEMS = re.compile(r"tools\[\d+\](\.function)?\.name|messages\[\d+\]")
+ACROSS_ITEMS = re.compile(
+    r"tools\[\d+\](\.function)?\.name|messages\[\d+\]|input\[\d+\]\.arguments|tool_choice\.tools\[\d\]"
+)
 
 
 @pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if OPERATIONS[key].request])

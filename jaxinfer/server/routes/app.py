@@ -90,7 +90,7 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): by_path[path] for method, path in table}
+    known = {(method, root + path): by_path[path] for method, path in table if "{" not in path}
     return guarded(ExactPaths(known, app), service.config, service.log, refused)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.anthropic import answers
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -25,6 +26,8 @@ from jaxinfer.server.openai.schema import (
     TokenizeRequest,
     TokensRequest,
 )
+from jaxinfer.server.responses import objects
+from jaxinfer.server.responses.schema import ResponsesRequest
 from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
@@ -32,7 +35,7 @@ ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "A field is wrong, or the body is not JSON; param names the field.",
         401: "The API key is missing or wrong.",
-        404: "No such route, or no such model.",
+        404: "No such route, model or stored response.",
         405: "The route has other methods; the header Allow lists them.",
         408: "The deadline of the request or of the server has passed.",
         413: "The body is larger than the server allows.",
@@ -55,6 +58,8 @@ class Operation(NamedTuple):
     events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
     named_events: bool = False  # their names are the types of the data; no [DONE] follows
     error: type[msgspec.Struct] = ErrorBody
+    query: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # parameters with their schemas
+    errors: tuple[int, ...] = ()  # besides those of all such operations
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
@@ -111,6 +116,35 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             answers.TokenCount,
             CountTokensRequest,
             error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/responses"): Operation(
+            "createResponse",
+            "Answer input items with output items, in the form of OpenAI's Responses API.",
+            objects.ResponseObject,
+            ResponsesRequest,
+            objects.EVENTS,
+            named_events=True,
+        ),
+        ("GET", "/v1/responses/{response_id}"): Operation(
+            "getResponse",
+            "A stored response, or its events if it was created in the background.",
+            objects.ResponseObject,
+            query=MappingProxyType(
+                {
+                    "stream": {"type": "boolean"},
+                    "starting_after": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+                }
+            ),
+            errors=(400,),
+        ),
+        ("DELETE", "/v1/responses/{response_id}"): Operation(
+            "deleteResponse", "Forget a stored response.", objects.DeletedResponse
+        ),
+        ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+            "cancelResponse",
+            "End a background response early.",
+            objects.ResponseObject,
+            errors=(400,),
         ),
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", responses.ModelList
@@ -217,7 +251,7 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
     names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
-    errors = {405, 431, 500, 503}
+    errors = {405, 431, 500, 503, *operation.errors}
     if path not in OPEN_PATHS:
         errors.add(401)
     if names:
@@ -231,6 +265,10 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "summary": operation.summary,
         "parameters": [
             *({"name": name, "in": "path", "required": True, "schema": segment} for name in names),
+            *(
+                {"name": name, "in": "query", "schema": one}
+                for name, one in operation.query.items()
+            ),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -279,8 +317,8 @@ def _event(operation: Operation) -> dict[str, Any]:
     if operation.named_events:
         data = {"type": "string", "anyOf": texts}
         return object_schema({"event": {"type": "string"}, "data": data}, "event", "data") | {
-            "description": "With stream=true: events whose names are the types of their data. A "
-            "failure midway is an event named error.",
+            "description": "With stream=true: events whose names are the types of their data, "
+            "the last one too if the answer fails midway.",
         }
     data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
     return object_schema({"data": data}, "data") | {

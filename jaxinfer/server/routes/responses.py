@@ -72,35 +72,46 @@ async def create(call: Call) -> ASGIApp:
 
 async def stored(call: Call) -> ASGIApp:
     """GET returns a stored response, or its events; DELETE forgets it."""
-    service, response_id = call.service, call.path_parameters["response_id"]
-    response = service.background.get(response_id) or service.responses.get(response_id)
-    if response is None:
-        raise _not_found(response_id)
+    found = _found(call)
     if call.method == "DELETE":
-        if isinstance(response, BackgroundRun):
-            await response.cancel()
-        service.responses.remove(response_id)
-        return json_response(DeletedResponse(id=response_id))
+        if isinstance(found, BackgroundRun):
+            await found.cancel()
+        call.service.responses.remove(_id(call))
+        return json_response(DeletedResponse(id=_id(call)))
     if call.query.get("stream", "false").lower() in ("true", "1"):
-        return _events(call, response, _first_event(call))
-    return _whole(response)
+        return _events(call, found, _first_event(call))
+    return _whole(found)
 
 
 async def cancel(call: Call) -> ASGIApp:
     """End a background response early; one that has ended stays as it is."""
-    service, response_id = call.service, call.path_parameters["response_id"]
-    run = service.background.get(response_id)
-    if run is not None:
-        await run.cancel()
-        return _whole(run)
-    found = service.responses.get(response_id)
-    if found is None:
-        raise _not_found(response_id)
-    if not found.is_background:
+    found = _found(call)
+    if isinstance(found, BackgroundRun):
+        await found.cancel()
+    elif not found.is_background:
         raise field_error(
             "response_id", "only a response created with background=true can be cancelled"
         )
     return _whole(found)
+
+
+def _id(call: Call) -> str:
+    return call.path_parameters["response_id"]
+
+
+def _found(call: Call) -> BackgroundRun | StoredResponse:
+    """The response that the path names; raises ``ApiError`` 404."""
+    service, response_id = call.service, _id(call)
+    _ = service.loaded  # 503 before the model is loaded
+    found = service.background.get(response_id) or service.responses.get(response_id)
+    if found is None:
+        raise ApiError(
+            404,
+            f"the response {response_id[:100]!r} is not stored; the oldest are forgotten first",
+            param="response_id",
+            code="response_not_found",
+        )
+    return found
 
 
 # requests
@@ -249,12 +260,3 @@ def _first_event(call: Call) -> int:
     if not given.removeprefix("-").isdecimal() or len(given) > MAX_DIGITS:
         raise field_error("starting_after", "starting_after must be the number of an event")
     return max(int(given), -1) + 1
-
-
-def _not_found(response_id: str) -> ApiError:
-    return ApiError(
-        404,
-        f"the response {response_id[:100]!r} is not stored; the oldest are forgotten first",
-        param="response_id",
-        code="response_not_found",
-    )
