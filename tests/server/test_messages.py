@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 from anthropic.types import Message
 from pydantic import BaseModel
 
@@ -49,9 +49,10 @@ class Scripted(NamedTuple):
             events = list(stream)
             return events, stream.get_final_message()
 
-    def post(self, path: str = PATH, **fields: Any) -> httpx.Response:
+    def post(self, path: str, **fields: Any) -> httpx.Response:
         """The bare response to these fields."""
-        return self.server.post(path, **BODY, **fields)
+        with self.server.client(headers={"x-api-key": "secret"}) as client:
+            return client.post(path, json=fields)
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +112,7 @@ def test_whole_and_streamed_answers(scripted: Scripted, name: str) -> None:
 
 def test_the_bytes_of_a_stream(scripted: Scripted) -> None:
     scripted.device.speak(WRITERS["hermes"](MESSAGES["call"]))
-    with scripted.server.client() as client:
-        body = {**BODY, "tools": TOOLS, "stream": True}
-        answer = client.post(PATH, json=body, headers={"x-api-key": "secret"})
+    answer = scripted.post(PATH, **BODY, tools=TOOLS, stream=True)
     frames = [frame.split("\n") for frame in answer.text.split("\n\n")]
     assert frames.pop() == [""]  # no [DONE]
     names = [lines[0].removeprefix("event: ") for lines in frames]
@@ -224,7 +223,9 @@ def test_thinking(scripted: Scripted) -> None:
 
 
 def test_counted_tokens_are_those_of_the_prompt(scripted: Scripted) -> None:
-    """Also of a conversation with calls, results and thoughts, and those from the cache."""
+    """Also of a conversation with calls, results and thoughts, and those from the cache; the prompt
+    is that of OpenAI's form.
+    """
     first = scripted.answer(WRITERS["hermes"](MESSAGES["thoughts and call"]))
     call = first.content[1]
     assert call.type == "tool_use"
@@ -237,6 +238,32 @@ def test_counted_tokens_are_those_of_the_prompt(scripted: Scripted) -> None:
         "thinking": {"type": "disabled"},
     }
     counted = scripted.client.messages.count_tokens(**fields).input_tokens
+    arguments = json.dumps(call.input)
+    called = {"id": call.id, "function": {"name": call.name, "arguments": arguments}}
+    chat = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            *QUESTION,
+            {
+                "role": "assistant",
+                "reasoning": MESSAGES["thoughts and call"].reasoning,
+                "tool_calls": [called],
+            },
+            {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    **{name: tool[name] for name in ("name", "description") if name in tool},
+                    "parameters": tool["input_schema"],
+                },
+            }
+            for tool in TOOLS
+        ],
+        "reasoning_effort": "none",
+    }
+    assert scripted.post("/tokenize", **chat).json()["count"] == counted
     for read_again in (False, True):
         answer = scripted.answer("It is cold.", **fields)
         usage = answer.usage
@@ -247,6 +274,26 @@ def test_counted_tokens_are_those_of_the_prompt(scripted: Scripted) -> None:
             assert usage.input_tokens <= scripted.server.engine.limits.page_size
     more = scripted.client.messages.count_tokens(**fields | {"system": "Be very brief."})
     assert more.input_tokens == counted + len("very ")
+
+
+def test_a_client_that_runs_tools(scripted: Scripted) -> None:
+    @beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city.
+
+        Args:
+            city: Its name.
+        """
+        scripted.device.speak("It is cold.")
+        return f"12 degrees in {city}"
+
+    scripted.device.speak(WRITERS["hermes"](MESSAGES["text and call"]))
+    call, answer = scripted.client.beta.messages.tool_runner(**BODY, tools=[weather])
+    assert [block.type for block in call.content] == ["text", "tool_use"]
+    assert [block.text for block in answer.content if block.type == "text"] == ["It is cold."]
+    known = [slot.token_ids for slot in scripted.device.fake.slots.values()]
+    texts = [bytes(token for token in token_ids if token < 256) for token_ids in known]
+    assert any(b"<tool_response>\n12 degrees in Oslo" in text for text in texts)
 
 
 def test_the_requests_of_an_agent(scripted: Scripted) -> None:
