@@ -23,8 +23,8 @@ def test_both_apis_answer_the_same(client: OpenAI, anthropic: Anthropic, model: 
     theirs = client.chat.completions.create(
         model=model, messages=CHAT, temperature=0, max_tokens=24
     )
-    fields: dict[str, Any] = {"model": model, "messages": CHAT}
-    greedy: dict[str, Any] = {"max_tokens": 24, "extra_body": {"temperature": 0}}
+    fields: Any = {"model": model, "messages": CHAT}
+    greedy: Any = {"max_tokens": 24, "extra_body": {"temperature": 0}}
     whole = anthropic.messages.create(**fields, **greedy)
     with anthropic.messages.stream(**fields, **greedy) as stream:
         text = "".join(stream.text_stream)
@@ -41,7 +41,7 @@ def test_both_apis_answer_the_same(client: OpenAI, anthropic: Anthropic, model: 
 
 
 def test_a_begun_answer_is_continued(anthropic: Anthropic, model: str) -> None:
-    begun = {"role": "assistant", "content": "The capital of France is"}
+    begun: Any = {"role": "assistant", "content": "The capital of France is"}
     answer = anthropic.messages.create(
         model=model,
         messages=[*CHAT, begun],

@@ -25,7 +25,7 @@ TOOLS: list[Any] = [
     {"name": "clock", "input_schema": NOTHING},
 ]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
-BODY: dict[str, Any] = {"model": "scripted", "max_tokens": 500, "messages": QUESTION}
+BODY: Any = {"model": "scripted", "max_tokens": 500, "messages": QUESTION}
 THOUGHTS = WRITERS["hermes"](MESSAGES["thoughts"])
 CALLS = WRITERS["hermes"](MESSAGES["two calls"])
 
@@ -193,8 +193,8 @@ def test_required_calls_are_enforced(scripted: Scripted, thinks: bool) -> None:
         ({"type": "any"}, {"weather", "clock"}),
         ({"type": "tool", "name": "clock"}, {"clock"}),
     ):
-        choice["disable_parallel_tool_use"] = True
-        found = scripted.answer(text, tool_choice=choice)
+        one = {**choice, "disable_parallel_tool_use": True}
+        found = scripted.answer(text, tool_choice=one)
         *thoughts, (name, _) = said(found)
         assert name in names and found.stop_reason == "tool_use"
         assert thoughts == ([("thinking", "well")] if thinks else [])
@@ -230,7 +230,7 @@ def test_counted_tokens_are_those_of_the_prompt(scripted: Scripted) -> None:
     call = first.content[1]
     assert call.type == "tool_use"
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
-    fields: dict[str, Any] = {
+    fields: Any = {
         "model": "scripted",
         "messages": [*QUESTION, first.to_param(), {"role": "user", "content": [result]}],
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
@@ -303,21 +303,22 @@ def test_the_requests_of_an_agent(scripted: Scripted) -> None:
     scripted.device.speak("Done.")
     counts: list[int] = []
     for number in range(2):
-        with scripted.client.beta.messages.stream(
-            model="scripted",
-            max_tokens=32000,
-            betas=["claude-code-20250219", "not-known-2030-01-01"],
-            system=[
+        body: Any = {
+            "model": "scripted",
+            "max_tokens": 32000,
+            "betas": ["claude-code-20250219", "not-known-2030-01-01"],
+            "system": [
                 {"type": "text", "text": billing.format(number)},
                 {"type": "text", "text": "You are an agent." * 9, **mark},
             ],
-            messages=[{"role": "user", "content": [{"type": "text", "text": "Go.", **mark}]}],
-            tools=[{**TOOLS[0], **mark, "eager_input_streaming": True}],
-            thinking={"type": "adaptive"},
-            metadata={"user_id": "user_1"},
-            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            output_config={"effort": "high"},
-        ) as stream:
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Go.", **mark}]}],
+            "tools": [{**TOOLS[0], **mark, "eager_input_streaming": True}],
+            "thinking": {"type": "adaptive"},
+            "metadata": {"user_id": "user_1"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "high"},
+        }
+        with scripted.client.beta.messages.stream(**body) as stream:
             answer = stream.get_final_message()
         assert [block.type for block in answer.content] == ["text"]
         counts.append(answer.usage.input_tokens)
