@@ -274,6 +274,8 @@ def test_counted_tokens_are_those_of_the_prompt(scripted: Scripted) -> None:
             assert usage.input_tokens <= scripted.server.engine.limits.page_size
     more = scripted.client.messages.count_tokens(**fields | {"system": "Be very brief."})
     assert more.input_tokens == counted + len("very ")
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content is required"):
+        scripted.client.messages.count_tokens(**fields | {"messages": [{"role": "user"}]})
 
 
 def test_a_client_that_runs_tools(scripted: Scripted) -> None:
@@ -397,8 +399,9 @@ def test_keys_and_paths(scripted: Scripted) -> None:
     assert caught.value.type == "authentication_error"
     with Anthropic(base_url=scripted.server.url, auth_token="secret", max_retries=0) as bearer:
         assert bearer.messages.count_tokens(model="scripted", messages=QUESTION).input_tokens
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(anthropic.NotFoundError) as missing:
             bearer.messages.batches.list()
+        assert missing.value.error_code == "not_found"  # OpenAI's form has no details
 
 
 def test_a_failure_midway_is_an_event(scripted: Scripted) -> None:
