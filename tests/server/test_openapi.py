@@ -84,7 +84,8 @@ def test_errors_are_described():
                 "text/event-stream" in operation["responses"]["200"]["content"]
             )
         assert ("401" in statuses) == (path not in ("/health", "/ping", "/ready"))
-        assert operation["security"] == ([{"apiKey": []}] if "401" in statuses else [])
+        keys = [{"apiKey": []}, {"anthropicKey": []}]
+        assert operation["security"] == (keys if "401" in statuses else [])
 
 
 def test_without_a_key_nothing_is_secured():

@@ -123,8 +123,10 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2]
 
 
-def _user(blocks: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def _user(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Messages of the user, and of each tool, in the order of the blocks."""
+    if not blocks:
+        yield {"role": "user", "content": ""}
     for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultInput)):
         if not is_result:
             yield {"role": "user", "content": _content([block.text for block in group])}

@@ -189,8 +189,9 @@ def openapi_document(
         "info": {
             "title": "jaxinfer",
             "version": VERSION,
-            "description": "OpenAI's endpoints over one model. A field that is null counts as "
-            "absent. Unknown fields are ignored unless the server runs with --strict-fields.",
+            "description": "OpenAI's endpoints and Anthropic's over one model. A field that is "
+            "null counts as absent. Unknown fields are ignored unless the server runs with "
+            "--strict-fields.",
         },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
@@ -206,12 +207,19 @@ def openapi_document(
                     "type": "http",
                     "scheme": "bearer",
                     "description": "One of the server's --api-key values, if it has any.",
-                }
+                },
+                "anthropicKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same, as Anthropic's clients send it.",
+                },
             },
         },
     }
 
 
+_KEYS = ("apiKey", "anthropicKey")  # either
 _REF = "#/components/schemas/{name}"
 
 
@@ -285,7 +293,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
                 for status in sorted(errors)
             },
         },
-        "security": [{"apiKey": []}] if secured and 401 in errors else [],
+        "security": [{name: []} for name in _KEYS] if secured and 401 in errors else [],
     }
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _json(operation.request)}
