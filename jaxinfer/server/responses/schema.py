@@ -202,7 +202,8 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Tools 
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("name", "description", "parameters", "strict")
+    """Without ``strict``, which the model's prompt would have for no purpose."""
+    names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
 

@@ -27,7 +27,7 @@ from jaxinfer.server.responses.store import StoredResponse, Turn
 from jaxinfer.server.responses.writer import ResponseWriter
 from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, json_response
 from jaxinfer.server.routes.generation import chat_reading, open_answer
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt
 
 
@@ -43,9 +43,12 @@ async def create(call: Call) -> ASGIApp:
             "background responses are stored, and this server stores none; start it with "
             "--max-stored-responses, or leave background out",
         )
-    chat = request.chat(
-        before.conversation() if before is not None else (),
-        knows_developer=_knows_developer(service, request),
+    chat = await run_off_loop(
+        lambda: request.chat(
+            before.conversation() if before is not None else (),
+            knows_developer=_knows_developer(service, request),
+        ),
+        call.is_small and before is None,
     )
     if request.truncation == "auto":
         chat, prompt = await _fitting(service, chat)
@@ -137,7 +140,7 @@ def _turn_before(service: Service, response_id: str | None) -> Turn | None:
 def _knows_developer(service: Service, request: ResponsesRequest) -> bool:
     """True if the chat template has a role for developers."""
     template = service.config.chat_template
-    return "developer" in service.tokenizer.get_chat_template(template, request.tools)
+    return "developer" in service.tokenizer.get_chat_template(template, request.tools or None)
 
 
 async def _fitting(
