@@ -42,10 +42,14 @@ PATHS = {
 }
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 WITH_BODY = [path for path, method in PATHS.items() if method == "POST" and "{" not in path]
-# 26 valid and 26 invalid requests for each path with a body, 5 for the others: 300 in all; 2,100 at
-# night
+# 26 valid and 26 invalid requests for each path with a body, 12 for those of Anthropic's API, which
+# are chats too, and 5 for the others: 400 in all; 2,800 at night
 CASES = [
-    *((path, mode, 26) for path in WITH_BODY for mode in GenerationMode),
+    *(
+        (path, mode, 12 if path.startswith("/v1/messages") else 26)
+        for path in WITH_BODY
+        for mode in GenerationMode
+    ),
     *((path, POSITIVE, 5) for path in PATHS if path not in WITH_BODY),
 ]
 NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
