@@ -280,6 +280,8 @@ BODIES = {  # bodies that get 200
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {**CHAT, "max_tokens": 1},
+    "/v1/messages/count_tokens": CHAT,
 }
 
 
