@@ -296,11 +296,24 @@ def test_a_failure_in_a_stream_is_an_event(scripted: Scripted) -> None:
     last = events[-1]
     assert last.type == "response.failed" and last.response.status == "failed"
     assert "0.2 s" in last.response.error.message
+    assert last.response.error.code == "server_error"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     scripted.server.wait_until_idle()
     with scripted.device.held(after=0), pytest.raises(openai.APIStatusError) as caught:
         scripted.answer("x", stream=True, extra_body={"timeout": 0.1})
     assert caught.value.status_code == 408
+
+
+def test_a_response_that_the_server_ends(scripted: Scripted) -> None:
+    """As after SIGTERM, and with ``mode=abort`` of the admin routes."""
+    with scripted.device.held(after=20):
+        stream = scripted.answer("x" * 100, stream=True)
+        next(stream)
+        scripted.server.loop.call_soon_threadsafe(scripted.server.service.stop_all)
+        last = list(stream)[-1]
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert last.response.output[0].status == "incomplete"
+    scripted.server.wait_until_idle()
 
 
 def test_a_background_response(scripted: Scripted) -> None:

@@ -110,7 +110,7 @@ class MessagesWriter(Writer[MessagesChat]):
                 return MessageEnd(stop_reason=reason, stop_sequence=last.stop_reason)
             case FinishReason.STOP:
                 return MessageEnd(stop_reason=MessageStopReason.END_TURN)
-            case FinishReason.LENGTH if answer.num_tokens == answer.max_tokens:
+            case FinishReason.LENGTH if answer.num_tokens == answer.sampling.max_tokens:
                 return MessageEnd(stop_reason=MessageStopReason.MAX_TOKENS)
             case FinishReason.LENGTH:
                 return MessageEnd(stop_reason=MessageStopReason.CONTEXT)

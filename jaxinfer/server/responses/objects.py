@@ -26,7 +26,7 @@ class _Object(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class _Typed(_Object, frozen=True, kw_only=True, tag_field="type"):
-    """A struct whose field ``type`` tells it from others."""
+    """A struct whose field ``type`` names its kind."""
 
 
 # parts of items

@@ -125,7 +125,7 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
     def fail(self, error: ApiError) -> None:
         """Write the last events of a response that cannot be completed."""
         self.begin()
-        code = "invalid_prompt" if error.status < 500 else "server_error"
+        code = "invalid_prompt" if error.status == 400 else "server_error"
         self._end(Status.FAILED, error=ResponseError(code=code, message=error.message))
 
     def take(self) -> bytes:

@@ -181,7 +181,7 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     if (form := request.form()) is not None:
         call.form_field = form.field
-    sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
+    sampling = limit_max_tokens(sampling, service.loaded.max_new_tokens)
     if isinstance(request, ChatCompletionRequest):
         sampling = _constrained(call, sampling, request, reading)
     prompts = [
@@ -191,7 +191,7 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
-        model=request.model or service.model_names[0],
+        model=service.model_names[0],
         fingerprint=f"jaxinfer-{VERSION}",
         role=config.response_role,
         sends_usage=request.sends_usage or config.enable_force_include_usage,
@@ -205,4 +205,5 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
         reading=reading,
     )
     writer = make_writer(context, request, prompts)
-    return service.open(context.request_id, call.route, prompts, sampling, request), writer
+    answer = service.open(context.request_id, call.route, prompts, sampling, request, call.caller)
+    return answer, writer

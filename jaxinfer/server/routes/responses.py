@@ -187,7 +187,7 @@ def _begun(service: Service, request: ResponsesRequest) -> ResponseObject:
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         metadata=request.metadata,
-        model=request.model or service.model_names[0],
+        model=service.model_names[0],
         parallel_tool_calls=request.parallel_tool_calls,
         previous_response_id=request.previous_response_id,
         reasoning={"effort": request.reasoning.effort, "summary": request.reasoning.summary},
