@@ -15,8 +15,8 @@ from msgspec import UNSET, Raw
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from jaxinfer.server.openai.openapi import OPERATIONS
 from jaxinfer.server.routes.endpoint import MEDIA_TYPE
+from jaxinfer.server.routes.openapi import OPERATIONS
 
 MAX_SHOWN = 200  # characters of a wrong value in a message
 
