@@ -47,7 +47,7 @@ _GROUPS = (
     "-i",
     "--input-file",
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Requests: a JSON object a line, of custom_id, method, url and body.",
 )
@@ -84,22 +84,34 @@ def run_batch(
 
     log = log_settings(server_config)
     log_to(sys.stderr, log, {SERVER_LOGGER: log.number})
-    with input_file.open("rb") as source, written_whole(output_file) as target:
+    lines = _lines(input_file)
+    with written_whole(output_file) as target:
         describe(settings, engine_config, server_config)
-        counts = _run(engine_config, server_config, source, target)
+        counts = _run(engine_config, server_config, lines, target)
     click.echo(f"{counts.total} requests, {counts.failed} of them failed: {output_file}", err=True)
     ctx.exit(1 if counts.failed else 0)
 
 
+def _lines(path: Path) -> list[bytes]:
+    """The lines of the input, which may be a pipe; raises ``ConfigError`` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.readlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; choose another --input-file"
+        ) from error
+
+
 def _run(
-    engine_config: EngineConfig, server_config: ServerConfig, source: BinaryIO, target: BinaryIO
+    engine_config: EngineConfig, server_config: ServerConfig, lines: list[bytes], target: BinaryIO
 ) -> BatchCounts:
     import asyncio  # here, as the engine's process is to begin before other imports
 
     counts: list[BatchCounts] = []
 
     def run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
-        counts.append(asyncio.run(_batch(engine_config, server_config, start, source, target)))
+        counts.append(asyncio.run(_batch(engine_config, server_config, start, lines, target)))
 
     with_engine(engine_config, server_config, run)
     return counts[0]
@@ -109,7 +121,7 @@ async def _batch(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     start: Start,
-    source: BinaryIO,
+    lines: list[bytes],
     target: BinaryIO,
 ) -> BatchCounts:
     import asyncio
@@ -127,7 +139,6 @@ async def _batch(
     configure_logging(sys.stderr, log)
     service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
     progress = progress_on(sys.stderr) if sys.stderr.isatty() else logged_progress(log)
-    lines = source.readlines()
     async with loaded(engine_config, start, service):
         with progress.task("batch", len(lines), "requests") as advance:
             return await answer_lines(

@@ -62,6 +62,12 @@ def test_output_appears_whole_or_not_at_all(
     assert {path.name for path in folder.iterdir()} == NAMES
 
 
+def test_input_that_is_missing_is_named(folder: Path) -> None:
+    result = run_files(folder / "none.jsonl", folder / "answers.jsonl")
+    assert result.exit_code == 1 and "choose another --input-file" in result.stderr
+    assert not (folder / "answers.jsonl").exists()
+
+
 def test_output_is_checked_before_the_model_is_loaded(folder: Path) -> None:
     (folder / "answers.jsonl").mkdir()
     assert run(folder).exit_code == 2

@@ -108,6 +108,8 @@ def test_responses_are_the_server_s() -> None:
         "chat": ("/v1/chat/completions", CHAT),
         "plain": ("/v1/generate", {"prompt": "ab", "max_tokens": 3, "temperature": 0}),
         "tokens": ("/inference/v1/generate", {"token_ids": [1, 2]}),
+        "responses": ("/v1/responses", {"input": "ab", "max_output_tokens": 3, "temperature": 0}),
+        "messages": ("/v1/messages", {**CHAT, "model": "tiny-llama"}),
         "wrong": ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
         "unknown": ("/v1/completions", {"prompt": "a", "model": "other"}),
     }
@@ -124,7 +126,7 @@ def test_responses_are_the_server_s() -> None:
         return counts, written
 
     counts, written = asyncio.run(run())
-    assert counts == BatchCounts(total=6, failed=2)
+    assert counts == BatchCounts(total=8, failed=2)
     found = {one["custom_id"]: one["response"] for one in map(json.loads, written)}
     assert [*found] == [*requests]
     with serving(tiny_engine()) as server:
@@ -136,4 +138,5 @@ def test_responses_are_the_server_s() -> None:
 
 def essence(body: dict[str, Any]) -> dict[str, Any]:
     """A response without what differs from call to call."""
-    return {name: body[name] for name in ("choices", "text", "token_ids", "error") if name in body}
+    names = ("choices", "text", "token_ids", "content", "usage", "error")
+    return {name: body[name] for name in names if name in body}
