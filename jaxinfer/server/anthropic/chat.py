@@ -63,14 +63,16 @@ def chat_messages(
 ) -> tuple[dict[str, Any], ...]:
     """The messages of the chat. Neighbouring messages of one role are one turn."""
     chat: list[dict[str, Any]] = []
-    if system:
-        chat += _system(_blocks(system))
+    if system and (content := _system(_blocks(system))):
+        chat.append({"role": "system", "content": content})
     for kind, turn in groupby(messages, type):
         blocks = [block for message in turn for block in _blocks(message.content)]
         if kind is AssistantInput:
             chat.append(_assistant(blocks))
+        elif kind is UserInput:
+            chat += _user(blocks)
         else:
-            chat += _user(blocks) if kind is UserInput else _system(blocks)
+            chat.append({"role": "system", "content": _system(blocks)})
     return tuple(chat)
 
 
@@ -111,10 +113,9 @@ def _blocks[B](content: str | Sequence[B]) -> Sequence[B | TextInput]:
     return [TextInput(text=content)] if isinstance(content, str) else content
 
 
-def _system(blocks: Iterable[Any]) -> list[dict[str, Any]]:
+def _system(blocks: Iterable[Any]) -> str | list[dict[str, str]]:
     texts = [_without_billing(block.text) for block in blocks]
-    content = _content([text for text in texts if text])
-    return [{"role": "system", "content": content}] if content else []
+    return _content([text for text in texts if text])
 
 
 def _without_billing(text: str) -> str:

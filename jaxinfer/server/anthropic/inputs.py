@@ -6,13 +6,15 @@ by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import INT32_MAX
-from jaxinfer.server.openai.fields import one_of
+from jaxinfer.server.openai.fields import RequestPart, one_of
 
 NO_EFFECT = Meta(description="Accepted, without an effect.")
 
@@ -110,7 +112,7 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     cache_control: Annotated[Any, NO_EFFECT] = None
 
 
-class ToolChoiceInput(msgspec.Struct, frozen=True, kw_only=True):
+class ToolChoiceInput(RequestPart, frozen=True, kw_only=True):
     """Which tools the answer may or must call."""
 
     type: Annotated[
@@ -123,7 +125,7 @@ class ToolChoiceInput(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class ThinkingInput(msgspec.Struct, frozen=True, kw_only=True):
+class ThinkingInput(RequestPart, frozen=True, kw_only=True):
     """Whether the model thinks before it answers."""
 
     type: Annotated[
@@ -143,15 +145,17 @@ class ThinkingInput(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+class OutputFormat(RequestPart, frozen=True, kw_only=True):
     """The form of the answer's text."""
 
     type: Annotated[Annotated[str, one_of("json_schema")], Meta(description="The only kind.")]
     schema: Annotated[dict[str, Any], Meta(description="The JSON schema.")]
 
 
-class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+class OutputConfig(RequestPart, frozen=True, kw_only=True):
     """Effort and form of the answer."""
+
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType({"format": OutputFormat})
 
     effort: Annotated[
         Annotated[str, one_of("low", "medium", "high", "xhigh", "max")] | None,

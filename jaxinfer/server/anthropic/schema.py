@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -30,6 +31,7 @@ from jaxinfer.server.openai.fields import (
     CacheSalt,
     Neutral,
     Priority,
+    RequestPart,
     StopString,
     bounds,
     field_error,
@@ -56,6 +58,13 @@ class CountTokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
 
     unsupported: ClassVar[Neutral] = UNSUPPORTED
     ignored: ClassVar[tuple[str, ...]] = IGNORED
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType(
+        {
+            "tool_choice": ToolChoiceInput,
+            "thinking": ThinkingInput,
+            "output_config": OutputConfig,
+        }
+    )
 
     messages: Annotated[
         tuple[InputMessage, ...],

@@ -119,12 +119,16 @@ class RequestedTokens(NamedTuple):
     num_tokens: int
 
 
-class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request."""
+class RequestPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request, or an object in it. A field that is null counts as absent."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
-    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType({})  # fields with fields
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType({})  # fields with fields
+
+
+class AnyRequest(RequestPart, frozen=True, kw_only=True):
+    """The body of a request."""
 
     model: str | None = None
 

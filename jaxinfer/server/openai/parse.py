@@ -12,7 +12,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import AnyRequest, StreamOptions, field_error, pattern_text
+from jaxinfer.server.openai.fields import (
+    AnyRequest,
+    RequestPart,
+    StreamOptions,
+    field_error,
+    pattern_text,
+)
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17
@@ -148,7 +154,7 @@ def _is_encodable(value: Any) -> bool:
     return True
 
 
-def _prepared(given: dict[str, Any], kind: type[AnyRequest], path: str = "") -> dict[str, Any]:
+def _prepared(given: dict[str, Any], kind: type[RequestPart], path: str = "") -> dict[str, Any]:
     """The fields that are not null, with integers; refuses fields that are not supported."""
     _refuse_unsupported(given, kind, path)
     fields = {name: _with_integers(value) for name, value in given.items() if value is not None}
@@ -158,7 +164,7 @@ def _prepared(given: dict[str, Any], kind: type[AnyRequest], path: str = "") -> 
     return fields
 
 
-def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest], path: str) -> None:
+def _refuse_unsupported(given: dict[str, Any], kind: type[RequestPart], path: str) -> None:
     for name, neutral in kind.unsupported.items():
         # the types too, since 1 == True
         same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
@@ -178,7 +184,7 @@ def _with_integers(value: Any, num_levels: int = 2) -> Any:
     return cast("Any", value)
 
 
-def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> list[str]:
+def _unknown(fields: dict[str, Any], kind: type[RequestPart]) -> list[str]:
     """The names of fields that no struct has, sorted."""
     known = {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
     names = [name for name in fields if name not in known]

@@ -22,6 +22,7 @@ from jaxinfer.server.openai.fields import (
     Priority,
     RequestedTokens,
     RequestId,
+    RequestPart,
     StreamOptions,
     TokenId,
     bounds,
@@ -200,7 +201,7 @@ class TokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
         }
     )
     ignored: ClassVar[tuple[str, ...]] = IGNORED
-    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType(
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType(
         {"sampling_params": TokenSamplingParams}
     )
 

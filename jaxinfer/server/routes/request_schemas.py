@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.core.request import INT32_MAX
-from jaxinfer.server.openai.fields import AnyRequest
+from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
     ChatCompletionRequest,
@@ -21,7 +21,7 @@ from jaxinfer.server.responses.items import ROLES
 from jaxinfer.server.responses.schema import ResponsesRequest
 
 
-def complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
+def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequence[str]) -> None:
     """Add to a request's schema the rules that its types do not express, in place."""
     properties: dict[str, Any] = schema["properties"]
     if request is CompletionRequest:
@@ -41,7 +41,7 @@ def complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence
         properties["tool_choice"]["anyOf"] = _tool_choices()
     if request is ResponsesRequest:
         _complete_responses(properties)
-    if models:
+    if models and "model" in properties:
         properties["model"]["anyOf"][0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
         properties[name] = _or_null(properties[name])
