@@ -91,6 +91,7 @@ def write_heads_config(
     if "kv_lora_rank" not in config:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     else:
         rank, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
         key_dim, value_dim = config["qk_nope_head_dim"] + rope_dim, config["v_head_dim"]

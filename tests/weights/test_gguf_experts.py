@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file
 
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.models import forward
+from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
@@ -21,71 +25,11 @@ from kit.checkpoints import (
     Tensors,
     built_arrays,
     random_hf_tensors,
-    tiny_llama_config,
-    tiny_qwen3_moe_config,
     write_gguf,
 )
+from kit.gguf_experts import CASES, CONFIGS, TOKEN_IDS, write_case
 from pallas_kernels.quantised import dequantised, quantised
 
-YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 64}
-DEEPSEEK = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "head_dim": None,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "routed_scaling_factor": 1.5,
-    "norm_topk_prob": False,
-    "scoring_func": "softmax",
-    "topk_method": "greedy",
-    "n_group": 1,
-    "topk_group": 1,
-    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    "tie_word_embeddings": False,
-}
-CONFIGS = {
-    "qwen3_moe": tiny_qwen3_moe_config(),
-    "mixtral": tiny_llama_config(
-        architectures=["MixtralForCausalLM"],
-        model_type="mixtral",
-        num_local_experts=5,
-        num_experts_per_tok=2,
-    ),
-    "gpt_oss": tiny_llama_config(
-        architectures=["GptOssForCausalLM"],
-        model_type="gpt_oss",
-        head_dim=32,
-        num_local_experts=5,
-        num_experts_per_tok=2,
-        sliding_window=16,
-        rope_scaling=YARN | {"truncate": False},
-        attention_bias=True,
-    ),
-    "deepseek_v2": tiny_llama_config(
-        architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", **DEEPSEEK
-    ),
-    "deepseek_v3": tiny_llama_config(
-        architectures=["DeepseekV3ForCausalLM"],
-        model_type="deepseek_v3",
-        **DEEPSEEK
-        | {
-            "q_lora_rank": 32,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-            "norm_topk_prob": True,
-            "n_group": 3,
-            "topk_group": 2,
-            "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
-}
 # Matrices hold only 0 and these numbers with both signs, which the type stores without loss.
 EXACT = {Type.BF16: 0.125, Type.Q8_0: 127 / 1024, Type.MXFP4: 6 / 64}
 
@@ -196,3 +140,18 @@ def test_tensors_that_do_not_belong_together(
         tensors[tensor] = replace(tensors[tensor], shape=shape)
     with pytest.raises(CheckpointError, match=message):
         GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, None))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
+    golden = load_file(Path(__file__).parents[1] / "golden" / "data" / "gguf_experts.safetensors")
+    checkpoint = open_gguf(write_case(tmp_path, name))
+    model = build_model(checkpoint.hf_config, "float32")
+    leaves = {
+        path: jnp.asarray(array)
+        for planned in plan_params(model, checkpoint)
+        for path, array in planned.whole(checkpoint, default_placement()).items()
+    }
+    logits = np.asarray(forward(model, nested(leaves), TOKEN_IDS))[-1]
+    np.testing.assert_allclose(logits, golden[name], atol=1e-4)  # they are up to 8

@@ -210,8 +210,11 @@ def _gpt_oss(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("attention.sliding_window_pattern", 2, alternating)
     config = _decoder(meta)
     meta.only("rope.freq_base_swa", config["rope_theta"])
-    if config["rope_scaling"] is not None:
-        config["rope_scaling"] |= {"truncate": False}
+    # OpenAI's code does not round the bounds of YaRN's ramp, which llama.cpp does.
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling |= {"truncate": False}
+    config["rope_scaling"] = scaling
     architecture = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     return config | experts | architecture | {"attention_bias": True}
 
