@@ -170,11 +170,28 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind = self.scalar(GGUFValueType.UINT32)
         count = self.scalar(GGUFValueType.UINT64)
+        if kind == GGUFValueType.STRING:
+            return self._strings(count)
         layout = _SCALARS.get(kind)
         if layout is None:
             return [self.value(kind) for _ in range(count)]
         raw = self._take(count * layout.size)
         return np.frombuffer(raw, np.dtype(layout.format)).tolist()
+
+    def _strings(self, count: int) -> list[str]:
+        """As ``string``, without its calls: a vocabulary and its merges are 300,000 strings."""
+        data, position, strings = self._data, self.position, []
+        length_at = _SCALARS[GGUFValueType.UINT64].unpack_from
+        for _ in range(count):
+            (length,) = length_at(data, position)
+            start = position + 8
+            position = start + length
+            raw = data[start:position]
+            if len(raw) != length:
+                raise struct.error("file ends early")
+            strings.append(raw.decode("utf-8", "replace"))
+        self.position = position
+        return strings
 
     def _take(self, count: int) -> bytes:
         end = self.position + count
