@@ -79,12 +79,14 @@ _OLMO2 = replace(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 )
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
+_EXPERTS = MappingProxyType(
+    {
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{}.up_proj",
+        "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }
+)
 _QWEN3_MOE = replace(_DECODER, layer={**_DECODER.layer, **_EXPERTS})
 _MIXTRAL = replace(
     _LLAMA,
