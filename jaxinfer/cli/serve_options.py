@@ -57,6 +57,11 @@ GROUPS = (
                 secret=True,
             ),
             Setting(
+                "api_key_file",
+                text,
+                "Keys, one a line, with a name after it if wanted; read again on SIGHUP.",
+            ),
+            Setting(
                 "admin_api_key",
                 texts,
                 "Keys for /pause, /update_weights, /sleep and the like.",
@@ -66,6 +71,7 @@ GROUPS = (
             Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
             Setting("allowed_headers", texts, "CORS headers, as a JSON list."),
             Setting("allow_credentials", boolean, "CORS with cookies."),
+            Setting("ui", boolean, "The page at /, a console for the browser."),
         ),
     ),
     Group(
@@ -79,6 +85,8 @@ GROUPS = (
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
             Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
             Setting("max_tap_bytes", size, "Most bytes of activations in an answer."),
+            Setting("max_stored_responses", size, "Responses kept for later requests; 0: none."),
+            Setting("max_stored_response_bytes", size, "Most bytes of the kept responses."),
             Setting("strict_fields", boolean, "Refuse requests with unknown fields."),
         ),
     ),
@@ -104,6 +112,17 @@ GROUPS = (
         (
             Setting("disable_frontend_multiprocessing", boolean, "Engine and HTTP in one process."),
             Setting("enable_log_requests", boolean, "Log each request, without its text."),
+            Setting("max_log_len", size, "Log up to so many characters of its prompts as well."),
+            Setting("otlp_traces_endpoint", text, "An OpenTelemetry collector that gets traces."),
+            Setting(
+                "otlp_traces_protocol",
+                text,
+                "grpc or http/protobuf.",
+                environment=(
+                    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+                    "OTEL_EXPORTER_OTLP_PROTOCOL",
+                ),
+            ),
             Setting("disable_uvicorn_access_log", boolean, "No access log."),
             Setting("log_format", text, "text for people, or json: one object a line."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
@@ -128,6 +147,7 @@ GROUPS = (
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", boolean, "No effect."),
             Setting("disable_log_stats", boolean, "No effect."),
+            Setting("collect_detailed_traces", texts, "No effect: spans have every time."),
             Setting("enable_auto_tool_choice", boolean, "No effect: always on."),
             Setting("enable_prompt_tokens_details", boolean, "No effect: always on."),
             Setting("enable_request_id_headers", boolean, "No effect: always on."),
@@ -142,7 +162,6 @@ REFUSED = (
     Setting("lora_modules", texts, ""),
     Setting("max_loras", integer, ""),
     Setting("max_lora_rank", integer, ""),
-    Setting("otlp_traces_endpoint", text, ""),
     Setting("best_of", integer, ""),
     Setting("swap_space", number, ""),
     Setting("num_scheduler_steps", integer, ""),

@@ -37,13 +37,20 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-PATHS = {path.replace(":path}", "}"): method for method, path in ROUTES}
+PATHS = {
+    path.replace(":path}", "}"): method for method, path in ROUTES if method in ("GET", "POST")
+}
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
-# 26 valid and 26 invalid requests for each path with a body, 5 for the others: 300 in all; 2,100 at
-# night
+WITH_BODY = [path for path, method in PATHS.items() if method == "POST" and "{" not in path]
+# 26 valid and 26 invalid requests for each path with a body, 12 for those of Anthropic's API, which
+# are chats too, and 5 for the others: 400 in all; 2,800 at night
 CASES = [
-    *((path, mode, 26) for path in PATHS if PATHS[path] == "POST" for mode in GenerationMode),
-    *((path, POSITIVE, 5) for path in PATHS if PATHS[path] == "GET"),
+    *(
+        (path, mode, 12 if path.startswith("/v1/messages") else 26)
+        for path in WITH_BODY
+        for mode in GenerationMode
+    ),
+    *((path, POSITIVE, 5) for path in PATHS if path not in WITH_BODY),
 ]
 NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
 LEAST_ACCEPTED = 0.7  # of the requests that the document allows: a prompt may still be too long
@@ -94,6 +101,8 @@ def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> Non
         checks = [*CHECKS, *([negative_data_rejection] if has_wrong_body(case) else [])]
         if not has_wrong_body(case) and isinstance(case.body, dict):
             reconcile(case.body)
+            if path.startswith("/v1/messages"):
+                reconcile_turns(case.body)
         response = case.call(base_url=server.url, session=session, timeout=SECONDS)
         statuses[response.status_code] += 1
         case.validate_response(response, checks=checks)
@@ -101,7 +110,7 @@ def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> Non
     with requests.Session() as session:
         session.trust_env = False  # no proxy of the environment
         send()
-    if mode is POSITIVE and PATHS[path] == "POST":
+    if mode is POSITIVE and path in WITH_BODY:
         assert statuses[200] >= LEAST_ACCEPTED * statuses.total(), statuses
 
 
@@ -138,6 +147,36 @@ def reconcile(body: dict[str, Any]) -> None:
         body["add_generation_prompt"] = False
         body.pop("chat_template", None)  # of random text, without the message
     body.pop("min_tokens", None)
+    if "input" in body:
+        reconcile_items(body)
+
+
+def reconcile_turns(body: dict[str, Any]) -> None:
+    """The same for ``/v1/messages``, whose prompts are not cut to fit the context."""
+    body.pop("tool_choice", None)
+    last = {"role": "user", "content": "x"}  # earlier calls do not end the conversation
+    body["messages"] = [*body["messages"][:1], last]
+    body["tools"] = (body.get("tools") or [])[:1]
+    if body.get("thinking"):
+        body["thinking"]["budget_tokens"] = 1
+
+
+def reconcile_items(body: dict[str, Any]) -> None:
+    """The same for ``/v1/responses``."""
+    for name in (
+        "previous_response_id",
+        "text",
+        "tool_choice",
+        "top_logprobs",
+        "logprob_token_ids",
+    ):
+        body.pop(name, None)
+    body |= {"store": True, "truncation": "auto"}
+    if body.get("max_output_tokens"):
+        body["max_output_tokens"] = min(body["max_output_tokens"], 8)
+    for item in body["input"] if isinstance(body["input"], list) else ():
+        if "arguments" in item:
+            item["arguments"] = "{}"
 
 
 def fit(body: dict[str, Any]) -> None:

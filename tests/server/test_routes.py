@@ -32,7 +32,8 @@ KEY = "sesame"
 ORIGIN = "https://example.org"
 ALL_ROUTES = [(method, path.replace("{model:path}", "tiny-llama")) for method, path in ROUTES]
 METHODS = {path: {one for one, other in ALL_ROUTES if other == path} for _, path in ALL_ROUTES}
-TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path != "/ping"]
+WITHOUT_BODY = ("/ping", "/v1/responses/{response_id}/cancel")
+TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path not in WITHOUT_BODY]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ def test_settings(guarded: Serving) -> None:
         first = answer["choices"][0]["logprobs"]["content"][0]["token"]
         assert first.startswith("token_id:")
         named = client.post(CHATS, json={**CHAT, **GREEDY, "model": "two"}).json()
-        assert named["model"] == "two"
+        assert named["model"] == "tiny/one"  # as in vLLM, whichever name a request has
         fields = {**CHAT, **GREEDY, "return_tokens_as_token_ids": False, "logprobs": True}
         own = client.post(CHATS, json=fields).json()["choices"][0]["logprobs"]["content"]
         assert not own[0]["token"].startswith("token_id:")
@@ -190,6 +191,17 @@ def test_settings(guarded: Serving) -> None:
         unknown = error_of(client.post(CHATS, json={**CHAT, "colour": 1, "depth": 2}), 400)
         assert unknown["param"] == "colour" and "colour, depth" in unknown["message"]
         assert client.get("/openapi.json").json()["paths"]["/stats"]["get"]["security"]
+
+
+def test_generation_config_over_the_models() -> None:
+    overrides = {"max_new_tokens": 3, "temperature": 0.0}
+    fields = {"prompt": "hello", "ignore_eos": True}
+    with serving(tiny_engine(), override_generation_config=overrides) as server:
+        answers = [ask(server, COMPLETIONS, **fields, seed=seed) for seed in range(4)]
+        usage = ask(server, COMPLETIONS, **fields, max_tokens=9, temperature=1.0)["usage"]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {3}
+    assert usage["completion_tokens"] == 3
 
 
 def chunks(response: httpx.Response) -> list[Any]:
@@ -254,7 +266,7 @@ def test_other_methods(server: Serving, method: str, path: str) -> None:
         assert METHODS[path] <= set(response.headers["allow"].split(", "))
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1//models", "/healthz"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/embeddings", "/v1//models", "/healthz"])
 def test_other_paths(server: Serving, path: str) -> None:
     for method in ("GET", "POST"):
         assert error_of(send(server, method, path), 404)["code"] == "not_found"
@@ -267,7 +279,15 @@ BODIES = {  # bodies that get 200
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {"max_tokens": 1}},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {**CHAT, "max_tokens": 1},
+    "/v1/messages/count_tokens": CHAT,
 }
+
+
+def status_of(path: str) -> int:
+    """The status of a right request; no response has the id ``{response_id}``."""
+    return 404 if "{" in path else 200
 
 
 @pytest.mark.parametrize("slashes", ["/", "//"])
@@ -278,7 +298,7 @@ def test_a_slash_at_the_end_makes_no_difference(
     options = {"json": BODIES[path]} if path in BODIES else {}
     plain = send(server, method, path, **options)
     slashed = send(server, method, path + slashes, **options)
-    assert plain.status_code == slashed.status_code == 200
+    assert plain.status_code == slashed.status_code == status_of(path)
     assert plain.headers.get("content-type") == slashed.headers.get("content-type")
     if path in ("/v1/models", "/v1/models/tiny-llama", "/openapi.json", "/tokenize"):
         assert plain.json() == slashed.json()
@@ -298,7 +318,7 @@ def test_slashes_below_a_root_path() -> None:
     with serving(tiny_engine(), root_path="/llm") as server:  # which a proxy removes
         assert get(server, "/v1/models/").json()["object"] == "list"
         assert get(server, "/health/").status_code == 200
-        assert error_of(get(server, "/"), 404)["code"] == "not_found"
+        assert error_of(get(server, "/nowhere"), 404)["code"] == "not_found"
 
 
 @pytest.mark.parametrize("path", TAKES_JSON)
@@ -324,6 +344,6 @@ def test_compressed_bodies(server: Serving, path: str) -> None:
 def test_head(server: Serving, method: str, path: str) -> None:
     if "GET" in METHODS[path]:
         response = send(server, "HEAD", path)
-        assert (response.status_code, response.content) == (200, b"")
+        assert (response.status_code, response.content) == (status_of(path), b"")
     else:
         assert send(server, "HEAD", path).status_code == 405

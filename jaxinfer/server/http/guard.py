@@ -6,11 +6,9 @@ None of them buffers responses, so streams and disconnects pass through unchange
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.errors import ApiError, is_anthropic
+from jaxinfer.server.http.keys import Keys
 from jaxinfer.server.http.log import EventLog
 
 OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balancers, without a key
@@ -41,19 +40,22 @@ def guarded(
     app: ASGIApp,
     config: ServerConfig,
     log: EventLog,
+    keys: Keys | None,
     on_refusal: OnRefusal = lambda method, status: None,
+    open_paths: Sequence[str] = OPEN_PATHS,
 ) -> ASGIApp:
-    """The app behind all layers.
+    """The app behind all layers. Without ``keys`` requests need none.
 
     From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
-    check because browsers send preflight requests without a key. uvicorn is set up so that every
-    scope is one of HTTP. The request id is in
-    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
+    check because browsers send preflight requests without a key. ``open_paths`` need no key.
+    uvicorn is set up so that every scope is one of HTTP. The request id is in
+    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the name of the
+    request's key, if it has one, is in ``scope["state"]["key_name"]``.
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)
-    if config.api_key:
-        keys = Keys((*config.api_key, *config.admin_api_key))
-        app = ApiKeyRequired(app, keys, config.root_path, on_refusal)
+    if keys is not None:
+        paths = frozenset(config.root_path + path for path in open_paths)
+        app = ApiKeyRequired(app, keys, paths, on_refusal)
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -71,7 +73,8 @@ def guarded(
 class WithRequestId:
     """Sets the request id and the path of the route, and writes the access log after the response.
 
-    Slashes at the end of the path are removed here, so that later layers see the route's path.
+    Slashes at the end of the path are removed here, so that later layers see the route's path;
+    only the route ``/`` has one.
     """
 
     app: ASGIApp
@@ -79,7 +82,8 @@ class WithRequestId:
     root_path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        path = scope["path"].rstrip("/")
+        scope = {**scope, "path": f"{path}/" if path == self.root_path else path}
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0  # stays 0 if no response was started
@@ -89,8 +93,10 @@ class WithRequestId:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                id_header = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if is_anthropic(scope):
+                    headers.append((b"request-id", request_id.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -103,11 +109,12 @@ class WithRequestId:
             return
         path = scope["path"].removeprefix(self.root_path)
         write = self.log.debug if path in QUIET_PATHS else self.log.info
-        client = scope.get("client")
+        client, state = scope.get("client"), scope["state"]
         write(
             "access",
             request_id=request_id,
             client=client[0] if client else None,
+            **({"key": state["key_name"]} if "key_name" in state else {}),
             method=scope["method"],
             path=path,
             status=status,
@@ -115,45 +122,37 @@ class WithRequestId:
         )
 
 
-class Keys:
-    """Keys, one of which a request must have."""
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def accept(self, headers: Headers) -> bool:
-        """True if the headers have one of the keys; compares all digests, each in constant time."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
 def wrong_key(which: str = "API") -> ApiError:
     """The error for a request without a valid key."""
     return ApiError(
         401,
-        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY`",
+        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY` or "
+        "`x-api-key: KEY`",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
 class ApiKeyRequired:
-    """Refuses requests without a valid API key, also on unknown paths; ``OPEN_PATHS`` need none."""
+    """Refuses requests without a valid API key, also on unknown paths; open paths need none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, root_path: str, on_refusal: OnRefusal) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, open_paths: Set[str], on_refusal: OnRefusal
+    ) -> None:
         self._app = app
         self._on_refusal = on_refusal
         self._keys = keys
-        self._open_paths = {root_path + path for path in OPEN_PATHS}
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope)):
+        key = self._keys.find(Headers(scope=scope))
+        if key is not None and key.name:
+            scope.setdefault("state", {})["key_name"] = key.name
+        if key is not None or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:
             self._on_refusal(scope["method"], 401)
-            await wrong_key().response(scope, receive, send)
+            await wrong_key().response(scope)(scope, receive, send)
 
 
 @dataclass(eq=False)
@@ -181,10 +180,11 @@ class BodyLimits:
                 code="request_timeout",
                 headers={"Connection": "close"},
             )
-            await too_slow.response(scope, receive, send)
+            await too_slow.response(scope)(scope, receive, send)
         except ApiError as too_large:
             self.on_refusal(scope["method"], too_large.status)
-            await too_large.response(scope, receive, partial(_send_unended, send))
+            send_unended = partial(_send_unended, send)
+            await too_large.response(scope)(scope, receive, send_unended)
             await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
         else:

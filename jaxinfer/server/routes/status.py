@@ -9,9 +9,9 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.openapi import openapi_document
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.openapi import openapi_document
 from jaxinfer.server.routes.service import Service
 
 HEALTH_SECONDS = 10.0  # a step with a long chunk takes a few seconds on a slow CPU
@@ -70,7 +70,7 @@ async def openapi(call: Call) -> ASGIApp:
     service = call.service
     return json_response(
         openapi_document(
-            secured=bool(service.config.api_key),
+            secured=service.keys is not None,
             models=service.model_names,
             vocab_size=service.client.facts.vocab_size,
             root_path=service.config.root_path,

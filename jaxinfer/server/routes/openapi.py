@@ -12,13 +12,13 @@ import msgspec
 
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
-from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.anthropic import answers
+from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
-    MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -26,13 +26,16 @@ from jaxinfer.server.openai.schema import (
     TokenizeRequest,
     TokensRequest,
 )
-from jaxinfer.server.openai.tools import MAX_TOOLS
+from jaxinfer.server.responses import objects
+from jaxinfer.server.responses.schema import ResponsesRequest
+from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
 ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "A field is wrong, or the body is not JSON; param names the field.",
         401: "The API key is missing or wrong.",
-        404: "No such route, or no such model.",
+        404: "No such route, model or stored response.",
         405: "The route has other methods; the header Allow lists them.",
         408: "The deadline of the request or of the server has passed.",
         413: "The body is larger than the server allows.",
@@ -52,7 +55,11 @@ class Operation(NamedTuple):
     summary: str
     response: type[msgspec.Struct] | str | None  # None: an empty body
     request: type[AnyRequest] | None = None
-    event: type[msgspec.Struct] | None = None  # the data of each event of a stream
+    events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
+    named_events: bool = False  # their names are the types of the data; no [DONE] follows
+    error: type[msgspec.Struct] = ErrorBody
+    query: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # parameters with their schemas
+    errors: tuple[int, ...] = ()  # besides those of all such operations
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
@@ -62,28 +69,28 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "Continue prompts.",
             responses.Completion,
             CompletionRequest,
-            responses.CompletionChunk,
+            (responses.CompletionChunk,),
         ),
         ("POST", "/v1/chat/completions"): Operation(
             "createChatCompletion",
             "Answer a chat.",
             responses.ChatCompletion,
             ChatCompletionRequest,
-            responses.ChatChunk,
+            (responses.ChatChunk,),
         ),
         ("POST", "/v1/generate"): Operation(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
             responses.GenerateResponse,
             GenerateRequest,
-            responses.GenerateResponse,
+            (responses.GenerateResponse,),
         ),
         ("POST", "/inference/v1/generate"): Operation(
             "generateTokens",
             "Continue token ids with token ids, in the form of vLLM's route.",
             responses.TokensResponse,
             TokensRequest,
-            responses.TokensResponse,
+            (responses.TokensResponse,),
         ),
         ("POST", "/tokenize"): Operation(
             "tokenize",
@@ -93,6 +100,51 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ),
         ("POST", "/detokenize"): Operation(
             "detokenize", "The text of token ids.", responses.Detokenized, DetokenizeRequest
+        ),
+        ("POST", "/v1/messages"): Operation(
+            "createMessage",
+            "Answer a conversation, in the form of Anthropic's API.",
+            answers.AnswerMessage,
+            MessagesRequest,
+            answers.EVENTS,
+            named_events=True,
+            error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/messages/count_tokens"): Operation(
+            "countTokens",
+            "Tokens of the prompt that /v1/messages would make of the same fields.",
+            answers.TokenCount,
+            CountTokensRequest,
+            error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/responses"): Operation(
+            "createResponse",
+            "Answer input items with output items, in the form of OpenAI's Responses API.",
+            objects.ResponseObject,
+            ResponsesRequest,
+            objects.EVENTS,
+            named_events=True,
+        ),
+        ("GET", "/v1/responses/{response_id}"): Operation(
+            "getResponse",
+            "A stored response, or its events if it was created in the background.",
+            objects.ResponseObject,
+            query=MappingProxyType(
+                {
+                    "stream": {"type": "boolean"},
+                    "starting_after": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+                }
+            ),
+            errors=(400,),
+        ),
+        ("DELETE", "/v1/responses/{response_id}"): Operation(
+            "deleteResponse", "Forget a stored response.", objects.DeletedResponse
+        ),
+        ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+            "cancelResponse",
+            "End a background response early.",
+            objects.ResponseObject,
+            errors=(400,),
         ),
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", responses.ModelList
@@ -137,25 +189,37 @@ def openapi_document(
         "info": {
             "title": "jaxinfer",
             "version": VERSION,
-            "description": "OpenAI's endpoints over one model. A field that is null counts as "
-            "absent. Unknown fields are ignored unless the server runs with --strict-fields.",
+            "description": "OpenAI's endpoints and Anthropic's over one model. A field that is "
+            "null counts as absent. Unknown fields are ignored unless the server runs with "
+            "--strict-fields.",
         },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {f"Error{status}": _error(status) for status in ERRORS},
+            "responses": {
+                _error_name(kind, status): _error(kind, status)
+                for kind in (ErrorBody, AnthropicErrorBody)
+                for status in ERRORS
+            },
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
                     "scheme": "bearer",
                     "description": "One of the server's --api-key values, if it has any.",
-                }
+                },
+                "anthropicKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same, as Anthropic's clients send it.",
+                },
             },
         },
     }
 
 
+_KEYS = ("apiKey", "anthropicKey")  # either
 _REF = "#/components/schemas/{name}"
 
 
@@ -168,15 +232,13 @@ def _json(kind: type) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(kind)}}
 
 
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
-    structs = {kind for one in operations for kind in (one.request, one.event, one.response)}
-    kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
+    structs = {
+        kind for one in operations for kind in (one.request, one.response, one.error, *one.events)
+    }
+    kinds = [kind for kind in structs if isinstance(kind, type)]
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     requests = {one.request.__name__: one.request for one in operations if one.request is not None}
@@ -184,7 +246,7 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     requests |= {inner.__name__: inner for inner in inners}
     for name, schema in schemas.items():
         if name in requests:
-            _complete(schema, requests[name], models)
+            complete(schema, requests[name], models)
         fields = REQUEST_FIELDS if name in requests else RESPONSE_FIELDS
         for field, described in schema.get("properties", {}).items():
             if "description" not in described:
@@ -197,20 +259,24 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
     names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
-    errors = {405, 431, 500, 503}
+    errors = {405, 431, 500, 503, *operation.errors}
     if path not in OPEN_PATHS:
         errors.add(401)
     if names:
         errors.add(404)
     if operation.request is not None:
         errors |= {400, 404, 408, 413, 415}
-    if operation.event is not None:
+    if operation.events:
         errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
             *({"name": name, "in": "path", "required": True, "schema": segment} for name in names),
+            *(
+                {"name": name, "in": "query", "schema": one}
+                for name, one in operation.query.items()
+            ),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -221,11 +287,13 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "responses": {
             "200": _success(operation),
             **{
-                str(status): {"$ref": f"#/components/responses/Error{status}"}
+                str(status): {
+                    "$ref": f"#/components/responses/{_error_name(operation.error, status)}"
+                }
                 for status in sorted(errors)
             },
         },
-        "security": [{"apiKey": []}] if secured and 401 in errors else [],
+        "security": [{name: []} for name in _KEYS] if secured and 401 in errors else [],
     }
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _json(operation.request)}
@@ -241,21 +309,27 @@ def _success(operation: Operation) -> dict[str, Any]:
         content[operation.response] = {"schema": {"type": kind}}
     elif operation.response is not None:
         content |= _json(operation.response)
-    if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(operation.event)}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
     if content:
         success["content"] = content
     return success
 
 
-def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _event(operation: Operation) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    texts = [
+    texts: list[dict[str, Any]] = [
         {"contentMediaType": "application/json", "contentSchema": _ref(struct)}
-        for struct in (kind, ErrorBody)
+        for struct in (*operation.events, operation.error)
     ]
+    if operation.named_events:
+        data = {"type": "string", "anyOf": texts}
+        return object_schema({"event": {"type": "string"}, "data": data}, "event", "data") | {
+            "description": "With stream=true: events whose names are the types of their data, "
+            "the last one too if the answer fails midway.",
+        }
     data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
-    return _object({"data": data}, "data") | {
+    return object_schema({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
         "A failure midway is an event with an error.",
     }
@@ -266,7 +340,11 @@ def _headers() -> dict[str, Any]:
     return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error_name(kind: type[msgspec.Struct], status: int) -> str:
+    return f"{kind.__name__.removesuffix('Body')}{status}"
+
+
+def _error(kind: type[msgspec.Struct], status: int) -> dict[str, Any]:
     """The response of an error."""
     headers = _headers()
     if status in (429, 503):
@@ -274,97 +352,7 @@ def _error(status: int) -> dict[str, Any]:
             "description": "Seconds to wait before trying again.",
             "schema": {"type": "integer", "minimum": 0},
         }
-    return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
-
-
-def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
-    """Add to a request's schema the rules that its types do not express, in place."""
-    properties: dict[str, Any] = schema["properties"]
-    if request is CompletionRequest:
-        properties["prompt"]["anyOf"] = _prompt_forms()
-    if request is TokenizeRequest:
-        schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
-    if "messages" in properties:
-        messages = properties["messages"]
-        for form in messages.get("anyOf", [messages]):
-            if form["type"] == "array":
-                form["items"] = _message()
-    if "tools" in properties:
-        for form in properties["tools"]["anyOf"]:
-            if form["type"] == "array":
-                form |= {"items": _tool(), "maxItems": MAX_TOOLS}
-    if "tool_choice" in properties:
-        properties["tool_choice"]["anyOf"] = _tool_choices()
-    if models:
-        properties["model"]["anyOf"][0]["enum"] = list(models)
-    for name in properties.keys() - set(schema["required"]):
-        properties[name] = _or_null(properties[name])
-    for name, neutral in request.unsupported.items():
-        properties[name] = {
-            "enum": list(neutral),
-            "description": "Not supported: only these values, which have no effect, are accepted.",
-        }
-    for name in request.ignored:
-        properties[name] = {"description": "Accepted, without an effect."}
-
-
-def _exactly_one(given: str, absent: str) -> dict[str, Any]:
-    """Schema: exactly one of two fields."""
-    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
-    return {"required": [given], "properties": forms}
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be null, which is its default."""
-    default = schema.pop("default", None)
-    forms = schema.pop("anyOf", None) or [schema]
-    if {"type": "null"} not in forms:
-        forms = [*forms, {"type": "null"}]
-    return {"anyOf": forms} | ({} if default is None else {"default": default})
-
-
-def _prompt_forms() -> list[dict[str, Any]]:
-    """The four forms of a prompt; the type of the struct also allows a mixture of them."""
-    token_ids = {"type": "array", "items": _token_id(), "minItems": 1}
-    several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-    return [
-        {"type": "string"},
-        {**several, "items": {"type": "string"}},
-        token_ids,
-        {**several, "items": token_ids},
-    ]
-
-
-def _token_id() -> dict[str, Any]:
-    return {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
-
-
-def _message() -> dict[str, Any]:
-    """One message of a chat, with the same rules as ``text.messages``."""
-    text = {"type": "string"}
-    part = _object({"type": {"const": "text"}, "text": text}, "type", "text")
-    content = [text, {"type": "array", "items": part}]
-    usual = _object({"role": text, "content": {"anyOf": content}}, "role", "content")
-    optional = {"anyOf": [*content, {"type": "null"}]}
-    roles = {"enum": ["assistant", "tool"]}
-    return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
-
-
-def _tool() -> dict[str, Any]:
-    """A tool, with the same rules as ``tools.tool_choice``."""
-    name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
-    parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-    text = {"type": ["string", "null"]}
-    fields = {"name": name, "description": text, "parameters": parameters}
-    function = _object(fields, "name")
-    return _object({"type": {"const": "function"}, "function": function}, "type", "function")
-
-
-def _tool_choices() -> list[dict[str, Any]]:
-    """The forms of ``tool_choice``; required ones need tools."""
-    function = _object({"name": {"type": "string"}}, "name")
-    named = _object({"type": {"const": "function"}, "function": function}, "type", "function")
-    return [{"enum": ["none", "auto", "required"]}, named]
+    return {"description": ERRORS[status], "headers": headers, "content": _json(kind)}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:
@@ -374,6 +362,6 @@ def _bound_token_ids(schema: Any, last: int) -> None:
             _bound_token_ids(inner, last)
     elif isinstance(schema, dict):
         for key, inner in cast("dict[str, Any]", schema).items():
-            if key == "items" and inner == _token_id():
+            if key == "items" and inner == token_id():
                 inner["maximum"] = last
             _bound_token_ids(inner, last)

@@ -1,0 +1,172 @@
+"""The rules of requests' fields that their types do not express, as JSON schemas.
+
+Owns: ``complete``, which adds them to the schema of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer.core.request import INT32_MAX
+from jaxinfer.server.openai.fields import RequestPart
+from jaxinfer.server.openai.schema import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
+from jaxinfer.server.openai.tools import MAX_TOOLS
+from jaxinfer.server.responses.items import ROLES
+from jaxinfer.server.responses.schema import ResponsesRequest
+
+
+def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequence[str]) -> None:
+    """Add to a request's schema the rules that its types do not express, in place."""
+    properties: dict[str, Any] = schema["properties"]
+    if request is CompletionRequest:
+        properties["prompt"]["anyOf"] = _prompt_forms()
+    if request is TokenizeRequest:
+        schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
+    is_chat = issubclass(request, ChatCompletionRequest | TokenizeRequest)
+    if is_chat:
+        messages = properties["messages"]
+        for form in messages.get("anyOf", [messages]):
+            if form["type"] == "array":
+                form["items"] = _message()
+        for form in properties["tools"]["anyOf"]:
+            if form["type"] == "array":
+                form |= {"items": _tool(), "maxItems": MAX_TOOLS}
+    if is_chat and "tool_choice" in properties:
+        properties["tool_choice"]["anyOf"] = _tool_choices()
+    if request is ResponsesRequest:
+        _complete_responses(properties)
+    if models and "model" in properties:
+        properties["model"]["anyOf"][0]["enum"] = list(models)
+    for name in properties.keys() - set(schema["required"]):
+        properties[name] = _or_null(properties[name])
+    for name, neutral in request.unsupported.items():
+        properties[name] = {
+            "enum": list(neutral),
+            "description": "Not supported: only these values, which have no effect, are accepted.",
+        }
+    for name in request.ignored:
+        properties[name] = {"description": "Accepted, without an effect."}
+
+
+def _exactly_one(given: str, absent: str) -> dict[str, Any]:
+    """Schema: exactly one of two fields."""
+    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
+    return {"required": [given], "properties": forms}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null, which is its default."""
+    about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
+    if about.get("default", ...) is None:
+        del about["default"]
+    forms = schema.pop("anyOf", None) or [schema]
+    if {"type": "null"} not in forms:
+        forms = [*forms, {"type": "null"}]
+    return {"anyOf": forms, **about}
+
+
+def _prompt_forms() -> list[dict[str, Any]]:
+    """The four forms of a prompt; the type of the struct also allows a mixture of them."""
+    token_ids = {"type": "array", "items": token_id(), "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
+    return [
+        {"type": "string"},
+        {**several, "items": {"type": "string"}},
+        token_ids,
+        {**several, "items": token_ids},
+    ]
+
+
+def token_id() -> dict[str, Any]:
+    return {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
+
+
+def _message() -> dict[str, Any]:
+    """One message of a chat, with the same rules as ``text.messages``."""
+    text = {"type": "string"}
+    part = object_schema({"type": {"const": "text"}, "text": text}, "type", "text")
+    content = [text, {"type": "array", "items": part}]
+    usual = object_schema({"role": text, "content": {"anyOf": content}}, "role", "content")
+    optional = {"anyOf": [*content, {"type": "null"}]}
+    roles = {"enum": ["assistant", "tool"]}
+    return {"anyOf": [usual, object_schema({"role": roles, "content": optional}, "role")]}
+
+
+def _function() -> dict[str, Any]:
+    """The fields of a function, with the same rules as ``tools.tool_choice``."""
+    name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
+    parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+    text = {"type": ["string", "null"]}
+    return {"name": name, "description": text, "parameters": parameters}
+
+
+def _tool() -> dict[str, Any]:
+    """A tool of a chat."""
+    function = object_schema(_function(), "name")
+    return object_schema({"type": {"const": "function"}, "function": function}, "type", "function")
+
+
+def _tool_choices() -> list[dict[str, Any]]:
+    """The forms of ``tool_choice``; required ones need tools."""
+    function = object_schema({"name": {"type": "string"}}, "name")
+    named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function")
+    return [{"enum": ["none", "auto", "required"]}, named]
+
+
+def _complete_responses(properties: dict[str, Any]) -> None:
+    """The rules of items and tools, as in ``responses.items`` and ``responses.schema``."""
+    text, name = {"type": "string"}, {"type": "string", "minLength": 1}
+    kinds = {"enum": ["input_text", "output_text"]}
+    part = object_schema({"type": kinds, "text": text}, "type", "text")
+    content = {"anyOf": [text, {"type": "array", "items": part}]}
+    thought = object_schema({"text": text}, "text")
+    thoughts = {"type": ["array", "null"], "items": thought}
+
+    def item(kind: str, **fields: Any) -> dict[str, Any]:
+        return object_schema({"type": {"const": kind}, **fields}, "type", *fields)
+
+    items = [
+        object_schema(
+            {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": content},
+            "role",
+            "content",
+        ),
+        item(
+            "function_call",
+            call_id=name,
+            name=name,
+            arguments={"type": "string", "contentMediaType": "application/json"},
+        ),
+        item("function_call_output", call_id=name, output=content),
+        item("reasoning", summary=thoughts),
+    ]
+    for form in properties["input"]["anyOf"]:
+        if form["type"] == "array":
+            form["items"] = {"anyOf": items}
+    properties["tools"]["anyOf"][0] |= {
+        "items": object_schema({"type": {"const": "function"}, **_function()}, "type", "name"),
+        "maxItems": MAX_TOOLS,
+    }
+    function = object_schema({"type": {"const": "function"}, "name": name}, "type", "name")
+    allowed = object_schema(
+        {
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": function},
+        },
+        "type",
+        "mode",
+        "tools",
+    )
+    properties["tool_choice"]["anyOf"] = [{"enum": ["none", "auto", "required"]}, function, allowed]
+
+
+def object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """An object with these fields."""
+    return {"type": "object", "properties": properties, "required": list(required)}
