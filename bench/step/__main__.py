@@ -7,7 +7,9 @@ Run from the repository root, all groups or some, which are merged in one file:
 
 Weights are random and prompts are random token ids: speed depends on neither. Prefix caching is off
 except in its own ablation: the same prompts run several times, and a cache would skip the prefill
-that is measured. Floors are for the devices in ``floor.CEILINGS``.
+that is measured. Floors are for the devices in ``floor.CEILINGS``. Rows of a mixture of experts
+state how many distinct experts a step read (``experts``); random weights may choose few of them,
+unless ``--engine dummy_routing=uniform`` spreads their choices.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from bench.circumstances import write_report
 from bench.step import cases
 from bench.step.busy import busy_seconds
 from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
+from bench.step.experts import DistinctExperts, share_of
 from bench.step.file import Row, environment, facts, merged_report, read_report
 from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step.memory import SMI, measure_memory
@@ -158,14 +161,18 @@ def row(metric: str, case: str, samples: list[float], floor: float | None, **mor
     least = None if floor is None else round(floor, 4)
     samples = [round(sample, 4) for sample in samples]
     floor_text = "" if least is None else f"  floor {least:10.3f}"
+    if "distinct_experts" in more:
+        floor_text += f"  {more['distinct_experts']:g} of {more['experts']} experts"
     print(f"{metric:16} {case:20} {value:12.3f}{floor_text}", flush=True)
     return {"metric": metric, "case": case, "value": value, "floor": least, **more} | {
         "samples": samples
     }
 
 
-def _decode_floor_ms(floor: Floor | None, batch: int, tokens_in: int) -> float | None:
-    return floor and 1e3 * floor.decode(batch, _mean_context(tokens_in))
+def _decode_floor_ms(
+    floor: Floor | None, batch: int, tokens_in: int, distinct: float | None = None
+) -> float | None:
+    return floor and 1e3 * floor.decode(batch, _mean_context(tokens_in), distinct)
 
 
 def _mean_context(tokens_in: int) -> float:
@@ -179,10 +186,12 @@ def tpot(bench: Bench) -> Iterator[Row]:
     prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
     short: dict[int, float] = {}
     with bench.engine(config) as llm:
+        experts = DistinctExperts(llm)
         for batch in work.tpot_batches:
             samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
-            least = _decode_floor_ms(floor, batch, work.tpot_input)
-            yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input)
+            found = experts.decode(prompts(batch, work.tpot_input))
+            least = _decode_floor_ms(floor, batch, work.tpot_input, share_of(found))
+            yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input, **found)
             short[batch] = middle(samples)
         for batch in work.long_batches:
             samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
@@ -201,10 +210,12 @@ def ttft(bench: Bench) -> Iterator[Row]:
     work, config = bench.work, bench.config
     prompts, floor = bench.prompts(config), bench.floor(config)
     with bench.engine(config) as llm:
+        experts = DistinctExperts(llm)
         for length in work.ttft_inputs:
             samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
-            least = floor and 1e3 * floor.prefill(1, length)
-            yield row("ttft_ms", str(length), samples, least)
+            found = experts.prompt(prompts(1, length)[0])
+            least = floor and 1e3 * floor.prefill(1, length, share_of(found))
+            yield row("ttft_ms", str(length), samples, least, **found)
 
 
 def offline(bench: Bench) -> Iterator[Row]:

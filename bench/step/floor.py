@@ -26,7 +26,12 @@ class Ceiling:
 
 # Measured, not from the data sheet: a device-to-device copy, read and written bytes together, and a
 # large bfloat16 matmul.
-CEILINGS: Mapping[str, Ceiling] = MappingProxyType({"NVIDIA H200": Ceiling(4.3e12, 790e12)})
+CEILINGS: Mapping[str, Ceiling] = MappingProxyType(
+    {
+        "NVIDIA H100 80GB HBM3": Ceiling(3.0e12, 800e12),
+        "NVIDIA H200": Ceiling(4.3e12, 790e12),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,22 @@ class Floor:
     costs: Costs
     ceiling: Ceiling
 
-    def decode(self, batch: int, context: float) -> float:
-        """A step that gives each of ``batch`` sequences a token, over ``context`` tokens each."""
+    def decode(self, batch: int, context: float, distinct: float | None = None) -> float:
+        """A step that gives each of ``batch`` sequences a token, over ``context`` tokens each.
+
+        ``distinct``: see ``Costs.bytes_of_weights``.
+        """
         costs = self.costs
         token = costs.token_flops + costs.head_flops + context * costs.pair_flops
-        return self._seconds(decode_bytes(costs, batch, context), batch * token)
+        return self._seconds(decode_bytes(costs, batch, context, distinct), batch * token)
 
-    def prefill(self, num_prompts: int, tokens: int) -> float:
+    def prefill(self, num_prompts: int, tokens: int, distinct: float | None = None) -> float:
         """The first token of each of ``num_prompts`` prompts of ``tokens`` tokens."""
         costs = self.costs
         pairs = tokens * (tokens + 1) / 2
         one = tokens * costs.token_flops + pairs * costs.pair_flops + costs.head_flops
-        return self._seconds(costs.bytes_of_weights(num_prompts * tokens), num_prompts * one)
+        size = costs.bytes_of_weights(num_prompts * tokens, distinct)
+        return self._seconds(size, num_prompts * one)
 
     def generate(self, num_prompts: int, num_input: int, num_output: int) -> float:
         """All prompts prefilled at once, then all of them decoded together."""

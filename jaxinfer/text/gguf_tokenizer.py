@@ -79,6 +79,11 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
 )
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
+)
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",
@@ -100,6 +105,7 @@ def _pre_tokenizers() -> dict[str, _PreTokenizer]:
         "deepseek-r1-qwen": qwen2,
         "qwen35": _PreTokenizer((_QWEN35,), nfc=True),
         "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3),
+        "gpt-4o": _PreTokenizer((_O200K,)),
         "tekken": _PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
     }
 

@@ -21,7 +21,7 @@ def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
     """The Mosaic kernel without ``arrivals``, which it does not need: a call with a Ref would be
     lowered again for every layer.
     """
-    return _mosaic(*args[:8], **static)
+    return _mosaic(*args[:8], None, *args[9:], **static)
 
 
 OP = KernelOp(

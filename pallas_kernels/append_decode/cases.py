@@ -27,6 +27,36 @@ class DecodeCase(PagedCase):
 
 _FP8 = "float8_e4m3fn"
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
+_SMOL_TP3 = shapes.SMOLLM2_135M_TP3
+
+
+def _with_windows_and_sinks() -> tuple[DecodeCase, ...]:
+    """For kernels of a GPU: windows that begin within a page, and groups of all sizes."""
+    rows = tuple(range(1, 600, 13))
+    return tuple(
+        DecodeCase(
+            f"{name}_bf16",
+            heads,
+            lens,
+            padding=1,
+            sinks=sinks,
+            window=window,
+            page_size=size,
+            norms=heads.head_dim == 128,
+            dtype="bfloat16",
+            tags=("full",),
+        )
+        for name, heads, lens, window, sinks, size in (
+            ("gpt_oss_tp8_sinks_window", shapes.GPT_OSS_20B_TP8, (300, 129, 3), 128, True, 16),
+            ("smollm2_tp3_sinks_window_of_one", _SMOL_TP3, (70,), 1, True, 16),
+            ("qwen3_4b_tp8_window_page64", shapes.QWEN3_4B_TP8, (321, 64), 100, False, 64),
+            ("gpt_oss_rows_sinks", shapes.GPT_OSS_20B, rows, None, True, 16),
+            ("gpt_oss_rows_sinks_window", shapes.GPT_OSS_20B, rows, 128, True, 16),
+            ("gpt_oss_long_sinks_window", shapes.GPT_OSS_20B, (4097, 130), 128, True, 64),
+            ("smollm2_rows_sinks_window_of_one", _SMOL, rows, 1, True, 16),
+            ("qwen3_4b_rows_window_page8", shapes.QWEN3_4B, rows, 300, False, 8),
+        )
+    )
 
 
 def _decode_steps() -> tuple[DecodeCase, ...]:
@@ -51,6 +81,24 @@ def _decode_steps() -> tuple[DecodeCase, ...]:
             norms=True,
         )
         for rows, context, size, kv_dtype in shapes_of_steps
+    )
+
+
+def _steps_with_sinks() -> tuple[DecodeCase, ...]:
+    """Decode steps of gpt-oss-20b on a GPU: the layers with a window, and those without."""
+    return tuple(
+        DecodeCase(
+            f"gpt_oss_20b_step_b{rows}_ctx{context}{f'_window{window}' if window else ''}",
+            shapes.GPT_OSS_20B,
+            (context,) * rows,
+            max_pages=2048,
+            sinks=True,
+            window=window,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for window in (None, 128)
+        for rows, context in ((1, 1056), (8, 1056), (64, 1056), (256, 1056), (8, 16416))
     )
 
 
@@ -112,7 +160,9 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    *_with_windows_and_sinks(),
     *_decode_steps(),
+    *_steps_with_sinks(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
 )

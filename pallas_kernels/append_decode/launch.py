@@ -45,13 +45,27 @@ def shapes_of(case: PagedCase) -> Hashable:
     heads = case.heads
     rows = len(case.seq_lens) + case.padding
     sizes = (rows, heads.num_heads, heads.num_kv_heads, heads.head_dim, case.page_size)
-    return (*sizes, case.dtype, case.kv_dtype or case.dtype)
+    return (*sizes, case.dtype, case.kv_dtype or case.dtype, case.window)
 
 
-def call_shapes(qkv: jax.Array, k_pages: jax.Array) -> Hashable:  # [B, N + 2K, H], [P, S, K, H]
+def most_keys(
+    page_table: jax.Array,  # int32[B, M]
+    page_size: int,
+    window: int | None,
+) -> int:
+    """The largest number of keys in the pages that a row reads; some may be before its window."""
+    in_table = page_table.shape[1] * page_size
+    return in_table if window is None else min(in_table, window + page_size - 2)
+
+
+def call_shapes(
+    qkv: jax.Array,  # [B, N + 2K, H]
+    k_pages: jax.Array,  # [P, S, K, H]
+    window: int | None = None,
+) -> Hashable:
     """The key of a call's tuned choice, as ``shapes_of`` for a case."""
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    return (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype))
+    return (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype), window)
 
 
 def supports(
@@ -84,6 +98,7 @@ def heuristic_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
+    window: int | None = None,
 ) -> TritonConfig:
     """Splits enough to fill the GPU; blocks and stages such that three CTAs fit on an SM.
 
@@ -92,7 +107,7 @@ def heuristic_config(
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
     row_bytes = power_of_two(h) * qkv.dtype.itemsize
     block = min(max(BLOCK_BYTES // row_bytes, BLOCKS[0]), BLOCKS[1])
-    longest = page_table.shape[1] * page_size
+    longest = most_keys(page_table, page_size, window)
     splits = min(CTAS // (b * num_kv_heads), -(-longest // block))
     # float32 does not use tensor cores. With the rotation of queries only the smallest block fits
     # in registers, and more than three stages would spill.
@@ -109,7 +124,8 @@ def choose_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
+    window: int | None = None,
 ) -> TritonConfig:
     """The tuned config for a call of these shapes on this device, else the heuristic one."""
-    choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(qkv, k_pages))
-    return TritonConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table)
+    choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(qkv, k_pages, window))
+    return TritonConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table, window)

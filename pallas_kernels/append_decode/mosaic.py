@@ -1,13 +1,13 @@
 """append_decode in Pallas Mosaic GPU, for NVIDIA Hopper (compute capability 9.x).
 
 A CTA has a memory and a compute warpgroup. Four warps of the memory warpgroup copy pages by TMA,
-two of them keys and two values, as many blocks ahead as there are pipeline stages. They read page
-ids before they know the row's length, so the first copies are issued after one wait for memory, not
-two. At the same time the compute warpgroup rotates the queries of one kv head; then it attends. The
-GEMMs are transposed, as in ``skinny_gemm``: M of a wgmma is always 64, which are keys or components
-of values, and N is any multiple of 8, which are query heads. So keys and values go from global to
-shared memory to the tensor cores without passing through registers. Softmax is computed in base 2,
-sums in float32.
+two of them keys and two values, as many blocks ahead as there are pipeline stages. Without a window
+they read page ids before they know the row's length, so the first copies are issued after one wait
+for memory, not two; a window's first page follows from the length. At the same time the compute
+warpgroup rotates the queries of one kv head; then it attends. The GEMMs are transposed, as in
+``skinny_gemm``: M of a wgmma is always 64, which are keys or components of values, and N is any
+multiple of 8, which are query heads. So keys and values go from global to shared memory to the
+tensor cores without passing through registers. Softmax is computed in base 2, sums in float32.
 
 If there are more work items, pairs of a row and a kv head, than CTAs fit on the GPU, a CTA computes
 several. Its memory warpgroup runs ahead across their borders, so memory does not idle.
@@ -15,7 +15,8 @@ several. Its memory warpgroup runs ahead across their borders, so memory does no
 CTAs that split a work item take its blocks round-robin and form a cluster: the first CTA reads the
 softmax states of the others from their shared memory, always in the same order. The last CTA, which
 has the fewest blocks, also rotates and appends the new key. It starts from the new key's score and
-the new value in shared memory, so no CTA waits until they are in global memory.
+the new value in shared memory, so no CTA waits until they are in global memory. A sink adds to the
+sum of weights once, when the states of all splits are known.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_strea
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
 MEMORY_WARPGROUP = 1
+LOG2_E = math.log2(math.e)
 # Scratch of a maximum over keys: two heads of each thread. The default, twice as much, would exceed
 # the shared memory of an SM by 224 bytes for two CTAs with splits.
 REDUCTION_BYTES = 2 * 128 * 4
@@ -96,28 +98,37 @@ def _copy_item(
     row, _, split = index = item_index(spec, i)
     stages = spec.config.stages
 
-    def table_columns(step: jax.Array | int) -> list[jax.Array]:
+    def table_columns(step: jax.Array | int, first_page: jax.Array | int) -> list[jax.Array]:
         first = (step * spec.config.splits + split) * spec.pages_per_block
-        return [first + i for i in stream.page_indices]
+        return [first + (first_page + i) for i in stream.page_indices]
 
     def read_pages(columns: list[jax.Array], last: jax.Array | int) -> list[jax.Array]:
         return [gmem.page_table[row, jnp.minimum(column, last)] for column in columns]
 
-    prologue = [read_pages(table_columns(step), spec.table_width - 1) for step in range(stages)]
-    # Without the barrier the compiler moves some of these reads behind the read of the length.
-    length, prologue = lax.optimization_barrier((gmem.seq_lens[row], prologue))
-    item = work_item(spec, index, length, first_step)
+    def read_prologue(first_page: jax.Array | int) -> list[list[jax.Array]]:
+        columns = (table_columns(step, first_page) for step in range(stages))
+        return [read_pages(of_step, spec.table_width - 1) for of_step in columns]
+
+    if spec.window is None:
+        prologue = read_prologue(0)
+        # Without the barrier the compiler moves some of these reads behind the read of the length.
+        length, prologue = lax.optimization_barrier((gmem.seq_lens[row], prologue))
+        item = work_item(spec, index, length, first_step)
+    else:
+        item = work_item(spec, index, gmem.seq_lens[row], first_step)
+        prologue = read_prologue(item.first_page)
     last = lax.div(jnp.maximum(item.new_position - 1, 0), jnp.int32(spec.page_size))
     copy = partial(_copy_block, spec, item, stream)
     for step, pages in enumerate(prologue):
         # Entries past the row's pages may be junk: page 0, which belongs to no row, replaces them.
-        columns = zip(table_columns(step), pages, strict=True)
+        columns = zip(table_columns(step, item.first_page), pages, strict=True)
         valid = [jnp.where(column <= last, page, 0) for column, page in columns]
         pl.when(step < item.num_steps)(partial(copy, step, valid))
 
     @pl.loop(jnp.int32(stages), item.num_steps)
     def _step(step: jax.Array) -> None:
-        copy(step, read_pages(table_columns(step), last))  # junk is replaced by the last page
+        columns = table_columns(step, item.first_page)
+        copy(step, read_pages(columns, last))  # junk is replaced by the last page
 
     return first_step + item.num_steps
 
@@ -276,13 +287,17 @@ def _attend_block(
 ) -> SoftmaxState:
     """Update the state with one block of keys and values."""
     block, stage = spec.config.block, stage_index(spec, item.first_step + step)
-    num_keys = item.new_position - (step * spec.config.splits + item.split) * block
+    before = (step * spec.config.splits + item.split) * block  # keys of the blocks before
+    num_keys = item.num_keys - before
     shape = (block, GROUP_TILE)
     plgpu.barrier_wait(scratch.k_barriers.at[stage])
     scores = _matmul(scratch.k_smem.at[stage], scratch.q_smem.transpose((1, 0)))
     plgpu.barrier_arrive(scratch.k_consumed_barriers.at[stage])
-    scores = jnp.where(_row_iota(shape) < num_keys, scores * spec.scale, -jnp.inf)
-    m_ij = jnp.maximum(state.m_i, scores.max(axis=0))  # finite: a block has at least one key
+    visible = _row_iota(shape) < num_keys
+    if spec.window is not None:
+        visible &= _row_iota(shape) >= item.num_hidden - before
+    scores = jnp.where(visible, scores * spec.scale, -jnp.inf)
+    m_ij = jnp.maximum(state.m_i, scores.max(axis=0))  # finite: a block has a visible key
     alpha = jnp.exp2(state.m_i - m_ij)
     p = jnp.exp2(scores - lax.broadcast_in_dim(m_ij, shape, [1]))
     # A register holds two adjacent keys of a head instead of two heads.
@@ -296,6 +311,24 @@ def _attend_block(
     p += state.p * lax.broadcast_in_dim(alpha, shape, [1])
     acc += state.acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
     return SoftmaxState(m_ij, p, acc)
+
+
+def _load_sinks(gmem: GmemRefs, kv_head: jax.Array) -> jax.Array | None:  # float32[GROUP_TILE]
+    """The sinks of a kv head's queries, in base 2."""
+    if gmem.sinks is None:
+        return None
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    sinks = plgpu.load(gmem.sinks.at[kv_head], layout=layout, optimized=False)
+    return sinks.astype(jnp.float32) * LOG2_E
+
+
+def _add_sinks(
+    l_i: jax.Array,  # float32[GROUP_TILE]
+    m_i: jax.Array,  # float32[GROUP_TILE]
+    sinks: jax.Array | None,  # float32[GROUP_TILE]
+) -> jax.Array:
+    """l_i with the weights of sinks. Beside a far larger sink it is infinite, and results are 0."""
+    return l_i if sinks is None else l_i + jnp.exp2(sinks - m_i)
 
 
 def _share_state(scratch: DecodeScratch, m_i: jax.Array, l_i: jax.Array, acc: jax.Array) -> None:
@@ -318,8 +351,12 @@ def _read_state(scratch: DecodeScratch, split: int) -> tuple[jax.Array, jax.Arra
     return m_i, l_i, acc
 
 
-def _merge_splits(spec: DecodeSpec, scratch: DecodeScratch) -> tuple[jax.Array, jax.Array]:
-    """l_i and acc over all splits."""
+def _merge_splits(
+    spec: DecodeSpec,
+    scratch: DecodeScratch,
+    sinks: jax.Array | None,  # float32[GROUP_TILE]
+) -> tuple[jax.Array, jax.Array]:
+    """l_i, with the sinks, and acc over all splits."""
     states = [_read_state(scratch, split) for split in range(spec.config.splits)]
     m_max = states[0][0]
     for m_i, _, _ in states[1:]:
@@ -329,7 +366,7 @@ def _merge_splits(spec: DecodeSpec, scratch: DecodeScratch) -> tuple[jax.Array, 
         alpha = jnp.exp2(m_i - m_max)
         l_sum = l_sum + l_i * alpha
         acc_sum = acc_sum + acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
-    return l_sum, acc_sum
+    return _add_sinks(l_sum, m_max, sinks), acc_sum
 
 
 def _store_output(
@@ -370,6 +407,7 @@ def _compute_item(
     """Compute the CTA's i-th work item; returns the step after it."""
     row, kv_head, _ = index = item_index(spec, i)
     _copy_heads(spec, gmem, row, kv_head, scratch)
+    sinks = _load_sinks(gmem, kv_head)  # in flight while keys are
     item = work_item(spec, index, gmem.seq_lens[row], first_step)
     _prepare_heads(spec, gmem, item, scratch)
     _append_kv(spec, gmem, item, scratch)
@@ -380,13 +418,13 @@ def _compute_item(
     l_i = state.p.sum(axis=0) + _if_last_split(spec, item, new_p, 0.0)
     store = partial(_store_output, spec, gmem, item, scratch)
     if spec.config.splits == 1:
-        store(l_i, state.acc)
+        store(_add_sinks(l_i, state.m_i, sinks), state.acc)
     else:
         _share_state(scratch, state.m_i, l_i, state.acc)
 
         @pl.when(item.split == 0)
         def _merge() -> None:
-            store(*_merge_splits(spec, scratch))
+            store(*_merge_splits(spec, scratch, sinks))
 
         # Keep the shared state until the first CTA has read it.
         plgpu.barrier_arrive(scratch.cluster_barrier)
@@ -426,7 +464,7 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
-    config = choose_config(qkv, k_pages, page_table)
+    config = choose_config(qkv, k_pages, page_table, window)
     args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return launch_with(config, *args, **static)
 
@@ -449,14 +487,16 @@ def launch_with(
     window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """``append_decode`` with a given configuration; the tuner calls it too."""
-    # cluster barriers replace arrivals; ``supports`` refuses windows and sinks
-    del arrivals, window, sinks
+    del arrivals  # cluster barriers replace them
     (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    scale *= math.log2(math.e)
+    scale *= LOG2_E
     sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
-    spec = DecodeSpec(*sizes, qkv.dtype, scale, eps, b * num_kv_heads, config)
+    spec = DecodeSpec(*sizes, qkv.dtype, scale, eps, window, b * num_kv_heads, config)
+    if sinks is not None:
+        sinks = sinks.reshape(num_kv_heads, spec.group)
+        sinks = jnp.pad(sinks, ((0, 0), (0, GROUP_TILE - spec.group)))
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
-    optional = {"cos": cos, "sin": sin, "qk_norms": qk_norms}
+    optional = {"cos": cos, "sin": sin, "qk_norms": qk_norms, "sinks": sinks}
     present = {name: array for name, array in optional.items() if array is not None}
 
     def body(*refs: Ref) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.append_decode.launch import call_shapes, queries_of, shapes_of
+from pallas_kernels.append_decode.launch import call_shapes, most_keys, queries_of, shapes_of
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.numerics import power_of_two
@@ -62,7 +62,7 @@ def supports(
     window: int | None = None,
 ) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del cos, sin, v_pages, page_table, seq_lens, arrivals, scale, eps
+    del cos, sin, v_pages, page_table, seq_lens, arrivals, sinks, scale, eps, window
     rows, n, h = queries_of(qkv, k_pages).shape
     page_size, num_kv_heads = k_pages.shape[1:3]
     if str(qkv.dtype) not in DTYPES or k_pages.dtype != qkv.dtype:
@@ -75,10 +75,6 @@ def supports(
         return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP_TILE} may"
     if page_size not in PAGE_SIZES:
         return f"page_size {page_size} is not 8, 16, 32 or 64"
-    if window is not None:
-        return "it does not support windows"
-    if sinks is not None:
-        return "it does not support sinks"
     if (ctas := rows * num_kv_heads * MAX_SPLITS) < MIN_CTAS:
         return (
             f"{ctas} CTAs leave most of the device idle, and a row has at most {MAX_SPLITS} splits"
@@ -105,6 +101,7 @@ def heuristic_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
+    window: int | None = None,
 ) -> MosaicConfig:
     """Splits while each CTA has an SM for itself; then also larger blocks. For Qwen3-4B on an H200:
 
@@ -114,7 +111,7 @@ def heuristic_config(
     keys. For 32 rows, two CTAs per SM, blocks of 128 keys took 44.9 us (40.9 with 64).
     """
     (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
-    longest = page_table.shape[1] * page_size
+    longest = most_keys(page_table, page_size, window)
     num_sms = current_device().num_sms
     fitting = num_sms // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // MMA_KEYS), MAX_SPLITS), 1)
@@ -131,7 +128,9 @@ def choose_config(
     qkv: jax.Array,  # [B, N + 2K, H]
     k_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[B, M]
+    window: int | None = None,
 ) -> MosaicConfig:
     """The tuned config for a call of these shapes on this device, else the heuristic one."""
-    choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, call_shapes(qkv, k_pages))
-    return MosaicConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table)
+    shapes = call_shapes(qkv, k_pages, window)
+    choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, shapes)
+    return MosaicConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table, window)

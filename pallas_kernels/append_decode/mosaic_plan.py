@@ -34,6 +34,7 @@ class DecodeSpec:
     dtype: jnp.dtype
     scale: float  # of scores, times log2(e)
     eps: float
+    window: int | None
     num_items: int  # rows times kv heads
     config: MosaicConfig
 
@@ -87,6 +88,7 @@ class GmemRefs(NamedTuple):
     cos: Ref | None  # float32[B, H / 2]
     sin: Ref | None  # float32[B, H / 2]
     qk_norms: Ref | None  # [2, H]
+    sinks: Ref | None  # [K, GROUP_TILE]
     out: Ref  # [B, N, H]
 
 
@@ -118,13 +120,19 @@ class DecodeScratch(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """A row and kv head, and the CTA's split of its keys; int32 scalars."""
+    """A row and kv head, and the CTA's split of its keys; int32 scalars.
+
+    Blocks are counted from the first key of ``first_page``.
+    """
 
     row: jax.Array
     kv_head: jax.Array
     split: jax.Array
     length: jax.Array  # 0 for padding, which is computed as a row of one token and yields zeros
-    new_position: jax.Array  # position of the new token, which is also the number of keys in pages
+    new_position: jax.Array  # position of the new token
+    first_page: jax.Array | int  # the column of the page in which the window begins
+    num_hidden: jax.Array | int  # keys of that page before the window
+    num_keys: jax.Array  # in pages, from the first page on; the new token is not among them
     num_steps: jax.Array  # blocks of this CTA: number ``split`` and every splits-th from there
     first_step: jax.Array  # steps of the CTA's earlier items; pipeline stages continue across them
 
@@ -148,9 +156,28 @@ def work_item(
     """The work item at an ``item_index``, for a row of that length."""
     config, (row, kv_head, split) = spec.config, index
     new_position = jnp.maximum(length - 1, 0)
-    blocks = lax.div(new_position + (config.block - 1), jnp.int32(config.block))
+    first_page, num_hidden, num_keys = _keys_in_pages(spec, new_position)
+    blocks = lax.div(num_keys + (config.block - 1), jnp.int32(config.block))
     num_steps = lax.div(blocks - split + (config.splits - 1), jnp.int32(config.splits))
-    return WorkItem(row, kv_head, split, length, new_position, num_steps, first_step)
+    keys = (first_page, num_hidden, num_keys)
+    return WorkItem(row, kv_head, split, length, new_position, *keys, num_steps, first_step)
+
+
+def _keys_in_pages(
+    spec: DecodeSpec, new_position: jax.Array
+) -> tuple[jax.Array | int, jax.Array | int, jax.Array]:
+    """``first_page``, ``num_hidden`` and ``num_keys`` of a row.
+
+    A page is no larger than a block, so every block has a visible key.
+    """
+    if spec.window is None:
+        return 0, 0, new_position
+    oldest = jnp.maximum(new_position + 1 - spec.window, 0)
+    first_page = lax.div(oldest, jnp.int32(spec.page_size))
+    start = first_page * spec.page_size
+    # A window of one token has no key in the pages.
+    num_keys = jnp.where(oldest < new_position, new_position - start, 0)
+    return first_page, oldest - start, num_keys
 
 
 def stage_index(spec: DecodeSpec, step: jax.Array | int) -> jax.Array:

@@ -238,7 +238,7 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     static = {"scale": scale, "eps": eps, "window": window}
-    config = launch.choose_config(qkv, k_pages, page_table)
+    config = launch.choose_config(qkv, k_pages, page_table, window)
     args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
     return launch_with(config, *args, **static)
 

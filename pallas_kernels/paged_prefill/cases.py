@@ -14,6 +14,25 @@ _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
 _FP8 = "float8_e4m3fn"
 
 
+def _prompts_with_sinks() -> tuple[PagedCase, ...]:
+    """Prompt steps of gpt-oss-20b on a GPU: the layers with a window, and those without."""
+    return tuple(
+        PagedCase(
+            f"gpt_oss_20b_t{tokens}{f'_window{window}' if window else ''}",
+            shapes.GPT_OSS_20B,
+            (tokens,),
+            (tokens,),
+            max_pages=2048,
+            sinks=True,
+            window=window,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for window in (None, 128)
+        for tokens in (512, 1024, 8192)
+    )
+
+
 def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ...]:
     """Prompt steps of Qwen3-4B on a GPU, from (name, rows, queries, context, page size)."""
     return tuple(
@@ -79,6 +98,36 @@ CASES = (
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (50,), (40,), window=32),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
+    PagedCase(
+        "gpt_oss_tp8_sinks_bf16",
+        shapes.GPT_OSS_20B_TP8,
+        (400, 20),
+        (50, 20),
+        sinks=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    PagedCase(
+        "smollm2_tp3_sinks_window_bf16",
+        _SMOL_TP3,
+        (150,),
+        (66,),
+        sinks=True,
+        window=40,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    PagedCase(
+        "gpt_oss_many_sinks_window",
+        shapes.GPT_OSS_20B,
+        (300, 1, 2000, 0, 77),
+        (300, 1, 900, 0, 64),
+        padding=99,
+        sinks=True,
+        window=128,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (4097, 100), (130, 100), tags=("full",)),
     PagedCase(
         "qwen3_4b_many",
@@ -97,6 +146,7 @@ CASES = (
         ("t1024_ctx1024", 1, 1024, 1024, 16),
         ("t512_ctx512", 1, 512, 512, 16),
     ),
+    *_prompts_with_sinks(),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),

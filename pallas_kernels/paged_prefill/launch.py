@@ -87,7 +87,7 @@ def mosaic_supports(
     window: int | None = None,
 ) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del v_pages, page_table, seq_lens, query_start_loc, window
+    del v_pages, page_table, seq_lens, query_start_loc, sinks, window
     (t, _, h), page_size = q.shape, k_pages.shape[1]
     if str(q.dtype) not in MOSAIC_DTYPES or k_pages.dtype != q.dtype:
         return f"queries are {q.dtype} and pages {k_pages.dtype}, not the same 16-bit dtype"
@@ -99,8 +99,6 @@ def mosaic_supports(
         return f"{t} queries are fewer than the {MMA_QUERIES} of a tile"
     if scale <= 0.0:
         return f"scale {scale} is not positive"
-    if sinks is not None:
-        return "it does not support sinks"
     return not_hopper()
 
 

@@ -52,6 +52,7 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
 # Per thread: 504 of the 512 registers that three warpgroups may use.
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 PARTIAL_COPIES = (32, 16, 8, 4, 2, 1)  # queries per copy where a tile is not full
+LOG2_E = math.log2(math.e)
 FOLD = 8  # columns of which each thread has two, in each of two rows
 
 
@@ -210,6 +211,7 @@ class _WarpgroupTile:
     tile: Tile
     warpgroup: jax.Array
     position: jax.Array  # of its first query
+    sink: jax.Array | None  # float32[]: that of its head, in base 2
     scratch: PrefillScratch
 
     def wait_for_keys(self, block: jax.Array | int) -> None:
@@ -303,14 +305,17 @@ class _WarpgroupTile:
         return SoftmaxState(acc, m_i, l_i, p.astype(scratch.v_smem.dtype))
 
     def finish(self, state: SoftmaxState) -> jax.Array:  # float32[MMA_QUERIES, H]
-        """Add P @ V of the last block and divide by l_i."""
+        """Add P @ V of the last block and divide by l_i, to which a sink adds its weight."""
         block, scratch = self.tile.end_block - 1, self.scratch
         stage = stage_index(self.tile, block)
         plgpu.barrier_wait(scratch.v_barriers.at[stage])
         _zero_unwritten(self.spec, scratch.v_smem.at[stage], self.tile.end - block * BLOCK)
         acc, _ = _accumulate(state.acc, state.p, scratch.v_smem.at[stage])
         plgpu.barrier_arrive(scratch.v_consumed_barriers.at[stage])
-        return acc * lax.broadcast_in_dim(1.0 / state.l_i.sum(axis=1), acc.shape, [0])
+        l_i = state.l_i.sum(axis=1)
+        if self.sink is not None:
+            l_i += jnp.exp2(self.sink - state.m_i)
+        return acc * lax.broadcast_in_dim(1.0 / l_i, acc.shape, [0])
 
     def attend(self) -> jax.Array:  # float32[MMA_QUERIES, H]
         """Attention over all keys of the tile, which has at least one."""
@@ -332,14 +337,17 @@ def _compute_warpgroup(
     spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch, warpgroup: jax.Array
 ) -> None:
     """Attention of one compute warpgroup's queries of all tiles of the CTA."""
-    _, offset = warpgroup_offsets(spec, warpgroup)
+    head, offset = warpgroup_offsets(spec, warpgroup)
 
     def compute(tile: Tile) -> None:
         @pl.when(tile.first_block < tile.end_block)
         def _attend() -> None:
             _, i = query_stage(tile.index, warpgroup)
+            sink = None
+            if gmem.sinks is not None:  # in flight while queries are
+                sink = gmem.sinks[tile.head + head].astype(jnp.float32) * LOG2_E
             plgpu.barrier_wait(scratch.q_barriers.at[i])
-            part = _WarpgroupTile(spec, tile, warpgroup, tile.position + offset, scratch)
+            part = _WarpgroupTile(spec, tile, warpgroup, tile.position + offset, sink, scratch)
             result = part.attend()
             plgpu.barrier_arrive(scratch.q_consumed_barriers.at[i])
             _store(spec, gmem, scratch, tile, warpgroup, result)
@@ -417,18 +425,20 @@ def paged_prefill(
     window: int | None = None,
 ) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    assert sinks is None, "see ``mosaic_supports``"
     num_tokens = q.shape[0]
     q = jnp.pad(q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
-    group, scale = n // num_kv_heads, scale * math.log2(math.e)
+    group, scale = n // num_kv_heads, scale * LOG2_E
     spec = PrefillSpec(h, page_size, n, group, scale, window)
     tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, spec.tile_tokens)
     spec = replace(spec, num_tiles=tiles.shape[0])
 
+    optional = () if sinks is None else (sinks,)
+
     def body(*refs: Ref) -> None:
-        *gmem, scratch = refs
-        _kernel(spec, GmemRefs(*gmem), scratch)
+        q, k_pages, v_pages, page_table, tiles, num_tiles, *sinks, out, scratch = refs
+        gmem = GmemRefs(q, k_pages, v_pages, page_table, tiles, num_tiles, out, *sinks)
+        _kernel(spec, gmem, scratch)
 
     out = plgpu.kernel(
         body,
@@ -442,5 +452,5 @@ def paged_prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",
-    )(q, k_pages, v_pages, page_table, tiles, num_tiles)
+    )(q, k_pages, v_pages, page_table, tiles, num_tiles, *optional)
     return out[:num_tokens]

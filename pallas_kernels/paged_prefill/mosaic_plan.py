@@ -125,6 +125,7 @@ class GmemRefs(NamedTuple):
     tiles: Ref  # int32[tiles, 5]
     num_tiles: Ref  # int32[1]: the tiles that have tokens come first
     out: Ref  # [T, N, H]
+    sinks: Ref | None = None  # [N]
 
 
 class _TableEntry(NamedTuple):

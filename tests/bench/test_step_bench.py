@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,10 +21,11 @@ from bench.step import cases as step_cases
 from bench.step import file as step_file
 from bench.step import memory as step_memory
 from bench.step.cases import Prompts, Repeats
+from bench.step.experts import mean_distinct, share_of
 from bench.step.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.registry import build_model
-from kit.checkpoints import tiny_gpt2_config, tiny_llama_config
+from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
 
 TINY = step.Workload(
     tpot_batches=(1, 2),
@@ -211,6 +213,31 @@ def test_the_experts_that_a_step_reads() -> None:
     assert costs.bytes_of_weights(8, distinct=0.5) == costs.weight_bytes + experts
 
 
+def test_distinct_experts_are_counted_by_layer_and_step() -> None:
+    one_step = np.array([[[0, 1], [1, 2]], [[3, 4], [3, 4]]])  # two layers, two tokens
+    assert mean_distinct(one_step[None]) == (3 + 2) / 2
+    assert mean_distinct(np.stack([one_step, 0 * one_step])) == (3 + 2 + 1 + 1) / 4
+    assert share_of({"distinct_experts": 3.0, "experts": 12}) == 0.25
+    assert share_of({}) is None
+
+
+@pytest.mark.nightly
+def test_rows_of_a_mixture_of_experts_state_what_steps_read(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices are uniform: a token's two of five experts, and more for more tokens."""
+    monkeypatch.setattr(step_cases, "DECODED", 8)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny_qwen3_moe_config()))
+    flags = [*flags[:-2], f"--config={config}", "--engine=dummy_routing=uniform"]
+    report = run(flags, "tpot,ttft", tmp_path / "step.json")
+    found = {(row["metric"], row["case"]): row for row in report["rows"]}
+    assert found["tpot_ms", "b1"]["distinct_experts"] == 2
+    assert 2.5 < found["tpot_ms", "b2"]["distinct_experts"] < 3.9  # 5 (1 - 0.6 ** 2) = 3.2
+    assert found["ttft_ms", "40"]["distinct_experts"] == found["ttft_ms", "40"]["experts"] == 5
+    assert "distinct_experts" not in found["tpot_ms", "b2/40"]
+
+
 def test_floors_by_hand() -> None:
     costs = Costs(weight_bytes=100, kv_bytes=2, token_flops=10, head_flops=5, pair_flops=1)
     slow_memory, slow_cores = Floor(costs, Ceiling(10, 1e9)), Floor(costs, Ceiling(1e9, 10))
@@ -218,6 +245,9 @@ def test_floors_by_hand() -> None:
     assert slow_cores.decode(3, 20) == 3 * (10 + 5 + 20) / 10
     assert slow_memory.prefill(2, 4) == 100 / 10
     assert slow_cores.prefill(2, 4) == 2 * (4 * 10 + 10 + 5) / 10
+    with_experts = Floor(replace(costs, expert_bytes=1000), Ceiling(10, 1e9))
+    assert with_experts.decode(3, 20, distinct=0.25) == slow_memory.decode(3, 20) + 25
+    assert with_experts.prefill(2, 4, distinct=0.5) == slow_memory.prefill(2, 4) + 50
     assert slow_memory.generate(2, 4, 6) == 10 + 5 * (100 + 2 * 7 * 2) / 10
 
 

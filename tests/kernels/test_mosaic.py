@@ -32,6 +32,8 @@ INTERPRETED = (
     "smollm2_tp3_tile_edges_bf16",
     "smollm2_tp3_window_bf16",
     "smollm2_tp3_only_padding_f16",
+    "smollm2_tp3_sinks_window_bf16",
+    pytest.param("gpt_oss_tp8_sinks_bf16", marks=pytest.mark.nightly),
 )
 
 

@@ -33,11 +33,12 @@ from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 CASES = {case.name: case for case in append_decode.CASES}
-STEPS = [
+QWEN_STEPS = [
     case
     for case in append_decode.CASES
     if case.name.startswith("qwen3_4b_step") and not case.kv_dtype and len(case.seq_lens) > 1
 ]
+STEPS = [*QWEN_STEPS, CASES["gpt_oss_20b_step_b8_ctx1056_window128"]]
 INTERPRETED = [
     ("qwen3_4b_bf16", MosaicConfig(1, 64, 3, max_clusters=24)),
     ("gpt2_no_rope_f16", MosaicConfig(1, 128, 2, max_clusters=5)),
@@ -45,6 +46,12 @@ INTERPRETED = [
     ("llama3_70b_tp8_gqa8_bf16", MosaicConfig(2, 64, 2, max_clusters=9)),
     ("qwen3_4b_tp8_page64_bf16", MosaicConfig(4, 64, 2, max_clusters=4)),
     ("qwen3_4b_tp8_page64_bf16", MosaicConfig(2, 128, 2, max_clusters=4)),
+    ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(2, 64, 2, max_clusters=4)),
+    ("qwen3_4b_tp8_window_page64_bf16", MosaicConfig(1, 128, 2, max_clusters=2)),
+]
+INTERPRETED_NIGHTLY = [
+    ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
+    ("smollm2_tp3_sinks_window_of_one_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
 ]
 
 
@@ -95,7 +102,16 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[_SharedStates]:
     yield table
 
 
-@pytest.mark.parametrize(("name", "config"), INTERPRETED, ids=[name for name, _ in INTERPRETED])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *(pytest.param(*each, id=each[0]) for each in INTERPRETED),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly, id=each[0])
+            for each in INTERPRETED_NIGHTLY
+        ),
+    ],
+)
 @pytest.mark.usefixtures("on_hopper")
 def test_the_interpreter_agrees_with_the_definition(
     name: str, config: MosaicConfig, table: _SharedStates, monkeypatch: pytest.MonkeyPatch
@@ -121,8 +137,10 @@ def _call(case: DecodeCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     angles = array((rows, h // 2), jnp.float32)
     pool = array((rows * width + 1, case.page_size, k, h), dtype)
     tables = array((rows, width), jnp.int32), array((rows,), jnp.int32)
-    args = (array((rows, n + 2 * k, h), dtype), angles, angles, array((2, h), dtype), pool, pool)
-    return (*args, *tables), {"scale": h**-0.5, "eps": 1e-6, "window": None}
+    norms = array((2, h), dtype) if case.norms else None
+    sinks = array((n,), dtype) if case.sinks else None
+    args = (array((rows, n + 2 * k, h), dtype), angles, angles, norms, pool, pool)
+    return (*args, *tables, None, sinks), {"scale": h**-0.5, "eps": 1e-6, "window": case.window}
 
 
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
@@ -147,7 +165,6 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
         pytest.param(CASES["qwen3_4b_fp8"], "pages float8_e4m3fn", id="fp8"),
         pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is neither", id="head_dim"),
         pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
-        pytest.param(replace(WANTED, window=8), "it does not support windows", id="window"),
         pytest.param(
             replace(WANTED, heads=QWEN3_4B_TP8, seq_lens=(90,), padding=0),
             "8 CTAs leave most",
@@ -171,13 +188,24 @@ def test_refusals(case: DecodeCase, reason: str) -> None:
     ],
 )
 def test_heuristic(rows: int, width: int, config: MosaicConfig) -> None:
-    (qkv, _, _, _, pool, *_), _ = _call(replace(STEPS[0], seq_lens=(1057,) * rows))
+    (qkv, _, _, _, pool, *_), _ = _call(replace(QWEN_STEPS[0], seq_lens=(1057,) * rows))
     page_table = jax.ShapeDtypeStruct((rows, width), jnp.int32)
     assert mosaic_launch.heuristic_config(qkv, pool, page_table) == config  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("window", "splits", "block"),
+    [(1, 1, 64), (128, 2, 64), (256, 4, 64), (1024, 8, 128), (None, 8, 128)],
+)
+def test_splits_follow_the_window(window: int | None, splits: int, block: int) -> None:
+    (qkv, _, _, _, pool, *_), _ = _call(replace(QWEN_STEPS[0], seq_lens=(1057,) * 2))
+    page_table = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+    config = mosaic_launch.heuristic_config(qkv, pool, page_table, window)  # type: ignore[arg-type]
+    assert (config.splits, config.block) == (splits, block)
+
+
 def test_a_tuned_choice_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, config = STEPS[0], {"splits": 4, "block": 128, "stages": 2, "max_clusters": 132}
+    case, config = QWEN_STEPS[0], {"splits": 4, "block": 128, "stages": 2, "max_clusters": 132}
     files: list[str] = []
 
     def read(file: Any) -> dict[str, Any]:
@@ -185,6 +213,7 @@ def test_a_tuned_choice_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> No
         return {case.name: config}
 
     monkeypatch.setattr(mosaic_launch.tuned, "read_choices", read)
-    (qkv, _, _, _, pool, _, page_table, _), _ = _call(case)
+    (qkv, _, _, _, pool, _, page_table, *_), _ = _call(case)
     assert mosaic_launch.choose_config(qkv, pool, page_table) == MosaicConfig(**config)
+    assert mosaic_launch.choose_config(qkv, pool, page_table, window=64) != MosaicConfig(**config)
     assert files[0].endswith("append_decode/tuned/mosaic/cpu.json")

@@ -23,18 +23,10 @@ from safetensors.numpy import save_file
 
 from jaxinfer.models.base import Model
 from jaxinfer.models.params import by_path
+from kit.gguf_layouts import ARCHITECTURES, converted, write_experts_config, write_heads_config
 
 type Tensors = dict[str, np.ndarray]
 type HFConfig = dict[str, Any]
-
-_ARCH = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
-    "olmo2": gguf.MODEL_ARCH.OLMO2,
-    "gpt2": gguf.MODEL_ARCH.GPT2,
-}
 
 
 def tiny_llama_config(**changes: Any) -> HFConfig:
@@ -175,15 +167,17 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     special: Mapping[int, str] | None = None,
+    older: bool = False,
 ) -> Path:
     """Write a GGUF file as llama.cpp's converter does; matrices are stored as ``kind``.
 
+    ``older``: as it did for latent attention at first.
     ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
     ``special`` makes tokens control tokens with that text.
     """
-    arch = config["model_type"].replace("_", "")
-    writer = gguf.GGUFWriter(path, arch)
-    _write_config(writer, config)
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _write_config(writer, config, older)
     _write_tokenizer(writer, config, special or {})
     for key, value in (metadata or {}).items():
         {
@@ -193,11 +187,12 @@ def write_gguf(
             bool: writer.add_bool,
             list: writer.add_array,
         }[type(value)](key, value)
-    names = gguf.get_tensor_name_map(_ARCH[arch], _layers(config))
-    for name, tensor in _stacked(tensors).items():
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert gguf_name is not None, name
-        _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
+    names = gguf.get_tensor_name_map(arch, _layers(config))
+    for hf_name, stacked in _stacked(tensors).items():
+        for name, tensor in converted(hf_name, stacked, config, older):
+            gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert gguf_name is not None, name
+            _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
     for gguf_name, tensor in (extra or {}).items():
         _add_tensor(writer, gguf_name, tensor, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -243,7 +238,7 @@ def _layers(config: Mapping[str, Any]) -> int:
     return config.get("num_hidden_layers") or config["n_layer"]
 
 
-def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], older: bool) -> None:
     writer.add_block_count(_layers(config))
     if config["model_type"] == "gpt2":
         writer.add_embedding_length(config["n_embd"])
@@ -255,15 +250,11 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    write_heads_config(writer, config, older)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    write_experts_config(writer, config)
 
 
 def _write_tokenizer(
@@ -287,22 +278,20 @@ def _stacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
     found: dict[str, list[np.ndarray]] = {}
     for name, tensor in tensors.items():
         found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(tensor)
-    return {
-        name: np.stack(parts) if ".experts." in name else parts[0] for name, parts in found.items()
-    }
+    return {name: parts[0] if name in tensors else np.stack(parts) for name, parts in found.items()}
 
 
 def _as_llama_cpp(
-    arch: str, name: str, tensor: np.ndarray, config: Mapping[str, Any]
+    arch: gguf.MODEL_ARCH, name: str, tensor: np.ndarray, config: Mapping[str, Any]
 ) -> np.ndarray:
     """The layout that llama.cpp's converter gives a Hugging Face tensor."""
     stem = name.rsplit(".", 1)[0]
-    if arch == "llama" and stem.endswith(("q_proj", "k_proj")):
+    if arch == gguf.MODEL_ARCH.LLAMA and stem.endswith(("q_proj", "k_proj")):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         halves = tensor.reshape(config[key], 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
     conv1d: Sequence[str] = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    if arch == "gpt2" and name.endswith(tuple(conv1d)):
+    if arch == gguf.MODEL_ARCH.GPT2 and name.endswith(tuple(conv1d)):
         return tensor.T
     return tensor
 
@@ -311,6 +300,6 @@ def _add_tensor(
     writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind: gguf.GGMLQuantizationType
 ) -> None:
     tensor = np.ascontiguousarray(tensor)
-    if tensor.ndim == 1:  # llama.cpp keeps vectors in float32
+    if tensor.ndim == 1 or name.endswith(".bias"):  # llama.cpp keeps vectors in float32
         kind = gguf.GGMLQuantizationType.F32
     writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)

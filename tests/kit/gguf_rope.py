@@ -1,7 +1,7 @@
 """Tiny GGUF files with every kind of rope scaling that llama.cpp reads.
 
 Owns: the cases, and the tokens on which they are compared. Run as a program, it writes the files
-into a folder for ``golden/make_gguf_rope.py``.
+into a folder for ``golden/make_gguf.py``.
 """
 
 from __future__ import annotations

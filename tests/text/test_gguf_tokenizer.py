@@ -62,6 +62,7 @@ WORDS = "don't abc123456 Été e\u0301a \n\nHTTPServer 中文字?!x"
         ("deepseek-r1-qwen", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
         ("qwen35", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
         ("deepseek-v3", "don|'t| abc|123|456| Été| e\u0301a| \n\n|HTTPServer| |中文字|?!|x"),
+        ("gpt-4o", "don't| abc|123|456| Été| e\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
         ("tekken", "don|'t| abc|1|2|3|4|5|6| Été| e\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
     ],
 )

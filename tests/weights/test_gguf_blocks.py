@@ -11,12 +11,18 @@ from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
 from pallas_kernels.native import library
 from pallas_kernels.quantised import dequantised
 
+# MXFP4 is converted by numpy alone: only nibbles change their places.
+NATIVE = [kind for kind in FORMS if kind.name != "MXFP4"]
+
 
 def random_rows(kind: GGMLQuantizationType, outputs: int, inputs: int) -> np.ndarray:
     """Random bytes whose float16 factors are finite and not tiny: uint8[O, bytes of a row]."""
     per_block, nbytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(kind.value)
     blocks = rng.integers(0, 256, (outputs, inputs // per_block, nbytes), np.uint8)
+    if kind.name == "MXFP4":
+        blocks[..., 0] = rng.integers(100, 150, blocks.shape[:2])
+        return blocks.reshape(outputs, -1)
     halves = {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name[-2:] in ("_1", "_K") else (0,))
     for at in halves:
         factors = rng.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
@@ -43,7 +49,7 @@ def test_a_row_that_64_does_not_divide() -> None:
 
 @pytest.mark.skipif(library.library() is None, reason=library.MISSING)
 @pytest.mark.parametrize("inputs", [96, 256, 768])
-@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.name)
 def test_the_native_conversion_equals_numpy(kind: GGMLQuantizationType, inputs: int) -> None:
     per_block, nbytes = GGML_QUANT_SIZES[kind]
     if inputs % per_block:

@@ -14,7 +14,14 @@ from jaxinfer.core.errors import (
     TokenizerError,
     UnknownArchitectureError,
 )
-from kit.checkpoints import Tensors, tiny_llama_config, write_gguf
+from jaxinfer.models.registry import build_model
+from kit.checkpoints import (
+    Tensors,
+    random_hf_tensors,
+    tiny_llama_config,
+    tiny_qwen2_config,
+    write_gguf,
+)
 from kit.model_sources import load, resolve
 
 CONFIG = tiny_llama_config()
@@ -71,8 +78,10 @@ def test_split_gguf(tmp_path: Path, tensors: Tensors) -> None:
         resolve(path)
 
 
-def test_mixture_of_experts_gguf(tmp_path: Path, tensors: Tensors) -> None:
-    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata={"llama.expert_count": 8})
+def test_mixture_of_experts_gguf(tmp_path: Path) -> None:
+    config = tiny_qwen2_config()
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, metadata={"qwen2.expert_count": 8})
     with pytest.raises(UnknownArchitectureError, match="mixture of experts"):
         resolve(path)
 

@@ -13,6 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 
+from jaxinfer.weights.quantised.layouts import powers_of_2
 from pallas_kernels.native import library
 from pallas_kernels.quantised import Form, Quantised, nibble_block
 
@@ -27,6 +28,7 @@ FORMS: Mapping[Type, Form] = MappingProxyType(
         Type.Q4_K: Form("int4", _SMALL, "uint8", offsets=True, super_group=_SUPER),
         Type.Q5_K: Form("int8", _SMALL, "uint8", offsets=True, super_group=_SUPER),
         Type.Q6_K: Form("int8", 16, "int8", super_group=_SUPER),
+        Type.MXFP4: Form("fp4", _SMALL, "bfloat16"),
     }
 )
 
@@ -107,6 +109,12 @@ def _q8_0(rows: np.ndarray) -> Quantised:
     return Quantised("int8", values, _halves(blocks[..., :2])[..., 0])
 
 
+def _mxfp4(rows: np.ndarray) -> Quantised:
+    """GGML doubles the values and halves the scales of OCP's MX formats; the codes are the same."""
+    blocks = _blocks(rows, 17)
+    return Quantised("fp4", _small_nibbles(blocks[..., 1:]), powers_of_2(blocks[..., 0]))
+
+
 def _k_factors(
     blocks: np.ndarray,  # uint8[O, B, 16 or more]: d, dmin, 12 bytes of scales and minima
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -161,5 +169,6 @@ _READERS: Mapping[Type, Callable[[np.ndarray], Quantised]] = MappingProxyType(
         Type.Q4_K: _q4_k,
         Type.Q5_K: _q5_k,
         Type.Q6_K: _q6_k,
+        Type.MXFP4: _mxfp4,
     }
 )

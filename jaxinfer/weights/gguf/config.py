@@ -17,7 +17,7 @@ from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 from jaxinfer.weights.gguf.names import ROPE_FACTORS
-from jaxinfer.weights.gguf.rope import llama3_scaling, rope_scaling
+from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, llama3_scaling, rope_scaling
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
 # llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
@@ -93,7 +93,7 @@ def _special_id(header: GGUFHeader, role: str) -> int | None:
 
 
 def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """The keys that llama, qwen2, qwen3 and olmo2 share."""
+    """The keys of decoders whose heads have keys and values of their own width."""
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
     if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
@@ -135,6 +135,8 @@ def _window(meta: ArchitectureMetadata) -> int | None:
 def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
     # Meta's layout interleaves the two halves of each head: see ``names.undo_interleave``.
     meta.only("tensor_data_layout", "Meta AI original pth")
+    if meta.number_if_set("expert_count"):
+        return _mixtral(meta)
     window = _window(meta)
     windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     return _decoder(meta) | {
@@ -143,6 +145,19 @@ def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
         **({} if window is None else windowed),
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": meta.has_tensor("blk.0.ffn_up.bias"),
+    }
+
+
+def _mixtral(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """llama.cpp renormalises the weights of the chosen experts."""
+    meta.only("expert_gating_func", 0, 1)  # softmax
+    meta.only("expert_feed_forward_length", 0, meta.count("feed_forward_length"))
+    return _decoder(meta) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "sliding_window": _window(meta),
     }
 
 
@@ -179,6 +194,97 @@ def _qwen3_moe(meta: ArchitectureMetadata) -> dict[str, Any]:
             "norm_topk_prob": True,
         }
     )
+
+
+def _gpt_oss(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Limits of SwiGLU are not in the file: llama.cpp and config.json have the same constants."""
+    meta.only("expert_gating_func", 0, 3)  # a softmax of the chosen logits
+    experts = {
+        "intermediate_size": meta.count("expert_feed_forward_length"),
+        "num_local_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "sliding_window": meta.count("attention.sliding_window"),
+    }
+    # The first layer has a window, the second has none, and so on.
+    alternating = [i % 2 == 0 for i in range(meta.num_layers)]
+    meta.only("attention.sliding_window_pattern", 2, alternating)
+    config = _decoder(meta)
+    meta.only("rope.freq_base_swa", config["rope_theta"])
+    # OpenAI's code does not round the bounds of YaRN's ramp, which llama.cpp does.
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling |= {"truncate": False}
+    config["rope_scaling"] = scaling
+    architecture = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    return config | experts | architecture | {"attention_bias": True}
+
+
+def _deepseek2(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """DeepSeek V2 and V3, which score experts by softmax and sigmoid.
+
+    Newer files describe the attention as it is computed over latents, with one kv head, and have
+    the widths of a head under keys of their own. Files without ``expert_group_count`` are computed
+    without groups, as llama.cpp does.
+    """
+    heads, rope_dim = meta.count("attention.head_count"), meta.count("rope.dimension_count")
+    rank, widths = meta.count("attention.kv_lora_rank"), ("key_length", "value_length")
+    if meta.has("attention.key_length_mla"):
+        meta.only("attention.head_count_kv", 1)
+        meta.only("attention.key_length", rank + rope_dim)
+        meta.only("attention.value_length", rank)
+        widths = ("key_length_mla", "value_length_mla")
+    else:
+        meta.only("attention.head_count_kv", heads)
+    key_dim, value_dim = (meta.count(f"attention.{width}") for width in widths)
+    if key_dim <= rope_dim:
+        words = f"must exceed rope.dimension_count, which is {rope_dim}"
+        meta.refuse(f"attention.{widths[0]}", key_dim, words)
+    meta.only("attention.scale", 0)
+    meta.only("hidden_activation", "silu", "swish")
+    query_rank = meta.number_if_set("attention.q_lora_rank")
+    return {
+        "hidden_size": meta.count("embedding_length"),
+        "intermediate_size": meta.count("feed_forward_length"),
+        "num_hidden_layers": meta.num_layers,
+        "num_attention_heads": heads,
+        "q_lora_rank": None if query_rank is None else int(query_rank),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": key_dim - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value_dim,
+        "max_position_embeddings": meta.count("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "rope_scaling": deepseek_rope_scaling(meta, rope_dim),
+        "hidden_act": "silu",
+        **_deepseek_experts(meta),
+    }
+
+
+def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
+    meta.only("expert_gating_func", 0, 1, 2)  # 0: older files, of V2
+    is_v3 = meta.number_if_set("expert_gating_func") == 2
+    groups, chosen_groups = (
+        int(meta.number_if_set(key) or 1)
+        for key in ("expert_group_count", "expert_group_used_count")
+    )
+    method = "noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy"
+    version = "V3" if is_v3 else "V2"
+    return {
+        "architectures": [f"Deepseek{version}ForCausalLM"],
+        "model_type": f"deepseek_{version.lower()}",
+        "first_k_dense_replace": int(meta.number_if_set("leading_dense_block_count") or 0),
+        "n_routed_experts": meta.count("expert_count"),
+        "num_experts_per_tok": meta.count("expert_used_count"),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "n_shared_experts": int(meta.number_if_set("expert_shared_count") or 0),
+        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
+        "norm_topk_prob": meta.flag("expert_weights_norm"),
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "topk_method": method,
+        "n_group": groups,
+        "topk_group": chosen_groups,
+    }
 
 
 def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
@@ -219,6 +325,8 @@ _BUILDERS = MappingProxyType(
         "qwen2": _qwen,
         "qwen3": _qwen3,
         "qwen3moe": _qwen3_moe,
+        "gpt-oss": _gpt_oss,
+        "deepseek2": _deepseek2,
         "olmo2": _olmo2,
         "gpt2": _gpt2,
     }

@@ -56,6 +56,13 @@ class ArchitectureMetadata:
         """A positive number, or None if the key is absent or 0, which stands for "not set"."""
         return None if self._stored(key) in (None, 0) else self.number(key)
 
+    def flag(self, key: str) -> bool:
+        """A truth value; False if the key is absent."""
+        value = self._stored(key)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(key, value, "must be true or false")
+        return bool(value)
+
     def only(self, key: str, *values: Any) -> None:
         """Refuse a value other than ``values``; the key may be absent."""
         stored = self._stored(key)

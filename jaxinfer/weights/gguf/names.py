@@ -1,7 +1,7 @@
 """The Hugging Face names of GGUF's tensors, and the differences between their layouts.
 
-Owns: one ``NameTable`` per GGUF architecture. Source: the conversion scripts of llama.cpp
-(``convert_hf_to_gguf.py``), read backwards.
+Owns: one ``NameTable`` for each family. Source: the conversion scripts of llama.cpp
+(``convert_hf_to_gguf.py``, later ``conversion/``), read backwards.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,14 @@ from jaxinfer.core.errors import CheckpointError
 
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight of the model: ``rope`` makes a config of it
+
+
+class Joined(NamedTuple):
+    """Tensors of a layer in the file that are one tensor of Hugging Face: see ``stored``."""
+
+    name: str
+    parts: tuple[str, ...]
+    layout: Literal["keys_and_values", "experts"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,9 @@ class NameTable:
     # stems whose rows are permuted for interleaved rope, with the config key of their heads
     interleaved: Mapping[str, str] = MappingProxyType({})
     transposed: tuple[str, ...] = ()  # stems of weights that Hugging Face stores [in, out]
+    # of a layer's tensors without ".weight" and ".bias" in Hugging Face's names, by full names
+    bare: Mapping[str, str] = MappingProxyType({})
+    joined: tuple[Joined, ...] = ()
 
 
 _NORMS_BEFORE = ("attn_norm", "ffn_norm")
@@ -67,15 +79,67 @@ _OLMO2 = replace(
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 )
-_QWEN3_MOE = replace(
-    _DECODER,
-    layer={
-        **_DECODER.layer,
+_EXPERTS = MappingProxyType(
+    {
         "ffn_gate_inp": "mlp.gate",
         "ffn_gate_exps": "mlp.experts.{}.gate_proj",
         "ffn_up_exps": "mlp.experts.{}.up_proj",
         "ffn_down_exps": "mlp.experts.{}.down_proj",
+    }
+)
+_QWEN3_MOE = replace(_DECODER, layer={**_DECODER.layer, **_EXPERTS})
+_MIXTRAL = replace(
+    _LLAMA,
+    layer={
+        **_DECODER.layer,
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     },
+)
+_GPT_OSS = replace(
+    _DECODER,
+    layer={
+        **{stem: name for stem, name in _DECODER.layer.items() if stem != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+    },
+    bare={"attn_sinks.weight": "self_attn.sinks"},
+    joined=(
+        Joined(
+            "mlp.experts.gate_up_proj", ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "experts"
+        ),
+        Joined(
+            "mlp.experts.gate_up_proj_bias", ("ffn_gate_exps.bias", "ffn_up_exps.bias"), "experts"
+        ),
+        Joined("mlp.experts.down_proj", ("ffn_down_exps.weight",), "experts"),
+        Joined("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",), "experts"),
+    ),
+)
+_DEEPSEEK = replace(
+    _DECODER,
+    layer={
+        **_DECODER.layer,
+        **_EXPERTS,
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",  # of older files
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    bare={"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"},
+    joined=(
+        Joined(
+            "self_attn.kv_b_proj.weight",
+            ("attn_k_b.weight", "attn_v_b.weight"),
+            "keys_and_values",
+        ),
+    ),
 )
 _GPT2 = NameTable(
     model={
@@ -95,20 +159,33 @@ _GPT2 = NameTable(
     layer_prefix="transformer.h.",
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
+# by the model_type of config.json
 NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
         "llama": _LLAMA,
         "qwen2": _DECODER,
         "qwen3": _DECODER,
-        "qwen3moe": _QWEN3_MOE,
+        "qwen3_moe": _QWEN3_MOE,
+        "mixtral": _MIXTRAL,
+        "gpt_oss": _GPT_OSS,
+        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v3": _DEEPSEEK,
         "olmo2": _OLMO2,
         "gpt2": _GPT2,
     }
 )
 
 
-def map_name(table: NameTable, gguf_name: str) -> tuple[str, str]:
-    """The Hugging Face name of a GGUF tensor, and its stem.
+class Place(NamedTuple):
+    """What a GGUF tensor is in Hugging Face's checkpoint."""
+
+    name: str  # with {} that of each expert
+    stem: str
+    joined: Joined | None = None  # the tensor is one part of ``name``
+
+
+def map_name(table: NameTable, gguf_name: str) -> Place:
+    """The place of a GGUF tensor.
 
     Raises ``CheckpointError`` for a tensor the architecture does not have.
     """
@@ -116,12 +193,18 @@ def map_name(table: NameTable, gguf_name: str) -> tuple[str, str]:
     index, stem, kind = match.groups() if match else (None, "", "")
     prefix = "" if index is None else f"{table.layer_prefix}{index}."
     stems = table.model if index is None else table.layer
+    in_layer = f"{stem}.{kind}" if index is not None else ""
+    if in_layer in table.bare:
+        return Place(prefix + table.bare[in_layer], stem)
+    for joined in table.joined:
+        if in_layer in joined.parts:
+            return Place(prefix + joined.name, stem, joined)
     if stem not in stems:
         raise CheckpointError(
             f"tensor {gguf_name} has no place in this architecture; the file was made for a "
             "variant that jaxinfer does not support"
         )
-    return f"{prefix}{stems[stem]}.{kind}", stem
+    return Place(f"{prefix}{stems[stem]}.{kind}", stem)
 
 
 def undo_interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * H, ...] -> same

@@ -44,6 +44,22 @@ def rope_scaling(meta: ArchitectureMetadata, head_dim: int) -> dict[str, Any] | 
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
+def deepseek_rope_scaling(meta: ArchitectureMetadata, rope_dim: int) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of DeepSeek, whose key ``mscale_all_dim`` scales scores.
+
+    The file holds a tenth of it. In all published models ``mscale`` is the same, so that cosine and
+    sine are not scaled, and llama.cpp computes them so.
+    """
+    scaling = rope_scaling(meta, rope_dim)
+    tenth = meta.number_if_set("rope.scaling.yarn_log_multiplier")
+    if scaling is None or tenth is None or scaling["rope_type"] != "yarn":
+        return scaling
+    if "attn_factor" in scaling:
+        meta.refuse("rope.scaling.yarn_log_multiplier", tenth, "is not supported beside a factor")
+    mscale = round(10 * tenth, 6)
+    return scaling | {"mscale": mscale, "mscale_all_dim": mscale}
+
+
 def _factor(meta: ArchitectureMetadata, *, required: bool) -> float:
     """The divisor of positions: ``rope.scaling.factor``, or else the key's older name."""
     newer = meta.number_if_set("rope.scaling.factor")

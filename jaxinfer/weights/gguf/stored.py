@@ -1,0 +1,213 @@
+"""How tensors of a GGUF file make one tensor of Hugging Face, with its layout and values.
+
+Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and dequantising.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxinfer.weights.checkpoint import read_bytes, read_chunks
+from jaxinfer.weights.gguf.blocks import FORMS, convert
+from jaxinfer.weights.gguf.header import GGUFTensor
+from jaxinfer.weights.gguf.names import undo_interleave
+from pallas_kernels.quantised import Form, Quantised, quantised
+
+_CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
+_CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays
+
+
+class Stored(Protocol):
+    """One tensor of Hugging Face, and the tensors of the file that hold its values."""
+
+    @property
+    def tensors(self) -> tuple[GGUFTensor, ...]:
+        """The tensors of the file."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that Hugging Face stores."""
+        ...
+
+    @property
+    def form(self) -> Form | None:
+        """The form of a quantised matrix, or of those of a stack, that ``read_quantised`` knows."""
+        ...
+
+    def read(self, path: Path, part: int | None) -> np.ndarray:  # float32
+        """See ``Checkpoint.read``."""
+        ...
+
+    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+        """See ``Checkpoint.read_quantised``."""
+        ...
+
+
+class Plain(NamedTuple):
+    """One tensor of the file."""
+
+    tensor: GGUFTensor
+    interleaved_heads: int = 0  # heads whose rows are permuted; 0: rows are in order
+    transposed: bool = False
+
+    @property
+    def tensors(self) -> tuple[GGUFTensor, ...]:
+        """See ``Stored``."""
+        return (self.tensor,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Stored``."""
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    @property
+    def form(self) -> Form | None:
+        """See ``Stored``."""
+        return FORMS.get(self.tensor.type) if len(self.tensor.shape) == 2 else None
+
+    def read(self, path: Path, part: int | None) -> np.ndarray:
+        """See ``Stored``."""
+        assert part is None, "only stacks have parts"
+        values = read_tensor(path, self.tensor)
+        if self.interleaved_heads:
+            values = undo_interleave(values, self.interleaved_heads)
+        return values.T if self.transposed else values
+
+    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+        """See ``Stored``."""
+        assert part is None, "only stacks have parts"
+        made = _converted(path, self.tensor)
+        if self.interleaved_heads:
+            made = {n: undo_interleave(part, self.interleaved_heads) for n, part in made.items()}
+        return quantised(made)
+
+
+class KeysAndValues(NamedTuple):
+    """kv_b_proj of latent attention: in the file keys and values apart, and keys transposed."""
+
+    keys: GGUFTensor  # [N, C, K]
+    values: GGUFTensor  # [N, V, C]
+
+    @property
+    def tensors(self) -> tuple[GGUFTensor, ...]:
+        """See ``Stored``."""
+        return tuple(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Stored``; the rows of a head are those of its key, then those of its value."""
+        (heads, rank, key_dim), value_dim = self.keys.shape, self.values.shape[1]
+        return (heads * (key_dim + value_dim), rank)
+
+    @property
+    def form(self) -> Form | None:
+        """None, since both are divided at load and never quantised."""
+        return None
+
+    def read(self, path: Path, part: int | None) -> np.ndarray:
+        """See ``Stored``."""
+        assert part is None, "only stacks have parts"
+        keys, values = (read_tensor(path, tensor) for tensor in self)
+        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape)
+
+    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+        """Never called, since there is no form."""
+        raise NotImplementedError
+
+
+class ExpertStack(NamedTuple):
+    """A layer's experts in one tensor, with gates and ups in turn, as gpt-oss has them.
+
+    Weights are [E, O, I] in the file and [E, I, outputs] in Hugging Face's, unless they are
+    quantised; biases are [E, O].
+    """
+
+    tensors: tuple[GGUFTensor, ...]  # gates and ups, or downs alone; equal shapes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Stored``."""
+        count, outputs, *inputs = self.tensors[0].shape
+        return (count, *inputs, outputs * len(self.tensors))
+
+    @property
+    def form(self) -> Form | None:
+        """See ``Stored``."""
+        found = {FORMS.get(tensor.type) for tensor in self.tensors}
+        return found.pop() if len(found) == 1 and len(self.shape) == 3 else None
+
+    def read(self, path: Path, part: int | None) -> np.ndarray:
+        """See ``Stored``."""
+        if part is None:
+            return np.stack([self.read(path, number) for number in range(self.shape[0])])
+        members = (_expert(tensor, part) for tensor in self.tensors)
+        values = _in_turn([read_tensor(path, member) for member in members])
+        return values.T
+
+    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+        """See ``Stored``."""
+        assert part is not None, "a stack is read expert by expert"
+        members = [_converted(path, _expert(tensor, part)) for tensor in self.tensors]
+        return quantised({name: _in_turn([one[name] for one in members]) for name in members[0]})
+
+
+def experts_of(stack: GGUFTensor) -> list[GGUFTensor]:
+    """The matrices of a stack, one for each expert."""
+    return [_expert(stack, number) for number in range(stack.shape[0])]
+
+
+def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
+    nbytes = stack.nbytes // stack.shape[0]
+    return GGUFTensor(stack.shape[1:], stack.type, stack.offset + number * nbytes, nbytes)
+
+
+def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * parts, ...]
+    """The rows of the parts in turn: the first of each, the second of each, ..."""
+    return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
+    """Dequantise chunk by chunk into the result, so that no second copy of it exists."""
+    values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[tensor.type]
+    values = np.empty(tensor.nbytes // bytes_per_unit * values_per_unit, np.float32)
+    chunk_bytes = _CHUNK_BYTES // bytes_per_unit * bytes_per_unit
+    for start in range(0, tensor.nbytes, chunk_bytes):
+        count = min(chunk_bytes, tensor.nbytes - start)
+        raw = read_bytes(path, tensor.offset + start, count)
+        first = start // bytes_per_unit * values_per_unit
+        chunk = dequantize(raw[None], tensor.type)[0]  # as one row: gguf loops over rows in Python
+        values[first : first + len(chunk)] = chunk
+    return values.reshape(tensor.shape)
+
+
+def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
+    """The arrays of a quantised matrix, converted a few rows at a time."""
+    outputs, inputs = tensor.shape
+    row_bytes = tensor.nbytes // outputs
+    arrays = FORMS[tensor.type].arrays(outputs, inputs)
+    made = {part: np.empty(*array) for part, array in arrays.items()}
+    size = max(1, _CONVERTED_BYTES // row_bytes) * row_bytes
+    done = 0
+    for raw in read_chunks(path, tensor.offset, tensor.nbytes, size):
+        rows = raw.reshape(-1, row_bytes)
+        into = {part: array[done : done + len(rows)] for part, array in made.items()}
+        convert(tensor.type, rows, into)
+        done += len(rows)
+    return made
+
+
+@cache
+def can_dequantise(kind: GGMLQuantizationType) -> bool:
+    """Whether ``read_tensor`` knows the type."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
