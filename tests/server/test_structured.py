@@ -103,6 +103,16 @@ def test_tokens_that_are_allowed_or_not(server: Serving) -> None:
     assert set(response["choices"][0]["text"]) <= {"b"}
 
 
+def test_conditions_that_leave_no_first_token_are_refused(server: Serving) -> None:
+    for name, value, form in (
+        ("allowed_token_ids", [5, 6], {"regex": "[a-f]{1,9}"}),
+        ("bad_words", ["y"], {"choice": ["yes"]}),
+    ):
+        fields = {"prompt": [1], "structured_outputs": form, name: value}
+        response = server.post("/v1/completions", **fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
 def test_logprobs_of_named_tokens(server: Serving) -> None:
     body = {"prompt": [1], "max_tokens": 2, "logprob_token_ids": [98]}
     answer = server.post("/v1/completions", **body, logprobs=1).json()
