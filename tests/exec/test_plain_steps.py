@@ -104,7 +104,6 @@ def test_extras_and_scores_have_no_layers() -> None:
 def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: Path) -> None:
     model, params = tiny_model("llama")
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
-    limits = msgspec.structs.replace(limits, pools=True)
     of_gpu, of_cpu = (Program(model, limits, platform=platform) for platform in ("gpu", "cpu"))
     device, host = (
         Counted(
