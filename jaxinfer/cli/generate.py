@@ -149,8 +149,9 @@ def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]
     """The engine's settings for one prompt, for those that the user did not set.
 
     One prompt needs a single sequence and chunks of two sizes: with fewer executables the first
-    token comes sooner. The KV cache is small, and of one size, so that all such runs share executables. A
-    request that may not fit gets the engine's defaults, up to the model's own context.
+    token comes sooner. The KV cache is small, and of one size, so that all such runs share
+    executables. A request that may not fit gets the engine's defaults, up to the model's own
+    context.
     """
     from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 

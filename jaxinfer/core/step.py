@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without 
     from jaxinfer.core.intlog import IntLog
 
 
+NO_TAPS = memoryview(b"")
+
+
 class Bucket(msgspec.Struct, frozen=True, order=True):
     """One compiled shape. Rows [0, num_decodes) hold ``query_tokens`` tokens each: the token drawn
     last and drafts of the following ones. The prefill rows come after them.
@@ -174,7 +177,8 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     chunk that does not end its prompt, and for a row with an ``error``, which ends only its own
     request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
     entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps``:
-    [num_scheduled_tokens, W], for each token its activations at ``SamplingParams.taps``.
+    [num_scheduled_tokens, W], for each token its activations at ``SamplingParams.taps``, a view of
+    what the device has returned.
     """
 
     request_id: str
@@ -183,7 +187,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``ScheduledSeq.target_ids``
     pooled: np.ndarray | None = None
-    taps: bytes = b""
+    taps: memoryview = NO_TAPS
     error: str = ""
 
 
@@ -243,5 +247,5 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended the request, if one did
     pooled: np.ndarray | None = None  # float32[D]
-    taps: bytes = b""  # as in ``RowResult``, of the tokens computed since the last event
+    taps: memoryview = NO_TAPS  # as in ``RowResult``, of the tokens computed since the last event
     error: str = ""

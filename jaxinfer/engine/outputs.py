@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.core.step import NO_TAPS
 from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
 
@@ -73,7 +74,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
     pooled: bytes = b""  # float32[D]: the vector of a request that pools
-    taps: bytes = b""  # of newly computed tokens: see ``core.step.RowResult``
+    taps: memoryview = NO_TAPS  # of newly computed tokens: see ``core.step.RowResult``
     error: str = ""
     times: SequenceTimes | None = None
     weight_versions: tuple[WeightSpan, ...] = ()  # of ``token_ids``
@@ -90,7 +91,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=tuple(chain.from_iterable(delta.prompt_logprobs for delta in deltas)),
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
-        taps=b"".join(delta.taps for delta in deltas),
+        taps=memoryview(b"".join(delta.taps for delta in deltas)),
         weight_versions=tuple(
             joined_spans(chain.from_iterable(delta.weight_versions for delta in deltas))
         ),
@@ -156,7 +157,7 @@ class Collector:
         if sampling.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None]
         self._names, self._points = sampling.taps, points
-        self._taps = [bytearray() for _ in completions]
+        self._taps: list[list[memoryview]] = [[] for _ in completions]
 
     def add(self, delta: Delta) -> None:
         """Add one delta."""
@@ -177,10 +178,12 @@ class Collector:
             output.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.index == 0:
             output.num_cached_tokens = delta.num_cached_tokens
-        self._taps[delta.index] += delta.taps
+        if self._names:
+            self._taps[delta.index].append(delta.taps)
         if delta.finish_reason is not None:
             if self._names:
-                completion.taps = tapped(self._taps[delta.index], self._names, self._points)
+                data = b"".join(self._taps[delta.index])
+                completion.taps = tapped(data, self._names, self._points)
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason = delta.stop_reason
             output.finished = all(completion.finished() for completion in output.outputs)

@@ -47,7 +47,7 @@ def tap_bytes(
 
 
 def tapped(
-    data: bytes | bytearray, names: Sequence[str], points: Sequence[Point]
+    data: bytes | memoryview, names: Sequence[str], points: Sequence[Point]
 ) -> dict[str, np.ndarray]:  # [tokens, ...] each
     """The activations of an answer, by the names of its taps; they are views of ``data``."""
     import ml_dtypes  # numpy has no bfloat16

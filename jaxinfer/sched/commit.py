@@ -10,7 +10,14 @@ import msgspec
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
-from jaxinfer.core.step import RowResult, ScheduledSeq, StepResult, TokenEvent, TokenLogprobs
+from jaxinfer.core.step import (
+    NO_TAPS,
+    RowResult,
+    ScheduledSeq,
+    StepResult,
+    TokenEvent,
+    TokenLogprobs,
+)
 from jaxinfer.sched.prefix import following_page_hashes, group_key
 from jaxinfer.sched.state import Draft, Sequence
 
@@ -134,10 +141,10 @@ def _fresh_prompt_logprobs(
     return fresh, delivered + len(fresh)
 
 
-def _fresh_taps(seq: Sequence, row: ScheduledSeq, found: RowResult) -> tuple[bytes, int]:
+def _fresh_taps(seq: Sequence, row: ScheduledSeq, found: RowResult) -> tuple[memoryview, int]:
     """The row's activations that have not been delivered yet, and the new number of tokens."""
     if not found.taps:
-        return b"", seq.num_tapped
+        return NO_TAPS, seq.num_tapped
     known = max(0, seq.num_tapped - row.num_computed_tokens)  # computed before a preemption
     token_bytes = len(found.taps) // row.num_scheduled_tokens
     end = row.num_computed_tokens + row.num_scheduled_tokens

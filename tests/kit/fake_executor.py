@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
+    NO_TAPS,
     Bucket,
     RowResult,
     ScheduledSeq,
@@ -223,7 +224,7 @@ class FakeExecutor:
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
             self._read(row, group, first, end)
         read = activations(np.array(slot.prefixes[start:end], np.int64))
-        taps = read.tobytes() if slot.request.sampling.taps else b""
+        taps = memoryview(read.tobytes()) if slot.request.sampling.taps else NO_TAPS
         token_ids: list[int] = []
         drafts = [] if row.token_ids is not None else self.drafts[row.slot]
         while row.samples:

@@ -19,10 +19,10 @@ import numpy as np
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import RowResult, ScheduledSeq, StepPlan, TokenLogprobs
+from jaxinfer.core.step import NO_TAPS, RowResult, ScheduledSeq, StepPlan, TokenLogprobs
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import ExtrasOutput
-from jaxinfer.exec.step.points import columns_of
+from jaxinfer.exec.step.points import chosen_columns
 from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
@@ -134,7 +134,7 @@ def _row_result(
     row: ScheduledSeq,
     token_ids: tuple[int, ...],
     pooled: np.ndarray | None,  # float32[D]
-    taps: bytes,
+    taps: memoryview,
 ) -> RowResult:
     """The result of one row; an error of the row is in its result."""
     key = (row.request_id, row.epoch)
@@ -151,22 +151,22 @@ def _row_result(
     return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled, taps)
 
 
-def _row_taps(step: InFlight, points: Sequence[Point]) -> list[bytes]:
+def _row_taps(step: InFlight, points: Sequence[Point]) -> list[memoryview]:
     """The activations that each row asks for: see ``RowResult.taps``."""
     plan, requests = step.prepared.plan, step.prepared.requests
     if step.taps is None:
-        return [b""] * len(requests)
+        return [NO_TAPS] * len(requests)
     read, start = np.asarray(step.taps), 0  # [T, W of all points]
     chosen: dict[tuple[str, ...], np.ndarray] = {}  # the columns of each choice of points
-    found: list[bytes] = []
+    found: list[memoryview] = []
     for number, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
         if number == len(plan.decodes):
             start = plan.bucket.num_decode_tokens
         end = start + row.num_scheduled_tokens
         names = request.sampling.taps
         if names and names not in chosen:
-            chosen[names] = read[:, columns_of(names, points)]
-        found.append(chosen[names][start:end].tobytes() if names else b"")
+            chosen[names] = chosen_columns(read, names, points).view(np.uint8)
+        found.append(memoryview(chosen[names][start:end]).cast("B") if names else NO_TAPS)
         start = end
     return found
 

@@ -93,14 +93,18 @@ def read_points(points: Sequence[Point], passed: Points) -> jax.Array:  # [T, W 
     return jnp.concatenate(flat, axis=1)
 
 
-def columns_of(names: Sequence[str], points: Sequence[Point]) -> slice | np.ndarray:
-    """Where some of the points are in the array of ``read_points``, in the order of the names."""
+def chosen_columns(
+    read: np.ndarray,  # [T, W of all points]: see ``read_points``
+    names: Sequence[str],
+    points: Sequence[Point],
+) -> np.ndarray:  # [T, W of the names]
+    """The activations at some of the points, in the order of the names."""
     wanted = [canonical(name) for name in names]
     if wanted == [point.name for point in points]:
-        return slice(None)  # a view
+        return read
     ends = np.cumsum([point.width for point in points]).tolist()
-    spans = {p.name: (end - p.width, end) for p, end in zip(points, ends, strict=True)}
-    return np.concatenate([np.arange(*spans[name]) for name in wanted])
+    spans = {p.name: slice(end - p.width, end) for p, end in zip(points, ends, strict=True)}
+    return np.concatenate([read[:, spans[name]] for name in wanted], axis=1)
 
 
 def pack_steering(slot: int, values: bytes) -> np.ndarray:  # int32[1 + W of all points]
