@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
-from jaxinfer.server.openai.openapi import ERRORS, OPERATIONS, openapi_document
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.routes.app import ROUTES
+from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.routes.openapi import ERRORS, OPERATIONS, openapi_document
 
 VOCABULARY = 100
 DOCUMENT = openapi_document(secured=True, models=("m", "n"), vocab_size=VOCABULARY)

@@ -9,9 +9,9 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.openapi import openapi_document
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.openapi import openapi_document
 from jaxinfer.server.routes.service import Service
 
 HEALTH_SECONDS = 10.0  # a step with a long chunk takes a few seconds on a slow CPU

@@ -10,15 +10,12 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
-    MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -26,7 +23,8 @@ from jaxinfer.server.openai.schema import (
     TokenizeRequest,
     TokensRequest,
 )
-from jaxinfer.server.openai.tools import MAX_TOOLS
+from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
 ERRORS: Mapping[int, str] = MappingProxyType(
     {
@@ -168,10 +166,6 @@ def _json(kind: type) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(kind)}}
 
 
-def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required)}
-
-
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
@@ -184,7 +178,7 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     requests |= {inner.__name__: inner for inner in inners}
     for name, schema in schemas.items():
         if name in requests:
-            _complete(schema, requests[name], models)
+            complete(schema, requests[name], models)
         fields = REQUEST_FIELDS if name in requests else RESPONSE_FIELDS
         for field, described in schema.get("properties", {}).items():
             if "description" not in described:
@@ -255,7 +249,7 @@ def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
         for struct in (kind, ErrorBody)
     ]
     data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
-    return _object({"data": data}, "data") | {
+    return object_schema({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
         "A failure midway is an event with an error.",
     }
@@ -277,96 +271,6 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
 
 
-def _complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
-    """Add to a request's schema the rules that its types do not express, in place."""
-    properties: dict[str, Any] = schema["properties"]
-    if request is CompletionRequest:
-        properties["prompt"]["anyOf"] = _prompt_forms()
-    if request is TokenizeRequest:
-        schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
-    if "messages" in properties:
-        messages = properties["messages"]
-        for form in messages.get("anyOf", [messages]):
-            if form["type"] == "array":
-                form["items"] = _message()
-    if "tools" in properties:
-        for form in properties["tools"]["anyOf"]:
-            if form["type"] == "array":
-                form |= {"items": _tool(), "maxItems": MAX_TOOLS}
-    if "tool_choice" in properties:
-        properties["tool_choice"]["anyOf"] = _tool_choices()
-    if models:
-        properties["model"]["anyOf"][0]["enum"] = list(models)
-    for name in properties.keys() - set(schema["required"]):
-        properties[name] = _or_null(properties[name])
-    for name, neutral in request.unsupported.items():
-        properties[name] = {
-            "enum": list(neutral),
-            "description": "Not supported: only these values, which have no effect, are accepted.",
-        }
-    for name in request.ignored:
-        properties[name] = {"description": "Accepted, without an effect."}
-
-
-def _exactly_one(given: str, absent: str) -> dict[str, Any]:
-    """Schema: exactly one of two fields."""
-    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
-    return {"required": [given], "properties": forms}
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be null, which is its default."""
-    default = schema.pop("default", None)
-    forms = schema.pop("anyOf", None) or [schema]
-    if {"type": "null"} not in forms:
-        forms = [*forms, {"type": "null"}]
-    return {"anyOf": forms} | ({} if default is None else {"default": default})
-
-
-def _prompt_forms() -> list[dict[str, Any]]:
-    """The four forms of a prompt; the type of the struct also allows a mixture of them."""
-    token_ids = {"type": "array", "items": _token_id(), "minItems": 1}
-    several = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-    return [
-        {"type": "string"},
-        {**several, "items": {"type": "string"}},
-        token_ids,
-        {**several, "items": token_ids},
-    ]
-
-
-def _token_id() -> dict[str, Any]:
-    return {"type": "integer", "minimum": 0, "maximum": INT32_MAX}
-
-
-def _message() -> dict[str, Any]:
-    """One message of a chat, with the same rules as ``text.messages``."""
-    text = {"type": "string"}
-    part = _object({"type": {"const": "text"}, "text": text}, "type", "text")
-    content = [text, {"type": "array", "items": part}]
-    usual = _object({"role": text, "content": {"anyOf": content}}, "role", "content")
-    optional = {"anyOf": [*content, {"type": "null"}]}
-    roles = {"enum": ["assistant", "tool"]}
-    return {"anyOf": [usual, _object({"role": roles, "content": optional}, "role")]}
-
-
-def _tool() -> dict[str, Any]:
-    """A tool, with the same rules as ``tools.tool_choice``."""
-    name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
-    parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-    text = {"type": ["string", "null"]}
-    fields = {"name": name, "description": text, "parameters": parameters}
-    function = _object(fields, "name")
-    return _object({"type": {"const": "function"}, "function": function}, "type", "function")
-
-
-def _tool_choices() -> list[dict[str, Any]]:
-    """The forms of ``tool_choice``; required ones need tools."""
-    function = _object({"name": {"type": "string"}}, "name")
-    named = _object({"type": {"const": "function"}, "function": function}, "type", "function")
-    return [{"enum": ["none", "auto", "required"]}, named]
-
-
 def _bound_token_ids(schema: Any, last: int) -> None:
     """Lower the bound of every list of token ids to the vocabulary's, in place."""
     if isinstance(schema, list):
@@ -374,6 +278,6 @@ def _bound_token_ids(schema: Any, last: int) -> None:
             _bound_token_ids(inner, last)
     elif isinstance(schema, dict):
         for key, inner in cast("dict[str, Any]", schema).items():
-            if key == "items" and inner == _token_id():
+            if key == "items" and inner == token_id():
                 inner["maximum"] = last
             _bound_token_ids(inner, last)
