@@ -37,6 +37,9 @@ MODEL = Group(
         Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
         Setting("quantization", text, "Quantise while loading: int4, int8, fp8.", ("-q",)),
         Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
+        Setting("task", text, "auto, generate, embed: vectors, or score: rerankers."),
+        Setting("pooling", text, "Vectors of the last or first token (cls), or their mean."),
+        Setting("score_tokens", text, "The answers that a score compares: FOR,AGAINST."),
     ),
 )
 MEMORY = Group(

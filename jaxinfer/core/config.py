@@ -84,9 +84,9 @@ class EngineConfig:
     ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
     ..."; each shape of a step in which that is possible is compiled a second time.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
-    ``task``: "generate" yields text, "embed" one vector for each text, "score" text and scores of a
-    query and a document. "auto" is "embed" if the model's files describe embeddings, else
-    "generate". ``pooling``: "last", "mean" or "cls" makes the vector of those tokens; None is as the
+    ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
+    documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
+    ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
     files say, or "last". ``score_tokens``: the answers that a score compares, for and against.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.

@@ -182,8 +182,8 @@ def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits
 
 
 def check_task(limits: Limits, *, pools: bool) -> None:
-    """Raise ``TaskError`` if an engine with these limits yields tokens, and not vectors as a request
-    that ``pools`` asks for, or the reverse.
+    """Raise ``TaskError`` if the engine yields text and the request, which ``pools``, asks for a
+    vector, or the reverse.
     """
     if pools and not limits.pooling:
         raise TaskError(

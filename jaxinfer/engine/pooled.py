@@ -61,8 +61,10 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """A query with a document, and the score."""
 
 
-def truncated(prompt: Prompt, keep: int | None, context: int, tokenizer: Tokenizer | None) -> Prompt:
-    """The prompt with its first ``keep`` tokens; -1: as many as the ``context`` has. Those of a text
+def truncated(
+    prompt: Prompt, keep: int | None, context: int, tokenizer: Tokenizer | None
+) -> Prompt:
+    """The first ``keep`` tokens of a prompt; -1: as many as the ``context`` has. Those of a text
     end with the special tokens that the tokenizer adds.
     """
     if keep is None:
@@ -72,4 +74,6 @@ def truncated(prompt: Prompt, keep: int | None, context: int, tokenizer: Tokeniz
         return prompt
     if prompt.text is None or tokenizer is None:
         return Prompt(prompt.text, prompt.token_ids[:keep])
-    return Prompt(prompt.text, tuple(tokenizer.encode(prompt.text, truncation=True, max_length=keep)))
+    return Prompt(
+        prompt.text, tuple(tokenizer.encode(prompt.text, truncation=True, max_length=keep))
+    )

@@ -1,7 +1,7 @@
 """Scores of a document for a query, by a causal model that answers yes or no (Qwen3-Reranker).
 
-The score is the probability of the answer for (``score_tokens``) among the two answers, at the first
-token after a prompt that a chat template makes of messages with the roles ``query`` and
+The score is the probability of the answer for, among the two answers (``score_tokens``), at the
+first token after a prompt that a chat template makes of messages with the roles ``query`` and
 ``document``, as in vLLM. Source of the prompt and of the score: the model card of Qwen3-Reranker.
 """
 

@@ -48,13 +48,13 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
         return "the prompt is empty; send at least one token"
     room = 0 if limits.pooling else 1  # for an output
     if num_prompt_tokens + room > limits.max_model_len:
-        output = " which leaves no room for an output within" if room else " and none beyond"
+        longest = limits.max_model_len - room
+        output = f", which leaves no room for an output within max_model_len {limits.max_model_len}"
         # clients match the first sentence, which is the same in OpenAI's API and vLLM
         return (
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the "
-            f"prompt has {num_prompt_tokens} tokens,{output} "
-            f"max_model_len {limits.max_model_len}; shorten the prompt to at most "
-            f"{limits.max_model_len - room} tokens or raise max_model_len"
+            f"prompt has {num_prompt_tokens} tokens{output if room else ''}; shorten the prompt to "
+            f"at most {longest} tokens or raise max_model_len"
         )
     num_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len)
     num_pages = limits.pages_needed(num_tokens)

@@ -68,8 +68,8 @@ def _pooling_kind(path: Path) -> str:
     modes = [mode] if isinstance(mode, str) else [one for one in flags if f"{_MODE}_{one}" in given]
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ConfigError(
-            f"{path} asks for the pooling {' and '.join(map(str, modes)) or 'of no kind'}, which is "
-            "not supported; use one of lasttoken, mean and cls"
+            f"{path} asks for the pooling {' and '.join(modes) or 'of no kind'}, which is not "
+            "supported; use one of lasttoken, mean and cls"
         )
     return _KINDS[modes[0]]
 

@@ -65,7 +65,9 @@ def tokenizer(*, ends: bool) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(vocab, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    made.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     if ends:
         end = SPECIAL[0]
         made.post_processor = processors.TemplateProcessing(
@@ -86,9 +88,11 @@ def save(
         model.save_pretrained(folder)
         weights = load_file(Path(folder) / "model.safetensors")
         config = (Path(folder) / "config.json").read_text()
-    metadata = {"config": config, "tokenizer": words.backend_tokenizer.to_str(), **{
-        key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()
-    }}
+    metadata = {
+        "config": config,
+        "tokenizer": words.backend_tokenizer.to_str(),
+        **{key: json.dumps(value, ensure_ascii=False) for key, value in facts.items()},
+    }
     tensors = {f"weights/{key}": tensor for key, tensor in weights.items()} | found
     save_file(tensors, DATA / f"{name}.safetensors", metadata)
 

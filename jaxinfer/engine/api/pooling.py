@@ -12,9 +12,9 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions, embedding
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.pooled import (
+    NO_SAMPLING,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    NO_SAMPLING,
     PoolingOutput,
     PoolingRequestOutput,
     ScoringOutput,
@@ -174,7 +174,9 @@ class PoolingMethods(ABC):
         ]
 
 
-def _params_for(given: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[PoolingParams]:
+def _params_for(
+    given: PoolingParams | Sequence[PoolingParams] | None, count: int
+) -> list[PoolingParams]:
     if given is None or isinstance(given, PoolingParams):
         return [given or _NO_PARAMS] * count
     several = list(given)

@@ -100,7 +100,7 @@ class Engine:
         constraint: Constraint | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
-        answer it. ``pools``: it yields one vector of the prompt, which an engine for embeddings does.
+        answer it. ``pools``: it yields one vector of the prompt.
 
         ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
         may take seconds; else it is compiled here.

@@ -246,7 +246,9 @@ class Executor:
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered),
-            extras=tuple(batched(with_extras, self._program.extras_rows[-1])) if with_extras else (),
+            extras=tuple(batched(with_extras, self._program.extras_rows[-1]))
+            if with_extras
+            else (),
             is_constrained=any([requests[i].constraint is not None for i in with_extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
             needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),

@@ -3,7 +3,7 @@
 ``last``: the state of the last token. ``cls``: that of the first. ``mean``: the mean of all. A
 prompt may be computed in several steps, so its slot keeps the first state or the sum of the states
 so far; a row that begins at position 0 starts anew, also after a preemption. A prefix from the
-cache has no hidden states, so engines with ``mean`` and ``cls`` reuse none (``engine.start.build``).
+cache has no hidden states, so engines with ``mean`` and ``cls`` reuse none.
 """
 
 from __future__ import annotations

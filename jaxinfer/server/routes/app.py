@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import guarded
-from jaxinfer.server.routes import admin, generation, status, tokens
+from jaxinfer.server.routes import admin, generation, pooling, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.service import Service
 
@@ -37,6 +37,13 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/chat/completions"): generation.chat_completions,
         ("POST", "/v1/generate"): generation.generate,
         ("POST", "/inference/v1/generate"): generation.generate_tokens,
+        ("POST", "/v1/embeddings"): pooling.embeddings,
+        ("POST", "/pooling"): pooling.pooling,
+        ("POST", "/v1/score"): pooling.score,
+        ("POST", "/score"): pooling.score,
+        ("POST", "/v1/rerank"): pooling.rerank,
+        ("POST", "/v2/rerank"): pooling.rerank,
+        ("POST", "/rerank"): pooling.rerank,
     }
 )
 

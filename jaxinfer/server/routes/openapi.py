@@ -13,7 +13,7 @@ import msgspec
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
-from jaxinfer.server.openai import responses
+from jaxinfer.server.openai import pooling, responses
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
     ChatCompletionRequest,
@@ -51,6 +51,7 @@ class Operation(NamedTuple):
     response: type[msgspec.Struct] | str | None  # None: an empty body
     request: type[AnyRequest] | None = None
     event: type[msgspec.Struct] | None = None  # the data of each event of a stream
+    queues: bool = False  # whether it waits for the engine; with an event it does
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
@@ -83,6 +84,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             TokensRequest,
             responses.TokensResponse,
         ),
+        **{
+            ("POST", path): Operation(name, summary, response, request, queues=True)
+            for path, name, summary, response, request in pooling.OPERATIONS
+        },
         ("POST", "/tokenize"): Operation(
             "tokenize",
             "Token ids of a prompt, or of messages as the model would see them.",
@@ -198,7 +203,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         errors.add(404)
     if operation.request is not None:
         errors |= {400, 404, 408, 413, 415}
-    if operation.event is not None:
+    if operation.event is not None or operation.queues:
         errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,

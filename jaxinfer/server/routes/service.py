@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 from regex import Pattern
 
-from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
+from jaxinfer.core.errors import (
+    ContextLengthError,
+    EngineError,
+    JaxinferError,
+    RequestError,
+    TaskError,
+)
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.facts import resolved_max_tokens
@@ -26,6 +32,7 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
@@ -182,15 +189,18 @@ class Service:
         route: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        request: GenerationFields,
+        request: GenerationFields | PoolingFields,
+        *,
+        pools: bool = False,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
         Of ``request`` the tokens that must fit the context after each prompt, the priority, the
-        salt and the timeout are used; the server's own timeout applies as well.
+        salt and the timeout are used; the server's own timeout applies as well. ``pools``: it asks
+        for vectors.
         """
         client = self.client
-        self._check_prompts(prompts, sampling, request.requested_tokens())
+        self._check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
         self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
@@ -205,6 +215,7 @@ class Service:
                         cache_salt=request.cache_salt,
                         wake=wake,
                         checked=True,
+                        pools=pools,
                     )
                 )
         except JaxinferError:
@@ -254,16 +265,21 @@ class Service:
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
     def _check_prompts(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, requested: RequestedTokens | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        requested: RequestedTokens | None,
+        *,
+        pools: bool,
     ) -> None:
         """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
         for number, prompt in enumerate(prompts):
             try:
-                self.client.check(prompt.token_ids, sampling)
+                self.client.check(prompt.token_ids, sampling, pools=pools)
                 if requested is not None:
                     _check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
             except RequestError as error:
-                if len(prompts) == 1:
+                if len(prompts) == 1 or isinstance(error, TaskError):
                     raise
                 name = f"prompt[{number}]"
                 message = f"{name}: {error}"
