@@ -30,7 +30,8 @@ def pooled(
         vectors = jnp.where(starts, hidden[rows.query_start_loc[:-1]], before)
         return kept.at[rows.slots].set(vectors), vectors
     assert kind == "mean", kind
-    states = jnp.where(rows.is_token[:, None], hidden, 0)
+    states = jnp.where(rows.is_token[:, None], hidden, 0.0)
     sums = jax.ops.segment_sum(states, rows.of_token, num_segments=len(rows.slots))
-    sums += jnp.where(starts, 0, before)
-    return kept.at[rows.slots].set(sums), sums / jnp.maximum(batch.seq_lens, 1)[:, None]
+    sums += jnp.where(starts, 0.0, before)
+    counts = jnp.maximum(batch.seq_lens, 1).astype(jnp.float32)
+    return kept.at[rows.slots].set(sums), sums / counts[:, None]
