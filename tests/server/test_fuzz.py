@@ -167,7 +167,7 @@ def reconcile_pooled(body: dict[str, Any]) -> None:
         if given is not None:
             body["truncate_prompt_tokens"] = -1
         if isinstance(given, list):
-            body[name] = [item if item != "" else "x" for item in given]
+            body[name] = [item if item not in ("", {"text": ""}) else "x" for item in given]
         elif given == "":
             body[name] = "x"
     for name in ("text_1", "queries"):  # of as many documents as there are

@@ -174,12 +174,10 @@ class PoolingMethods(ABC):
         ]
 
 
-def _params_for(
-    given: PoolingParams | Sequence[PoolingParams] | None, count: int
-) -> list[PoolingParams]:
+def _params_for(given: Any, count: int) -> list[PoolingParams]:
     if given is None or isinstance(given, PoolingParams):
         return [given or _NO_PARAMS] * count
-    several = list(given)
+    several = list(cast("Iterable[Any]", given)) if isinstance(given, Iterable) else []
     if len(several) != count or not all(isinstance(one, PoolingParams) for one in several):
         raise RequestError(f"pooling_params must be PoolingParams, or {count} of them")
     return several

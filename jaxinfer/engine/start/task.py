@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, TokenizerError
@@ -74,7 +74,11 @@ def score_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> tuple[
 
 
 def _matryoshka_dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    given = hf_config.get("matryoshka_dimensions") or ()
-    if not isinstance(given, list | tuple) or not all(isinstance(one, int) for one in given):
-        raise ConfigError(f"matryoshka_dimensions must be a list of sizes, got {given!r}")
-    return tuple(given)
+    given: Any = hf_config.get("matryoshka_dimensions") or []
+    sizes = cast("list[Any]", given) if isinstance(given, list) else [given]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(
+            f"matryoshka_dimensions of config.json must be a list of sizes, got {given!r}; correct "
+            "the file"
+        )
+    return tuple(sizes)

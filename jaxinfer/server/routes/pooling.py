@@ -76,8 +76,7 @@ async def pooling(call: Call) -> ASGIApp:
 async def score(call: Call) -> ASGIApp:
     """The score of each document for its query."""
     request = await call.parse(ScoreRequest)
-    call.prompt_field = request.pair_fields[1]
-    scores, usage = await _scores(call, request, request.pairs)
+    scores, usage = await _scores(call, request, request.pairs, request.pair_fields)
     data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
     return json_response(ScoreList(data=data, usage=usage, **_identity(call, request)))
 
@@ -85,9 +84,9 @@ async def score(call: Call) -> ASGIApp:
 async def rerank(call: Call) -> ASGIApp:
     """The documents in the order of their scores for one query."""
     request = await call.parse(RerankRequest)
-    call.prompt_field = "documents"
     pairs = [(request.query, text) for text in request.texts]
-    scores, usage = await _scores(call, request, pairs, request.max_tokens_per_doc)
+    fields = ("query", "documents")
+    scores, usage = await _scores(call, request, pairs, fields, request.max_tokens_per_doc)
     identity = _identity(call, request)
     del identity["created"]
     results = ranked(scores, request.texts, request)
@@ -116,23 +115,44 @@ async def _scores(
     call: Call,
     request: TemplateFields,
     pairs: Sequence[tuple[str, str]],
+    fields: tuple[str, str],
     document_tokens: int | None = None,
 ) -> tuple[list[float], Usage]:
-    """The score of each pair of a query and a document."""
-    service, facts = call.service, call.service.client.facts
+    """The score of each pair of a query and a document; ``fields`` of the request hold them."""
+    facts = call.service.client.facts
     check_scores(facts)
     if facts.pooling is None:
+        call.prompt_field = fields[1]
         prompts = await _score_prompts(call, request, pairs, document_tokens)
         sampling = score_sampling(facts)
         deltas, usage = await _answered(call, request, prompts, sampling, pools=False)
         return [probability(delta.logprobs[0], facts) for delta in deltas], usage
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is computed once
-    prompts = await _encoded(call, texts, request)
-    prompts = [_short(service, prompt, request, document_tokens) for prompt in prompts]
+    queries, texts = [query for query, _ in pairs], [text for _, text in pairs]
+    if len(set(queries)) == 1:
+        queries = queries[:1]
+    prompts = await _checked(call, fields[0], queries, request)
+    prompts += await _checked(call, fields[1], texts, request, document_tokens)
     deltas, usage = await _answered(call, request, prompts, NO_SAMPLING, pools=True)
     vectors = [embedding(delta.pooled, facts.pooling, COSINE) for delta in deltas]
-    of_text = dict(zip(texts, vectors, strict=True))
-    return [float(np.dot(of_text[query], of_text[text])) for query, text in pairs], usage
+    of_queries, of_texts = vectors[: len(queries)], vectors[len(queries) :]
+    if len(of_queries) == 1:
+        of_queries *= len(of_texts)
+    return [float(np.dot(*pair)) for pair in zip(of_queries, of_texts, strict=True)], usage
+
+
+async def _checked(
+    call: Call,
+    field: str,
+    texts: Sequence[str],
+    request: PoolingFields,
+    document_tokens: int | None = None,
+) -> list[Prompt]:
+    """The texts in a field as prompts; an error names that field."""
+    call.prompt_field = field
+    prompts = await _encoded(call, texts, request)
+    prompts = [_short(call.service, prompt, request, document_tokens) for prompt in prompts]
+    call.service.check_prompts(prompts, NO_SAMPLING, None, pools=True)
+    return prompts
 
 
 async def _score_prompts(

@@ -200,7 +200,7 @@ class Service:
         for vectors.
         """
         client = self.client
-        self._check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
+        self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
         self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
@@ -264,7 +264,7 @@ class Service:
         """The ``ApiError`` for an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
-    def _check_prompts(
+    def check_prompts(
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
