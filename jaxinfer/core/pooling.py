@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import RequestError
@@ -61,11 +60,3 @@ def check_dimensions(dimensions: int | None, pooling: Pooling) -> None:
             f"dimensions is {dimensions}, and this model's vectors have {pooling.width}; choose at "
             "most as many"
         )
-
-
-def embedding(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.ndarray:  # float32[N]
-    """The vector that a request asks for, of the pooled hidden states float32[D]."""
-    vector = np.frombuffer(pooled, np.float32)[: params.dimensions]
-    normalize = pooling.normalize if params.normalize is None else params.normalize
-    # as torch's normalize: a vector of zeros stays one
-    return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector

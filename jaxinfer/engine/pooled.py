@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from jaxinfer.core.pooling import Pooling, PoolingParams
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.prompts import Prompt
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from jaxinfer.text.tokenizer import Tokenizer
 
 NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)  # of requests that draw no token
@@ -77,3 +78,11 @@ def truncated(
     return Prompt(
         prompt.text, tuple(tokenizer.encode(prompt.text, truncation=True, max_length=keep))
     )
+
+
+def embedding(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.ndarray:  # float32[N]
+    """The vector that a request asks for, of the pooled hidden states float32[D]."""
+    vector = np.frombuffer(pooled, np.float32)[: params.dimensions]
+    normalize = pooling.normalize if params.normalize is None else params.normalize
+    # as torch's normalize: a vector of zeros stays one
+    return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector

@@ -11,14 +11,16 @@ import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import RequestError, TaskError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.outputs import PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 TEMPLATE = """\
 {%- set ns = namespace(query="", document="") -%}

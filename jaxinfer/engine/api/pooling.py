@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.pooling import PoolingParams, check_dimensions, embedding
+from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.pooled import (
     NO_SAMPLING,
@@ -19,6 +19,7 @@ from jaxinfer.engine.pooled import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    embedding,
     truncated,
 )
 from jaxinfer.engine.prompts import Prompt, parse_prompts

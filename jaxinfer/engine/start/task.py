@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, TokenizerError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import decoder_config
-from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.sources import ModelSource
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
 
 
 def with_task(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, ModelSource]:

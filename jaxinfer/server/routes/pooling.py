@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from starlette.types import ASGIApp
 
-from jaxinfer.core.pooling import PoolingParams, check_dimensions, embedding
+from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.pooled import NO_SAMPLING, truncated
+from jaxinfer.engine.pooled import NO_SAMPLING, embedding, truncated
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.engine.scoring import check_scores, probability, score_prompt, score_sampling
 from jaxinfer.server.http.errors import ApiError
