@@ -8,8 +8,9 @@ TOOLS := .venv/.installed-tools
 # The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
 # one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
 # holds every test that no other part names.
-PARTS := triton engines mosaic models executables commands others
+PARTS := triton engines mosaic models commands executables others
 MODELS := tests/e2e tests/models/test_golden.py
+DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py
 ENGINES := tests/engine tests/server
 TRITON := tests/kernels/test_triton.py tests/kernels/test_sample.py tests/kernels/test_sweep.py
 MOSAIC := tests/kernels $(TRITON:%=--ignore=%)
@@ -65,7 +66,7 @@ test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)
 
 test-models: $(TOOLS)
-	@$(BIN)/pytest -q $(MODELS)
+	@$(BIN)/pytest -q $(MODELS) $(DOCUMENTS:%=--ignore=%)
 
 test-engines: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(ENGINES)
@@ -80,7 +81,7 @@ test-executables: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(EXECUTABLES)
 
 test-commands: $(TOOLS)
-	@$(QUICKLY) $(BIN)/pytest -q $(COMMANDS)
+	@$(QUICKLY) $(BIN)/pytest -q $(COMMANDS) $(DOCUMENTS)
 
 test-others: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(NAMED:%=--ignore=%)

@@ -95,6 +95,7 @@ def test_groups_fill_one_file(
     assert all(f"| {case} |" in tables for case in ("1", "40", "b2/40", "greedy"))
 
 
+@pytest.mark.nightly  # compiles engines of its own
 def test_the_small_model_and_the_ablations(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +135,7 @@ def test_rows_measured_before_a_failure_are_kept(
     }
 
 
+@pytest.mark.nightly  # compiles engines of its own
 def test_starts_compile_once(flags: list[str], tmp_path: Path) -> None:
     report = run(flags, "start", tmp_path / "step.json")
     values = {(row["metric"], row["case"]): row["value"] for row in report["rows"]}

@@ -151,7 +151,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize(("case", "cluster"), LARGE.values(), ids=LARGE)
-@pytest.mark.parametrize("num_sms", [2, 132])
+@pytest.mark.parametrize("num_sms", [2, pytest.param(132, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("replaced")
 def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
     inputs = OP.build(case, 0)

@@ -37,8 +37,9 @@ TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 
 LAYER_TAPS = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 
-# Their parts are those of qwen3_moe and deepseek_v3; golden values are compared for each of them.
-LIKE_OTHERS = ("mixtral", "deepseek_v2")
+# Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3; golden values are
+# compared for each of them.
+LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "deepseek_v2")
 every_family = pytest.mark.parametrize(
     "name",
     [
