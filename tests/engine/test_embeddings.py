@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxinfer import LLM, PoolingParams, SamplingParams
+from jaxinfer import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams
 from jaxinfer.core.errors import ConfigError, RequestError, TaskError
 from jaxinfer.core.pooling import Pooling
+from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.scoring import score_prompt
+from jaxinfer.engine.start.task import with_task
+from jaxinfer.models import build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
+from jaxinfer.weights.sources import resolve_source
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 from kit.embedders import SMALL, golden, write_modules
 from kit.engines import tiny_engine, tiny_limits
 
@@ -159,8 +167,48 @@ def test_any_decoder_embeds_by_its_last_token(folder: Path) -> None:
     llm = LLM(root, task="embed", cache_dir=folder / "cache", **SMALL)
     np.testing.assert_allclose(vectors(llm, TEXTS), EMBEDDINGS.vectors("last"), atol=1e-5)
     assert vectors(llm, TEXTS, PoolingParams(dimensions=8)).shape == (4, 8)
+    llm.update_weights(root)
+    np.testing.assert_allclose(vectors(llm, TEXTS), EMBEDDINGS.vectors("last"), atol=1e-5)
     with pytest.raises(RequestError, match="may have 4, 8 or 32"):
         llm.encode("a", PoolingParams(dimensions=5))
+
+
+async def encoded(engine: Engine, prompts: Sequence[object]) -> list[np.ndarray]:
+    llm = AsyncLLM(engine)
+
+    async def one(prompt: object) -> np.ndarray:
+        outputs = [output async for output in llm.encode(prompt, PoolingParams(dimensions=4))]
+        (output,) = outputs
+        return output.outputs.data
+
+    try:
+        return list(await asyncio.gather(*map(one, prompts)))
+    finally:
+        await llm.shutdown()
+
+
+def test_async_llm_encodes_many_prompts_at_once(folder: Path) -> None:
+    engine = LLM(folder / "last", cache_dir=folder / "cache", **SMALL)._engine
+    short = EMBEDDINGS.vectors("last")[:, :4]
+    expected = short / np.linalg.norm(short, axis=1, keepdims=True)
+    found = asyncio.run(encoded(engine, TEXTS))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, "mean"), (2, "cls"), (3, "last")])
+def test_the_pooling_of_a_gguf_file(tmp_path: Path, number: int, kind: str) -> None:
+    """llama.cpp's numbers; a file of a model that generates has 0 or none."""
+    config = tiny_llama_config()
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    metadata = {"llama.pooling_type": number}
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, metadata=metadata)
+    source = resolve_source(str(path), cache_dir=tmp_path, progress=NO_PROGRESS)
+    assert source.pooling == Pooling(kind)
+    planned, embedder = with_task(EngineConfig(model=str(path)), source)
+    assert (planned.task, planned.pooling) == ("embed", kind)
+    assert embedder.hf_config["tie_word_embeddings"]
+    plain = write_gguf(tmp_path / "plain.gguf", config, tensors)
+    assert resolve_source(str(plain), cache_dir=tmp_path, progress=NO_PROGRESS).pooling is None
 
 
 def test_scores_are_those_of_transformers(reranker: LLM) -> None:

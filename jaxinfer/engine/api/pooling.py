@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
@@ -65,27 +66,17 @@ class PoolingMethods(ABC):
         generates text, and ``RequestError`` naming the invalid prompt or field.
         """
         _refuse_others(lora_request, pooling_task)
-        facts, context = self._engine.facts, self._engine.limits.max_model_len
-        check_task(self._engine.limits, pools=True)
-        assert facts.pooling is not None, "an engine that pools"
-        parsed = parse_prompts(prompts, self._engine.tokenizer)
+        engine = self._engine
+        check_task(engine.limits, pools=True)
+        parsed = parse_prompts(prompts, engine.tokenizer)
         params = _params_for(pooling_params, len(parsed))
-        for one in params:
-            check_dimensions(one.dimensions, facts.pooling)
-        whole = PoolingParams(truncate_prompt_tokens=truncate_prompt_tokens)
-        short: list[Prompt] = []
-        for prompt, one in zip(parsed, params, strict=True):
-            keep = one.truncate_prompt_tokens or whole.truncate_prompt_tokens
-            short.append(truncated(prompt, keep, context, self._engine.tokenizer))
+        if truncate_prompt_tokens is not None:
+            params = [replace(one, truncate_prompt_tokens=truncate_prompt_tokens) for one in params]
+        short = pooled_prompts(engine, parsed, params)
         deltas = self._last_deltas(short, NO_SAMPLING, use_tqdm, pools=True)
         return [
-            PoolingRequestOutput(
-                str(number),
-                PoolingOutput(embedding(delta.pooled, facts.pooling, one)),
-                list(prompt.token_ids),
-                delta.num_cached_tokens,
-            )
-            for number, (prompt, delta, one) in enumerate(zip(short, deltas, params, strict=True))
+            pooling_output(engine, str(number), *one)
+            for number, one in enumerate(zip(short, params, deltas, strict=True))
         ]
 
     def embed(
@@ -173,6 +164,36 @@ class PoolingMethods(ABC):
             )
             for number, (prompt, delta) in enumerate(zip(prompts, deltas, strict=True))
         ]
+
+
+def pooled_prompts(
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[PoolingParams]
+) -> list[Prompt]:
+    """The prompts as the parameters cut them; raises ``RequestError`` for other dimensions than the
+    model's vectors can have.
+    """
+    check_task(engine.limits, pools=True)
+    assert engine.facts.pooling is not None, "an engine that pools"
+    for one in params:
+        check_dimensions(one.dimensions, engine.facts.pooling)
+    context, tokenizer = engine.limits.max_model_len, engine.tokenizer
+    return [
+        truncated(prompt, one.truncate_prompt_tokens, context, tokenizer)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+
+
+def pooling_output(
+    engine: Engine, request_id: str, prompt: Prompt, params: PoolingParams, delta: Delta
+) -> PoolingRequestOutput[PoolingOutput]:
+    """The output of a prompt, of its one delta."""
+    assert engine.facts.pooling is not None, "an engine that pools"
+    return PoolingRequestOutput(
+        request_id,
+        PoolingOutput(embedding(delta.pooled, engine.facts.pooling, params)),
+        list(prompt.token_ids),
+        delta.num_cached_tokens,
+    )
 
 
 def _params_for(given: Any, count: int) -> list[PoolingParams]:
