@@ -21,7 +21,7 @@ import click
 from jaxinfer.cli.command import SettingsCommand, with_model
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
-from jaxinfer.core.errors import ConfigError, JaxinferError
+from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
 from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
@@ -63,13 +63,24 @@ def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
 
 
 def read_chat_template(given: str) -> str:
-    """The template in a file if ``given`` is a path, or ``given`` itself if it is a template."""
-    if not set(given).isdisjoint("{}\n"):
-        return given
+    """The template in a file if ``given`` is a path, or ``given`` itself if it is a template.
+
+    Raises ``ConfigError`` if there is no such file, or its text is not a template.
+    """
+    from jaxinfer.text.chat import ChatTemplate
+
+    template, place = given, ""
+    if set(given).isdisjoint("{}\n"):
+        place = f" (file {given})"
+        try:
+            template = Path(given).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
     try:
-        return Path(given).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
+        ChatTemplate(template)
+    except TokenizerError as error:
+        raise ConfigError(f"chat_template is unusable{place}: {error}") from error
+    return template
 
 
 def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerConfig]:
@@ -87,7 +98,7 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
     # as with vLLM, the model's name in the API is the one given on the command line
-    server.setdefault("served_model_name", (engine_settings.model,))
+    server["served_model_name"] = server.get("served_model_name") or (engine_settings.model,)
     return engine_settings, ServerConfig(**server)
 
 
@@ -185,13 +196,17 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     from jaxinfer.server.routes.service import Service
 
     configure_logging(sys.stderr, log_settings(server_config))
-    service = Service(server_config, EventLog(requests=server_config.enable_log_requests))
+    log = EventLog(
+        requests=server_config.enable_log_requests, max_characters=server_config.max_log_len
+    )
+    service = Service(server_config, log)
     run(
         create_app(service),
         service.drain,
         lambda: _load(engine_config, start, service),
         server_config,
         partial(_tell, "server"),
+        service.reload_keys if server_config.api_key_file else None,
     )
 
 
@@ -217,6 +232,8 @@ async def _load(config: EngineConfig, start: Start, service: Service) -> AsyncIt
         )
     finally:
         await client.shutdown()
+        if service.traces is not None:
+            await asyncio.to_thread(service.traces.close)
 
 
 def _engine_process(

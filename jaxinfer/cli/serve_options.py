@@ -57,6 +57,11 @@ GROUPS = (
                 secret=True,
             ),
             Setting(
+                "api_key_file",
+                text,
+                "Keys, one a line, with a name after it if wanted; read again on SIGHUP.",
+            ),
+            Setting(
                 "admin_api_key",
                 texts,
                 "Keys for /pause, /update_weights, /sleep and the like.",
@@ -104,6 +109,17 @@ GROUPS = (
         (
             Setting("disable_frontend_multiprocessing", boolean, "Engine and HTTP in one process."),
             Setting("enable_log_requests", boolean, "Log each request, without its text."),
+            Setting("max_log_len", size, "Log up to so many characters of its prompts as well."),
+            Setting("otlp_traces_endpoint", text, "An OpenTelemetry collector that gets traces."),
+            Setting(
+                "otlp_traces_protocol",
+                text,
+                "grpc or http/protobuf.",
+                environment=(
+                    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+                    "OTEL_EXPORTER_OTLP_PROTOCOL",
+                ),
+            ),
             Setting("disable_uvicorn_access_log", boolean, "No access log."),
             Setting("log_format", text, "text for people, or json: one object a line."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
@@ -129,6 +145,7 @@ GROUPS = (
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", boolean, "No effect."),
             Setting("disable_log_stats", boolean, "No effect."),
+            Setting("collect_detailed_traces", texts, "No effect: spans have every time."),
             Setting("enable_auto_tool_choice", boolean, "No effect: always on."),
             Setting("enable_prompt_tokens_details", boolean, "No effect: always on."),
             Setting("enable_request_id_headers", boolean, "No effect: always on."),
@@ -143,7 +160,6 @@ REFUSED = (
     Setting("lora_modules", texts, ""),
     Setting("max_loras", integer, ""),
     Setting("max_lora_rank", integer, ""),
-    Setting("otlp_traces_endpoint", text, ""),
     Setting("best_of", integer, ""),
     Setting("swap_space", number, ""),
     Setting("num_scheduler_steps", integer, ""),

@@ -13,8 +13,10 @@ from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
 
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OUTPUT_LIMIT = "max_new_tokens"  # of override_generation_config: no request generates more
 INF = float("inf")
 # bounds, both included
 WHOLE = MappingProxyType(
@@ -26,7 +28,15 @@ WHOLE = MappingProxyType(
         "max_num_queued_reqs": (0, INF),
         "max_num_queued_tokens": (0, INF),
         "max_logprobs": (0, MAX_LOGPROBS),
+        "max_log_len": (0, INF),
         "max_tap_bytes": (0, INF),
+    }
+)
+ONE_OF = MappingProxyType(
+    {
+        "uvicorn_log_level": LOG_LEVELS,
+        "log_format": LOG_FORMATS,
+        "otlp_traces_protocol": OTLP_PROTOCOLS,
     }
 )
 SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
@@ -50,6 +60,7 @@ class ServerConfig:
     ssl_cert_reqs: int = 0  # ssl.CERT_NONE
     # access
     api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None  # lines of KEY or KEY NAME, read again on SIGHUP
     admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
@@ -82,6 +93,9 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     # logs and processes
     enable_log_requests: bool = False
+    max_log_len: int | None = None  # characters of a prompt in the log; None: no text is logged
+    otlp_traces_endpoint: str | None = None  # of a collector
+    otlp_traces_protocol: str = "grpc"
     disable_uvicorn_access_log: bool = False
     uvicorn_log_level: str = "info"
     log_format: str = "text"
@@ -95,22 +109,30 @@ class ServerConfig:
         _check_tls(self)
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ConfigError(f"root_path {self.root_path!r} must begin with / and not end with it")
-        if self.uvicorn_log_level not in LOG_LEVELS:
-            raise ConfigError(
-                f"uvicorn_log_level {self.uvicorn_log_level!r} is unknown; "
-                f"use one of {', '.join(LOG_LEVELS)}"
-            )
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(
-                f"log_format {self.log_format!r} is unknown; use one of {', '.join(LOG_FORMATS)}"
-            )
+        for name, known in ONE_OF.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(known)}")
         for name in ("api_key", "admin_api_key"):
             for key in getattr(self, name):
-                if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+                if not is_usable_key(key):
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        names = self.served_model_name
+        if not all(names) or len({*names}) < len(names):
+            raise ConfigError(f"served_model_name must be different names, got {list(names)}")
+        endpoint, over_http = self.otlp_traces_endpoint, self.otlp_traces_protocol != "grpc"
+        if endpoint and over_http and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_traces_endpoint {endpoint!r} must be a URL such as "
+                "http://localhost:4318/v1/traces"
+            )
         _check_sampling(self.override_generation_config)
+
+
+def is_usable_key(key: str) -> bool:
+    """True if an Authorization header can carry the key: printable ASCII without outer spaces."""
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
 def _checked(name: str, value: Any, type_name: str) -> Any:
@@ -153,13 +175,20 @@ def _check_tls(config: ServerConfig) -> None:
 
 
 def _check_sampling(overrides: Mapping[str, Any]) -> None:
+    known = (*SAMPLING_DEFAULTS, OUTPUT_LIMIT)
     for name in overrides:
-        if name not in SAMPLING_DEFAULTS:
+        if name not in known:
             raise ConfigError(
-                f"override_generation_config has {name!r}; it may have "
-                f"{', '.join(SAMPLING_DEFAULTS)}"
+                f"override_generation_config has {name!r}; it may have {', '.join(known)}"
             )
+    defaults = {name: value for name, value in overrides.items() if name != OUTPUT_LIMIT}
+    limit = as_int(overrides.get(OUTPUT_LIMIT, 1))
+    if limit is None or limit < 1:
+        raise ConfigError(
+            f"override_generation_config is unusable: {OUTPUT_LIMIT} must be a whole number of at "
+            f"least 1, got {overrides[OUTPUT_LIMIT]!r}"
+        )
     try:
-        SamplingParams(**overrides)
+        SamplingParams(**defaults)
     except RequestError as error:
         raise ConfigError(f"override_generation_config is unusable: {error}") from error

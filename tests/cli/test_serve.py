@@ -93,9 +93,13 @@ SET: dict[str, dict[str, Any]] = {
     "--chat-template {{messages}}": {"chat_template": "{{messages}}"},
     '--default-chat-template-kwargs {"a":1}': {"default_chat_template_kwargs": {"a": 1}},
     "--generation-config vllm": {"generation_config": "vllm"},
-    '--override-generation-config {"top_k":5}': {"override_generation_config": {"top_k": 5}},
+    '--override-generation-config {"top_k":5,"max_new_tokens":9}': {
+        "override_generation_config": {"top_k": 5, "max_new_tokens": 9}
+    },
     "--max-logprobs 5": {"max_logprobs": 5},
-    "--enable-log-requests": {"enable_log_requests": True},
+    "--enable-log-requests --max-log-len 1k": {"enable_log_requests": True, "max_log_len": 1000},
+    "--api-key-file there": {"api_key_file": "there"},
+    "--otlp-traces-endpoint http://x:1": {"otlp_traces_endpoint": "http://x:1"},
     "--uvicorn-log-level debug": {"uvicorn_log_level": "debug"},
     "--disable-uvicorn-access-log": {"disable_uvicorn_access_log": True},
     '--allowed-origins ["https://a.b"]': {"allowed_origins": ("https://a.b",)},
@@ -137,6 +141,7 @@ NOTICED = {
     "--download-dir d": "use cache_dir",
     "--hf-token hidden": "nothing is downloaded",
     "--disable-log-stats": "nothing is logged",
+    "--collect-detailed-traces all": "spans have the times of every phase",
 }
 
 
@@ -159,7 +164,6 @@ REFUSED = {
     "--lora-modules a=b c=d": "LoRA is not supported",
     "--max-loras 4": "LoRA is not supported",
     "--max-lora-rank 64": "LoRA is not supported",
-    "--otlp-traces-endpoint http://x": "see the metrics",
     "--best-of 2": "ask for n completions",
     "--swap-space 4": "preempted sequences are computed again",
     "--num-scheduler-steps 8": "planning overlaps with computing anyway",
@@ -177,10 +181,17 @@ REFUSED = {
     "--request-timeout nan": "request_timeout must be seconds",
     '--override-generation-config {"top_k":"x"}': "override_generation_config is unusable: top_k",
     '--override-generation-config {"tmp":1}': "override_generation_config has 'tmp'",
+    "--chat-template {%if": "chat_template is unusable: The chat template is not valid Jinja",
     "--chat-template /no/such/file": "the chat template /no/such/file cannot be read",
     "--config /no/such/file": "the configuration file /no/such/file cannot be read",
     "--dtype int3": "dtype 'int3' is unknown",
     "--log-format xml": "log_format 'xml' is unknown; use one of text, json",
+    "--otlp-traces-protocol udp": "otlp_traces_protocol 'udp' is unknown; use one of grpc",
+    "--otlp-traces-endpoint x:1 --otlp-traces-protocol http/protobuf": "must be a URL such as",
+    '--override-generation-config {"max_new_tokens":0}': "max_new_tokens must be a whole number",
+    "--served-model-name a b a": "served_model_name must be different names, got ['a', 'b', 'a']",
+    "--served-model-name=": "served_model_name must be different names, got ['']",
+    "--max-log-len -1": "max_log_len must be a whole number of at least 0",
 }
 
 
@@ -265,6 +276,13 @@ def test_the_file_named_by_the_environment(started: Started, tmp_path: Path) -> 
     assert started.server.port == 1
 
 
+def test_no_name_in_a_file_is_the_models(started: Started, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nserved_model_name: []\n")
+    started.run("--config", str(file))
+    assert started.server.served_model_name == ("m",)
+
+
 YAML = {
     "list": ("- port\n", "holds no settings"),
     "broken": ("port: [\n", "is no YAML"),
@@ -284,20 +302,28 @@ def test_broken_files(started: Started, tmp_path: Path, text: str | bytes, messa
     assert result.stderr.count("\n") == 1
 
 
+def test_the_protocol_of_traces_is_opentelemetrys_own_variable(started: Started) -> None:
+    started.run(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="http/protobuf")
+    assert started.server.otlp_traces_protocol == "http/protobuf"
+
+
 def test_a_template_from_a_file(started: Started, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages }}")
-    started.run("--chat-template", str(file))
+    options = ("--chat-template", str(file))
+    started.run(*options)
     assert started.server.chat_template == "{{ messages }}"
+    file.write_text("{% for %}")
+    assert f"chat_template is unusable (file {file}): " in started.run(*options).stderr
 
 
-def test_the_server_process_needs_no_jax() -> None:
+def test_the_server_process_needs_no_jax_and_no_opentelemetry() -> None:
     """Import everything that ``_serve`` imports before the engine's own process starts."""
     script = (
         "import sys, jaxinfer.cli.serve, jaxinfer.server.routes.app, jaxinfer.server.http.run, "
-        "jaxinfer.engine.link.process; print('jax' in sys.modules, 'flax' in sys.modules)"
+        "jaxinfer.engine.link.process; print({'jax', 'flax', 'opentelemetry'} & {*sys.modules})"
     )
-    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False False\n"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
 
 # an engine process that only records the modules imported at its start

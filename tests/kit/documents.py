@@ -33,7 +33,10 @@ REASONS = (
     "takes minutes.",
 )
 # Their options are not ours to check.
-OTHER_PROGRAMS = ("curl", "echo", "guidellm", "lm_eval", "pgrep", "python3.11", "vllm")
+OTHER_PROGRAMS = (
+    *("curl", "docker", "echo", "env", "guidellm", "install", "lm_eval", "mkdir", "pgrep"),
+    *("python3", "python3.11", "systemctl", "useradd", "vllm"),
+)
 
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"\n\n {4,}\S")

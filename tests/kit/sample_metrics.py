@@ -74,6 +74,7 @@ def busy_metrics() -> Metrics:
     metrics.first_tokens(1.5)
     metrics.inter_token(0.012, 3)
     metrics.request_finished(50, 64, 5.75, FINISHED)
+    metrics.key_used("team", 50, 11)
     metrics.request_rejected(Rejection.TOKENS)
     metrics.http_response("/v1/completions", "POST", 200, 0.3)
     metrics.http_response(None, "BREW", 404, 0.001)

@@ -276,6 +276,8 @@ def test_a_step_that_fails_ends_its_own_requests_only(watched: Watched) -> None:
     assert get(server.port, "/health").status == get(server.port, "/ready").status == 200
     assert post(server.port, ROUTE, **GREEDY).json["choices"] == right
     wait_until(lambda: is_idle(server), "nothing is left")
+    finished = get(server.port, "/stats").json["requests"]["finished"]
+    assert (finished["length"], finished["error"], finished["abort"]) == (2, 2, 0)
 
 
 def test_failures_are_logged(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from jaxinfer.core.log import JsonLines
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http import guard
 from jaxinfer.server.http.guard import BodyLimits, guarded
+from jaxinfer.server.http.keys import api_keys
 from jaxinfer.server.http.log import LOGGER, EventLog
 from jaxinfer.server.routes.app import ROUTES, create_app
 from jaxinfer.server.routes.service import Service
@@ -47,7 +48,9 @@ def ask(
     **more: Any,
 ) -> httpx.Response:
     async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(app or guarded(Echo(), config, EventLog()))
+        transport = httpx.ASGITransport(
+            app or guarded(Echo(), config, EventLog(), api_keys(config))
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, **more)
 
@@ -148,7 +151,7 @@ def test_a_preflight_needs_no_key() -> None:
 @pytest.mark.parametrize("given", ["abc", "a b", "x" * 128])
 def test_a_sane_request_id_is_kept(given: str) -> None:
     echo = Echo()
-    app = guarded(echo, ServerConfig(), EventLog())
+    app = guarded(echo, ServerConfig(), EventLog(), None)
     response = ask(ServerConfig(), app=app, headers={"X-Request-Id": given})
     assert response.headers["x-request-id"] == given
     assert echo.scopes[0]["state"]["request_id"] == given
@@ -206,7 +209,7 @@ def test_a_body_within_the_limit_arrives_whole() -> None:
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_larger_one_is_413(chunked: bool) -> None:
     echo = Echo()
-    app = guarded(echo, SMALL, EventLog())
+    app = guarded(echo, SMALL, EventLog(), None)
     content = chunks(11, 100) if chunked else b"x" * 1001
     response = ask(SMALL, "POST", app=app, content=content)
     assert response.status_code == 413
@@ -286,7 +289,9 @@ def test_a_disconnect_after_the_body_is_passed_on() -> None:
 def test_refusals_of_a_guard_are_reported() -> None:
     told: list[tuple[str, int]] = []
     config = ServerConfig(api_key=("secret",), max_body_bytes=10)
-    app = guarded(Echo(), config, EventLog(), lambda *refusal: told.append(refusal))
+    app = guarded(
+        Echo(), config, EventLog(), api_keys(config), lambda *refusal: told.append(refusal)
+    )
     ask(config, app=app)
     key = {"Authorization": "Bearer secret"}
     ask(config, "POST", app=app, headers=key, content=b"x" * 11)

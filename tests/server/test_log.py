@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer.core.log import LogSettings, TextLines, tell
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.log import (
     LIBRARY_LOGGERS,
     LOGGER,
@@ -95,7 +96,13 @@ def test_requests_are_logged_only_if_enabled(stream: io.StringIO) -> None:
         temperature=0.5, stop=("x" * 1000,), logit_bias=dict.fromkeys(range(300), 1.0)
     )
     for log in (EventLog(), EventLog(requests=True)):
-        log.request_received(request_id="r", route="/v1/x", num_prompt_tokens=5, sampling=sampling)
+        log.request_received(
+            request_id="r",
+            route="/v1/x",
+            num_prompt_tokens=5,
+            sampling=sampling,
+            prompts=[Prompt("hidden", (1, 2))],
+        )
         log.request_finished(request_id="r", finish_reason="stop", ttft=None, e2e=0.25)
     received, finished = map(json.loads, stream.getvalue().splitlines())
     assert received["event"] == "request_received"
@@ -106,4 +113,23 @@ def test_requests_are_logged_only_if_enabled(stream: io.StringIO) -> None:
         "stop": "tuple of 1",
     }
     assert finished["event"] == "request_finished"
+    assert "hidden" not in stream.getvalue()
     assert (finished["ttft"], finished["e2e"], finished["finish_reason"]) == (None, 0.25, "stop")
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [
+        (0, None),
+        (3, ["one"]),
+        (6, ["one ", [7, 8]]),
+        (100, ["one ", [7, 8, 9], "three"]),
+    ],
+)
+def test_the_texts_of_a_request_have_a_bound(
+    stream: io.StringIO, length: int, shown: list[object] | None
+) -> None:
+    prompts = [Prompt("one ", (1, 2)), Prompt(None, (7, 8, 9)), Prompt("three", (3,))]
+    log = EventLog(requests=True, max_characters=length)
+    log.request_received(request_id="r", sampling=SamplingParams(), prompts=prompts)
+    assert json.loads(stream.getvalue()).get("prompts") == shown

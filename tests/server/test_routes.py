@@ -182,7 +182,7 @@ def test_settings(guarded: Serving) -> None:
         first = answer["choices"][0]["logprobs"]["content"][0]["token"]
         assert first.startswith("token_id:")
         named = client.post(CHATS, json={**CHAT, **GREEDY, "model": "two"}).json()
-        assert named["model"] == "two"
+        assert named["model"] == "tiny/one"  # as in vLLM, whichever name a request has
         fields = {**CHAT, **GREEDY, "return_tokens_as_token_ids": False, "logprobs": True}
         own = client.post(CHATS, json=fields).json()["choices"][0]["logprobs"]["content"]
         assert not own[0]["token"].startswith("token_id:")
@@ -190,6 +190,17 @@ def test_settings(guarded: Serving) -> None:
         unknown = error_of(client.post(CHATS, json={**CHAT, "colour": 1, "depth": 2}), 400)
         assert unknown["param"] == "colour" and "colour, depth" in unknown["message"]
         assert client.get("/openapi.json").json()["paths"]["/stats"]["get"]["security"]
+
+
+def test_generation_config_over_the_models() -> None:
+    overrides = {"max_new_tokens": 3, "temperature": 0.0}
+    fields = {"prompt": "hello", "ignore_eos": True}
+    with serving(tiny_engine(), override_generation_config=overrides) as server:
+        answers = [ask(server, COMPLETIONS, **fields, seed=seed) for seed in range(4)]
+        usage = ask(server, COMPLETIONS, **fields, max_tokens=9, temperature=1.0)["usage"]
+    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+    assert {answer["usage"]["completion_tokens"] for answer in answers} == {3}
+    assert usage["completion_tokens"] == 3
 
 
 def chunks(response: httpx.Response) -> list[Any]:

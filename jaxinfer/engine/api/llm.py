@@ -317,20 +317,6 @@ class LLM(PoolingMethods):
                     advance(1)
         return [collectors[number].output for number in range(len(prompts))]
 
-    def _last_deltas(
-        self, prompts: list[Prompt], sampling: SamplingParams, use_tqdm: bool, *, pools: bool
-    ) -> list[Delta]:
-        found: dict[int, Delta] = {}
-        progress = self._progress if use_tqdm else NO_PROGRESS
-        params = [sampling] * len(prompts)
-        with progress.task("embed" if pools else "score", len(prompts)) as advance:
-            for number, delta in self.stream(prompts, params, pools=pools):
-                if delta.error:
-                    raise EngineError(f"prompt {number}: {delta.error}")
-                found[number] = delta
-                advance(1)
-        return [found[number] for number in range(len(prompts))]
-
     def _params_for(
         self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.pooled import (
     NO_SAMPLING,
@@ -39,16 +40,22 @@ class PoolingMethods(ABC):
     """``encode``, ``embed`` and ``score``."""
 
     _engine: Engine
+    _progress: Progress
 
     @abstractmethod
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
 
     @abstractmethod
-    def _last_deltas(
-        self, prompts: list[Prompt], sampling: SamplingParams, use_tqdm: bool, *, pools: bool
-    ) -> list[Delta]:
-        """The one delta of each prompt, for requests that draw at most one token."""
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams],
+        priorities: Sequence[int] | None = None,
+        *,
+        pools: bool = False,
+    ) -> Generator[tuple[int, Delta]]:
+        """The deltas of all prompts, with the numbers of their prompts."""
 
     def encode(
         self,
@@ -164,6 +171,21 @@ class PoolingMethods(ABC):
             )
             for number, (prompt, delta) in enumerate(zip(prompts, deltas, strict=True))
         ]
+
+    def _last_deltas(
+        self, prompts: list[Prompt], sampling: SamplingParams, use_tqdm: bool, *, pools: bool
+    ) -> list[Delta]:
+        """The one delta of each prompt, for requests that draw at most one token."""
+        found: dict[int, Delta] = {}
+        progress = self._progress if use_tqdm else NO_PROGRESS
+        params = [sampling] * len(prompts)
+        with progress.task("embed" if pools else "score", len(prompts)) as advance:
+            for number, delta in self.stream(prompts, params, pools=pools):
+                if delta.error:
+                    raise EngineError(f"prompt {number}: {delta.error}")
+                found[number] = delta
+                advance(1)
+        return [found[number] for number in range(len(prompts))]
 
 
 def pooled_prompts(

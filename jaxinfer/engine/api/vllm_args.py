@@ -44,7 +44,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("chat_template_content_format", ("auto", "string"), "templates get the content as text"),
     ("revision", (None,), "give the folder of the revision you want"),
     ("max_logprobs", tuple(range(MAX_LOGPROBS + 1)), f"{MAX_LOGPROBS} is the bound"),
-    ("otlp_traces_endpoint", (None,), "traces are not supported; see the metrics"),
+    ("otlp_traces_endpoint", (None,), "only a server sends traces (jaxinfer serve)"),
     # removed from vLLM 0.33
     ("best_of", (None, 1), "ask for n completions and choose among them"),
     ("swap_space", (0,), "preempted sequences are computed again, so leave it out"),
@@ -65,6 +65,7 @@ IGNORED = MappingProxyType(
         "enable_auto_tool_choice": "models call tools whenever a request has some",
         "enable_prompt_tokens_details": "usage always carries them",
         "enable_request_id_headers": "answers always carry X-Request-Id",
+        "collect_detailed_traces": "spans have the times of every phase",
         "hf_token": "nothing is downloaded from the hub",
         "download_dir": "use cache_dir",
     }

@@ -6,8 +6,6 @@ None of them buffers responses, so streams and disconnects pass through unchange
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.keys import Keys
 from jaxinfer.server.http.log import EventLog
 
 OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balancers, without a key
@@ -41,18 +40,19 @@ def guarded(
     app: ASGIApp,
     config: ServerConfig,
     log: EventLog,
+    keys: Keys | None,
     on_refusal: OnRefusal = lambda method, status: None,
 ) -> ASGIApp:
-    """The app behind all layers.
+    """The app behind all layers. Without ``keys`` requests need none.
 
     From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
     check because browsers send preflight requests without a key. uvicorn is set up so that every
     scope is one of HTTP. The request id is in
-    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``.
+    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the name of the
+    request's key, if it has one, is in ``scope["state"]["key_name"]``.
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)
-    if config.api_key:
-        keys = Keys((*config.api_key, *config.admin_api_key))
+    if keys is not None:
         app = ApiKeyRequired(app, keys, config.root_path, on_refusal)
     if config.allowed_origins:
         app = CORSMiddleware(
@@ -103,11 +103,12 @@ class WithRequestId:
             return
         path = scope["path"].removeprefix(self.root_path)
         write = self.log.debug if path in QUIET_PATHS else self.log.info
-        client = scope.get("client")
+        client, state = scope.get("client"), scope["state"]
         write(
             "access",
             request_id=request_id,
             client=client[0] if client else None,
+            **({"key": state["key_name"]} if "key_name" in state else {}),
             method=scope["method"],
             path=path,
             status=status,
@@ -115,25 +116,12 @@ class WithRequestId:
         )
 
 
-class Keys:
-    """Keys, one of which a request must have."""
-
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def accept(self, headers: Headers) -> bool:
-        """True if the headers have one of the keys; compares all digests, each in constant time."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
 def wrong_key(which: str = "API") -> ApiError:
     """The error for a request without a valid key."""
     return ApiError(
         401,
-        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY`",
+        f"the {which} key is missing or wrong; send it as `Authorization: Bearer KEY` or "
+        "`x-api-key: KEY`",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -149,7 +137,10 @@ class ApiKeyRequired:
         self._open_paths = {root_path + path for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope)):
+        key = self._keys.find(Headers(scope=scope))
+        if key is not None and key.name:
+            scope.setdefault("state", {})["key_name"] = key.name
+        if key is not None or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:
             self._on_refusal(scope["method"], 401)

@@ -1,6 +1,6 @@
 """The server's log: one event a line, in the format of ``core.log``.
 
-A request is logged with its counts and parameters, never with its text.
+A request is logged with its counts and parameters, and with its text only up to a given length.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from jaxinfer.core.log import SERVER_LOGGER as LOGGER
 from jaxinfer.core.log import LogSettings, log_to
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.loop.loop import LOGGER as ENGINE_LOGGER
+from jaxinfer.engine.prompts import Prompt
 from jaxinfer.engine.start.progress import LOGGER as START_LOGGER
 
 # The engine's logger is used in this process when the engine runs on a thread; an engine process
 # writes its own messages in the same format.
-LIBRARY_LOGGERS = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi")
+LIBRARY_LOGGERS = (ENGINE_LOGGER, "uvicorn", "uvicorn.error", "uvicorn.asgi", "opentelemetry")
 MAX_WARNED_NAMES = 1000  # names come from clients, so memory and log need a bound
 MAX_VALUE_CHARACTERS = 200  # a longer name is cut; of a longer parameter only its length is logged
 
@@ -34,11 +35,16 @@ def configure_logging(stream: TextIO, settings: LogSettings) -> None:
 
 
 class EventLog:
-    """Writes events. ``requests``: also write when a request is accepted and when it ends."""
+    """Writes events. ``requests``: also write when a request is accepted and when it ends.
 
-    def __init__(self, *, requests: bool = False) -> None:
+    ``max_characters`` of a request's prompts are logged as well, or as many token ids of prompts
+    that have no text.
+    """
+
+    def __init__(self, *, requests: bool = False, max_characters: int | None = None) -> None:
         self._logger = logging.getLogger(LOGGER)
         self._requests = requests
+        self._max_characters = max_characters or 0
         self._warned: set[str] = set()
 
     def _write(
@@ -59,10 +65,13 @@ class EventLog:
             self._warned.add(key)
             self.warning(event, name=name[:MAX_VALUE_CHARACTERS], **fields)
 
-    def request_received(self, *, sampling: SamplingParams, **fields: Any) -> None:
+    def request_received(
+        self, *, sampling: SamplingParams, prompts: Sequence[Prompt], **fields: Any
+    ) -> None:
         """With ``--enable-log-requests``: a request was accepted."""
         if self._requests:
-            self.info("request_received", **fields, sampling=_changed_parameters(sampling))
+            texts = _shortened_prompts(prompts, self._max_characters)
+            self.info("request_received", **fields, sampling=_changed_parameters(sampling), **texts)
 
     def request_finished(self, *, ttft: float | None, e2e: float, **fields: Any) -> None:
         """With ``--enable-log-requests``: a request has ended; ``ttft`` and ``e2e`` in seconds."""
@@ -79,6 +88,17 @@ def _changed_parameters(sampling: SamplingParams) -> dict[str, Any]:
         for name, value in msgspec.structs.asdict(sampling).items()
         if value != defaults[name]
     }
+
+
+def _shortened_prompts(prompts: Sequence[Prompt], most: int) -> dict[str, Any]:
+    """The field ``prompts`` with at most ``most`` characters, or token ids, of them all."""
+    shown: list[str | tuple[int, ...]] = []
+    for prompt in prompts:
+        if most <= 0:
+            break
+        shown.append((prompt.token_ids if prompt.text is None else prompt.text)[:most])
+        most -= len(shown[-1])
+    return {"prompts": shown} if shown else {}
 
 
 def _shortened(value: Any) -> Any:

@@ -18,6 +18,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,18 +44,25 @@ type Load = Callable[[], AbstractAsyncContextManager[str]]
 
 
 def run(
-    app: ASGIApp, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
+    app: ASGIApp,
+    drain: Drain,
+    load: Load,
+    config: ServerConfig,
+    report: Callable[[str], None],
+    reload: Callable[[], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
     ``load`` is entered once the app listens (the app responds 503 until the model is loaded),
     returns a summary of the served model, and is exited at the end. ``report`` prints the ready
-    line. Raises ``ConfigError`` for an address or TLS files that cannot be used, and the exceptions
-    of ``load``. A second signal, and any signal during loading, ends the process at once.
+    line. ``reload`` is called on SIGHUP. Raises ``ConfigError`` for an address or TLS files that
+    cannot be used, and the exceptions of ``load``. A second SIGTERM or SIGINT, and any of them
+    during loading, ends the process at once.
     """
     server = Server(uvicorn_config(config, app))
     asyncio.run(
-        _serve(server, drain, load, config, report), loop_factory=server.config.get_loop_factory()
+        _serve(server, drain, load, config, report, reload),
+        loop_factory=server.config.get_loop_factory(),
     )
 
 
@@ -82,20 +90,33 @@ class Server(uvicorn.Server):
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first one starts the shutdown, the second ends the process."""
+    """SIGTERM and SIGINT: the first one starts the shutdown, the second ends the process.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, config: ServerConfig) -> None:
+    SIGHUP calls ``reload``; without one it keeps its default, which ends the process.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: ServerConfig,
+        reload: Callable[[], None] | None = None,
+    ) -> None:
         self.first: asyncio.Future[int] = loop.create_future()
         self._loop = loop
         self._config = config
+        self._handlers: dict[int, Callable[[], None]] = {
+            number: partial(self._on_signal, number) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        if reload is not None:
+            self._handlers[signal.SIGHUP] = reload
 
     def __enter__(self) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
+        for number, handler in self._handlers.items():
+            self._loop.add_signal_handler(number, handler)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._handlers:
             self._loop.remove_signal_handler(number)
 
     async def run_unless_signalled[T](self, work: Awaitable[T]) -> T:
@@ -118,11 +139,17 @@ class Signals:
 
 
 async def _serve(
-    server: Server, drain: Drain, load: Load, config: ServerConfig, report: Callable[[str], None]
+    server: Server,
+    drain: Drain,
+    load: Load,
+    config: ServerConfig,
+    report: Callable[[str], None],
+    reload: Callable[[], None] | None,
 ) -> None:
     start = time.monotonic()
     # signals first: once the port is open, a signal can arrive
-    with Signals(asyncio.get_running_loop(), config) as signals, bound_sockets(config) as sockets:
+    loop = asyncio.get_running_loop()
+    with Signals(loop, config, reload) as signals, bound_sockets(config) as sockets:
         _allow_many_connections()
         address = _address(config, sockets[0])
         listening = asyncio.create_task(server.serve(sockets))

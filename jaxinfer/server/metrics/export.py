@@ -161,6 +161,25 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
         "Times that pages ran out and a sequence was preempted.",
         stats.num_preemptions,
     )
+    keys = tally.keys.items()
+    yield _Reading(
+        "jaxinfer:key_requests",
+        "Ended requests with a named API key.",
+        {name: usage.requests for name, usage in keys},
+        "key",
+    )
+    yield _Reading(
+        "jaxinfer:key_prompt_tokens",
+        "Prompt tokens of those requests.",
+        {name: usage.prompt_tokens for name, usage in keys},
+        "key",
+    )
+    yield _Reading(
+        "jaxinfer:key_generation_tokens",
+        "Tokens generated for those requests.",
+        {name: usage.generated_tokens for name, usage in keys},
+        "key",
+    )
 
 
 @dataclass(eq=False)

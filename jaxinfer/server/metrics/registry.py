@@ -28,7 +28,7 @@ from jaxinfer.engine.news import EngineStats, News, StepKind
 from jaxinfer.engine.outputs import SequenceTimes
 from jaxinfer.server.metrics.export import Exporter
 from jaxinfer.server.metrics.histograms import Histogram, Histograms
-from jaxinfer.server.metrics.tally import Rates, Rejection, Tally
+from jaxinfer.server.metrics.tally import KeyUsage, Rates, Rejection, Tally
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
 _ENGINE = "0"  # vLLM numbers the engines behind a server; here there is one
@@ -123,6 +123,13 @@ class Metrics:
         histograms.longest_generated.observe(max(one.num_tokens for one in sequences))
         for sequence in sequences:
             self._sequence_finished(sequence, num_prompt_tokens)
+
+    def key_used(self, name: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """An accepted request with a named API key has ended."""
+        usage = self._tally.keys.setdefault(name, KeyUsage())
+        usage.requests += 1
+        usage.prompt_tokens += num_prompt_tokens
+        usage.generated_tokens += num_tokens
 
     def http_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
         """A response has ended. ``path`` is the route's template, None for an unknown route."""

@@ -24,6 +24,15 @@ def _zeros(names: Iterable[str]) -> dict[str, int]:
 
 
 @dataclass(slots=True)
+class KeyUsage:
+    """The ended requests of one API key."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Tally:
     """Counters of steps, requests and responses.
 
@@ -39,6 +48,7 @@ class Tally:
     bucket_tokens: dict[str, int] = _zeros(StepKind)
     finished: dict[str, int] = _zeros(FinishReason)  # sequences
     rejected: dict[str, int] = _zeros(Rejection)
+    keys: dict[str, KeyUsage] = field(default_factory=dict[str, KeyUsage])  # by name
     responses: Counter[tuple[str, str, str]] = field(  # handler, method, status class
         default_factory=Counter[tuple[str, str, str]]
     )

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from jaxinfer.core.request import FinishReason
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from jaxinfer.core.errors import JaxinferError
+from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
+
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request: the name of its key, empty without one, and its trace's headers."""
+
+    key_name: str = ""
+    trace: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> Caller:
+        """The sender, after the guards have checked the key."""
+        headers = Headers(scope=scope)
+        trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+        return cls(scope["state"].get("key_name", ""), trace or None)
+
+
+UNKNOWN = Caller()
 
 
 class ChoiceUpdate(NamedTuple):
@@ -33,19 +57,21 @@ class Answer:
         wake: asyncio.Event,
         metrics: Metrics,
         *,
-        max_tokens: int | None,
+        sampling: SamplingParams,
+        caller: Caller,
     ) -> None:
         self.request_id = request_id
         self.route = route
+        self.sampling = sampling
+        self.caller = caller
         self.received = time.monotonic()
         self.first_token: float | None = None
         self._streams = tuple(streams)
         self._wake = wake
         self._metrics = metrics
-        self._max_tokens = max_tokens
         self._progress = tuple(tuple(SequenceProgress() for _ in range(s.n)) for s in streams)
         self._num_unfinished = sum(stream.n for stream in streams)
-        self._error: Exception | None = None
+        self.error: Exception | None = None  # why it cannot be completed
         self._stopped = False
         self._closed = False
         self._deadline: asyncio.TimerHandle | None = None
@@ -73,9 +99,14 @@ class Answer:
         return not self._num_unfinished
 
     @property
+    def sequences(self) -> list[SequenceProgress]:
+        """The state of each choice."""
+        return [one for completions in self._progress for one in completions]
+
+    @property
     def finish_reasons(self) -> list[FinishReason | None]:
         """The finish reason of each choice; None while it runs."""
-        return [one.finish_reason for completions in self._progress for one in completions]
+        return [one.finish_reason for one in self.sequences]
 
     def expire_after(self, seconds: float, error: Exception) -> None:
         """Fail with ``error`` unless finished within ``seconds``."""
@@ -108,18 +139,22 @@ class Answer:
                 return []
             if updates := self._take_updates():
                 return updates
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._stopped:
                 return self._abort_updates()
             await self._wake.wait()
 
     def _take_updates(self) -> list[ChoiceUpdate]:
-        return [
-            self._apply(number, delta)
-            for number, stream in enumerate(self._streams)
-            for delta in stream.take()
-        ]
+        try:
+            return [
+                self._apply(number, delta)
+                for number, stream in enumerate(self._streams)
+                for delta in stream.take()
+            ]
+        except JaxinferError as error:
+            self.error = error
+            raise
 
     def _apply(self, number: int, delta: Delta) -> ChoiceUpdate:
         progress = self._progress[number][delta.index]
@@ -154,7 +189,7 @@ class Answer:
         ]
 
     def _expire(self, error: Exception) -> None:
-        self._error = error
+        self.error = error
         self._close_streams()
 
     def _close_streams(self) -> None:
@@ -165,9 +200,11 @@ class Answer:
 
     def _report(self) -> None:
         seconds = time.monotonic() - self.received
-        unread = FinishReason.ABORT if self._error is None else FinishReason.ERROR
+        unread = FinishReason.ABORT if self.error is None else FinishReason.ERROR
         for stream, progress in zip(self._streams, self._progress, strict=True):
             ended = [replace(one, finish_reason=one.finish_reason or unread) for one in progress]
             self._metrics.request_finished(
-                stream.num_prompt_tokens, self._max_tokens, seconds, ended
+                stream.num_prompt_tokens, self.sampling.max_tokens, seconds, ended
             )
+        if name := self.caller.key_name:
+            self._metrics.key_used(name, self.num_prompt_tokens, self.num_tokens)

@@ -90,7 +90,7 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in table}
-    return guarded(ExactPaths(known, app), service.config, service.log, refused)
+    return guarded(ExactPaths(known, app), service.config, service.log, service.keys, refused)
 
 
 @dataclass(eq=False)

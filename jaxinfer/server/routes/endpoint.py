@@ -19,7 +19,7 @@ from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, on_disconnect
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest, GenerationFields
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.structured import with_field
@@ -43,6 +43,7 @@ class Call:
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
         self.path_parameters: Mapping[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["state"]["request_id"]
+        self.caller = Caller.of(scope)
         self.prompt_field = "prompt"  # the field that errors about the prompt name
         self.form_field = FIELD  # the field that errors about the answer's form name
         self._receive = receive

@@ -151,7 +151,7 @@ async def _answer[R: GenerationFields](
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     if (form := request.form()) is not None:
         call.form_field = form.field
-    sampling = limit_max_tokens(sampling, service.client.facts.max_new_tokens)
+    sampling = limit_max_tokens(sampling, service.loaded.max_new_tokens)
     if isinstance(request, ChatCompletionRequest):
         sampling = _constrained(call, sampling, request, reading)
     prompts = [
@@ -161,7 +161,7 @@ async def _answer[R: GenerationFields](
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
-        model=request.model or service.model_names[0],
+        model=service.model_names[0],
         fingerprint=f"jaxinfer-{VERSION}",
         role=config.response_role,
         sends_usage=request.sends_usage or config.enable_force_include_usage,
@@ -175,7 +175,7 @@ async def _answer[R: GenerationFields](
         reading=reading,
     )
     writer = kind(context, request, prompts)
-    answer = service.open(context.request_id, call.route, prompts, sampling, request)
+    answer = service.open(context.request_id, call.route, prompts, sampling, request, call.caller)
     if request.stream:
         return call.stream(answer, partial(writer.next_events, answer))
     updates = await call.updates(answer)

@@ -203,8 +203,8 @@ async def _answered(
     pools: bool,
 ) -> tuple[list[Delta], Usage]:
     """The one delta of each prompt, and the usage."""
-    request_id = request.request_id or call.request_id
-    answer = call.service.open(request_id, call.route, prompts, sampling, request, pools=pools)
+    given = (call.route, prompts, sampling, request, call.caller)
+    answer = call.service.open(request.request_id or call.request_id, *given, pools=pools)
     deltas: dict[int, Delta] = {}
     for update in await call.updates(answer):
         if not (update.delta.pooled or update.delta.logprobs):

@@ -13,6 +13,7 @@ import msgspec
 from regex import Pattern
 
 from jaxinfer.core.errors import (
+    ConfigError,
     ContextLengthError,
     EngineError,
     JaxinferError,
@@ -20,20 +21,23 @@ from jaxinfer.core.errors import (
     TaskError,
 )
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
 from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
+from jaxinfer.server.http.keys import api_keys
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
-from jaxinfer.server.openai.answer import Answer
+from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.server.routes.limits import check_fit, deadline
+from jaxinfer.server.routes.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
 
@@ -47,6 +51,7 @@ class LoadedModel(NamedTuple):
     client: EngineClient
     metrics: Metrics
     defaults: SamplingParams
+    max_new_tokens: int | None  # most tokens that an answer may have
 
 
 class Service:
@@ -61,6 +66,11 @@ class Service:
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.keys = api_keys(config)
+        self.traces: Traces | None = None
+        if config.otlp_traces_endpoint is not None:
+            exporter = otlp_exporter(config.otlp_traces_endpoint, config.otlp_traces_protocol)
+            self.traces = Traces(exporter)
         self._format = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(self._format_of)
         answer_format("", **self._parsers)  # a wrong name is an error before the model is loaded
 
@@ -69,10 +79,20 @@ class Service:
 
         Raises ``RequestError`` if ``override_generation_config`` has an invalid value.
         """
-        defaults = msgspec.structs.replace(
-            client.facts.default_sampling, **self.config.override_generation_config
-        )
-        self._loaded = LoadedModel(client, metrics, defaults)
+        overrides = dict(self.config.override_generation_config)
+        max_new_tokens = overrides.pop(OUTPUT_LIMIT, client.facts.max_new_tokens)
+        defaults = msgspec.structs.replace(client.facts.default_sampling, **overrides)
+        self._loaded = LoadedModel(client, metrics, defaults, max_new_tokens)
+
+    def reload_keys(self) -> None:
+        """Read the key file again; if it is unusable, the old keys stay and the log says why."""
+        assert self.keys is not None
+        try:
+            self.keys.reload()
+        except ConfigError as error:
+            self.log.error("keys_not_reloaded", reason=str(error))
+        else:
+            self.log.info("keys_reloaded", num_keys=len(self.keys))
 
     @property
     def loaded(self) -> LoadedModel:
@@ -190,6 +210,7 @@ class Service:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         request: GenerationFields | PoolingFields,
+        caller: Caller = UNKNOWN,
         *,
         pools: bool = False,
     ) -> Answer:
@@ -222,11 +243,10 @@ class Service:
             for stream in streams:
                 stream.close()
             raise
-        answer = Answer(
-            request_id, route, streams, wake, self.loaded.metrics, max_tokens=sampling.max_tokens
-        )
-        if deadline := _deadline(request.timeout, self.config.request_timeout):
-            answer.expire_after(*deadline)
+        metrics = self.loaded.metrics
+        answer = Answer(request_id, route, streams, wake, metrics, sampling=sampling, caller=caller)
+        if expiry := deadline(request.timeout, self.config.request_timeout):
+            answer.expire_after(*expiry)
         self._answers.add(answer)
         self._empty.clear()
         self.log.request_received(
@@ -234,6 +254,7 @@ class Service:
             route=route,
             num_prompt_tokens=answer.num_prompt_tokens,
             sampling=sampling,
+            prompts=prompts,
         )
         return answer
 
@@ -254,6 +275,8 @@ class Service:
             ttft=None if first is None else first - answer.received,
             e2e=time.monotonic() - answer.received,
         )
+        if self.traces is not None:
+            self.traces.record(answer, self.model_names[0])
 
     def note_response(self, path: str | None, method: str, status: int, seconds: float) -> None:
         """Count a response; ``path`` is its route's, None for an unknown route."""
@@ -277,7 +300,7 @@ class Service:
             try:
                 self.client.check(prompt.token_ids, sampling, pools=pools)
                 if requested is not None:
-                    _check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
+                    check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
             except RequestError as error:
                 if len(prompts) == 1 or isinstance(error, TaskError):
                     raise
@@ -358,32 +381,3 @@ class Service:
 async def run_off_loop[T](work: Callable[[], T], is_short: bool) -> T:
     """The result of ``work``; long work is done in a thread, so that other responses continue."""
     return work() if is_short else await asyncio.to_thread(work)
-
-
-def _check_fit(num_tokens: int, requested: RequestedTokens, max_model_len: int) -> None:
-    """Raise ``ContextLengthError`` if prompt and requested tokens exceed the context."""
-    total, available = num_tokens + requested.num_tokens, max_model_len - num_tokens
-    if requested.num_tokens > available:
-        raise ContextLengthError(
-            f"This model's maximum context length is {max_model_len} tokens. However, you "
-            f"requested {total} tokens: {num_tokens} in the prompt and {requested.num_tokens} by "
-            f"{requested.field}; lower {requested.field} to at most {available}, or leave it out",
-            requested.field,
-        )
-
-
-def _deadline(requested: float | None, allowed: float | None) -> tuple[float, ApiError] | None:
-    """The shorter of the request's and the server's timeout, and the error for when it expires."""
-    given = [seconds for seconds in (requested, allowed) if seconds is not None]
-    if not given:
-        return None
-    seconds = min(given)
-    return seconds, ApiError(
-        408,
-        f"the answer was not done within {seconds:g} s; ask for fewer tokens or a longer timeout",
-        param="timeout" if requested == seconds else None,
-        code="deadline_exceeded",
-        # OpenAI's clients repeat a request twice after a 408, which would load a busy server
-        # further
-        headers={"X-Should-Retry": "false"},
-    )

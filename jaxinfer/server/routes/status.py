@@ -70,7 +70,7 @@ async def openapi(call: Call) -> ASGIApp:
     service = call.service
     return json_response(
         openapi_document(
-            secured=bool(service.config.api_key),
+            secured=service.keys is not None,
             models=service.model_names,
             vocab_size=service.client.facts.vocab_size,
             root_path=service.config.root_path,
