@@ -265,7 +265,7 @@ def test_other_methods(server: Serving, method: str, path: str) -> None:
         assert METHODS[path] <= set(response.headers["allow"].split(", "))
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1//models", "/healthz"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/edits", "/v1//models", "/healthz"])
 def test_other_paths(server: Serving, path: str) -> None:
     for method in ("GET", "POST"):
         assert error_of(send(server, method, path), 404)["code"] == "not_found"
@@ -279,6 +279,11 @@ BODIES = {  # bodies that get 200
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
 }
+# of models for embeddings and scores: 400 here
+NOT_TEXT = {path: {"input": "a"} for path in ("/v1/embeddings", "/pooling")}
+NOT_TEXT |= {path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")}
+RANKING = {"query": "a", "documents": ["b"]}
+NOT_TEXT |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKING)
 
 
 @pytest.mark.parametrize("slashes", ["/", "//"])
@@ -286,10 +291,11 @@ BODIES = {  # bodies that get 200
 def test_a_slash_at_the_end_makes_no_difference(
     server: Serving, guarded: Serving, method: str, path: str, slashes: str
 ) -> None:
-    options = {"json": BODIES[path]} if path in BODIES else {}
+    bodies = BODIES | NOT_TEXT
+    options = {"json": bodies[path]} if path in bodies else {}
     plain = send(server, method, path, **options)
     slashed = send(server, method, path + slashes, **options)
-    assert plain.status_code == slashed.status_code == 200
+    assert plain.status_code == slashed.status_code == (400 if path in NOT_TEXT else 200)
     assert plain.headers.get("content-type") == slashed.headers.get("content-type")
     if path in ("/v1/models", "/v1/models/tiny-llama", "/openapi.json", "/tokenize"):
         assert plain.json() == slashed.json()
