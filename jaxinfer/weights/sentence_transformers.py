@@ -40,6 +40,7 @@ def pooling_of_folder(folder: Path) -> Pooling | None:
                 f"{path} has a module {kind!r}, which is not supported; embeddings are made of the "
                 "modules Transformer, Pooling and Normalize"
             )
+    _refuse_lower_case(folder / "sentence_bert_config.json")
     config = folder / dict(modules)["Pooling"] / "config.json"
     return Pooling(_pooling_kind(config), normalize="Normalize" in kinds)
 
@@ -72,6 +73,16 @@ def _pooling_kind(path: Path) -> str:
             "supported; use one of lasttoken, mean and cls"
         )
     return _KINDS[modes[0]]
+
+
+def _refuse_lower_case(path: Path) -> None:
+    """Raise ``ConfigError`` if texts are to be in lower case before they are tokenised."""
+    config = _read(path) if path.is_file() else None
+    if isinstance(config, dict) and cast("dict[str, Any]", config).get("do_lower_case"):
+        raise ConfigError(
+            f"{path} has do_lower_case, which is not supported; set it to false, and send texts in "
+            "lower case"
+        )
 
 
 def _read(path: Path) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams
-from jaxinfer.core.errors import ConfigError, RequestError, TaskError
+from jaxinfer.core.errors import ConfigError, RequestError, SourceError, TaskError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.loop.engine import Engine
@@ -280,6 +280,14 @@ def test_files_of_sentence_transformers(tmp_path: Path) -> None:
         pooling_of_folder(tmp_path)
     write_modules(tmp_path, "mean", ("Transformer", "Pooling", "Dense", "Normalize"))
     with pytest.raises(ConfigError, match="'Dense'"):
+        pooling_of_folder(tmp_path)
+    write_modules(tmp_path, "mean")
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(ConfigError, match="do_lower_case"):
+        pooling_of_folder(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text("[")
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": false}')
+    with pytest.raises(SourceError, match=r"1_Pooling/config.json cannot be read"):
         pooling_of_folder(tmp_path)
     write_modules(tmp_path, "", ("Transformer", "LogitScore"))
     assert pooling_of_folder(tmp_path) is None
