@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from jaxinfer import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams
 from jaxinfer.core.errors import ConfigError, RequestError, SourceError, TaskError
@@ -20,11 +21,13 @@ from jaxinfer.models import build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.sources import resolve_source
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
-from kit.embedders import SMALL, golden, write_modules
+from kit.embedders import DATA, SMALL, golden, write_modules
 from kit.engines import tiny_engine, tiny_limits
 
 EMBEDDINGS, RERANKER = golden("embeddings"), golden("reranker")
 TEXTS = EMBEDDINGS.fact("texts")
+HIDDEN_DATA = DATA / "hidden"
+HIDDEN = sorted(path.stem for path in HIDDEN_DATA.glob("*.safetensors"))
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +174,30 @@ def test_any_decoder_embeds_by_its_last_token(folder: Path) -> None:
     np.testing.assert_allclose(vectors(llm, TEXTS), EMBEDDINGS.vectors("last"), atol=1e-5)
     with pytest.raises(RequestError, match="may have 4, 8 or 32"):
         llm.encode("a", PoolingParams(dimensions=5))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_every_family_embeds(folder: Path, name: str, pooling: str) -> None:
+    """The vectors are made of transformers' last hidden states, in two chunks, without a head."""
+    checkpoint = golden(name)
+    with safe_open(HIDDEN_DATA / f"{name}.safetensors", "np") as file:
+        hidden = file.get_tensor("hidden")[-1]
+    expected = {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[pooling]
+    llm = LLM(
+        checkpoint.write(folder / name),
+        task="embed",
+        pooling=pooling,
+        skip_tokenizer_init=True,
+        cache_dir=folder / "cache",
+        **SMALL | {"max_num_batched_tokens": 16},
+    )
+    prompt = checkpoint.tensors["token_ids"][0].tolist()
+    assert len(prompt) > 16
+    found = vectors(llm, [prompt], PoolingParams(normalize=False))
+    np.testing.assert_allclose(found[0], expected, atol=1e-4)
+    assert "lm_head" not in llm.model.params
 
 
 async def encoded(engine: Engine, prompts: Sequence[object]) -> list[np.ndarray]:

@@ -48,14 +48,15 @@ class Golden:
         weights = {k[len(start) :]: t for k, t in self.tensors.items() if k.startswith(start)}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.fact("config") | config))
-        (folder / "tokenizer.json").write_text(self.metadata["tokenizer"])
+        if "tokenizer" in self.metadata:
+            (folder / "tokenizer.json").write_text(self.metadata["tokenizer"])
         (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
         return folder
 
 
 @cache
 def golden(name: str) -> Golden:
-    """``embeddings`` or ``reranker``."""
+    """``embeddings``, ``reranker``, or the checkpoint of a family (without a tokenizer)."""
     with safe_open(DATA / f"{name}.safetensors", "np") as file:
         return Golden({key: file.get_tensor(key) for key in file.keys()}, file.metadata())  # noqa: SIM118
 
