@@ -71,6 +71,7 @@ GROUPS = (
             Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
             Setting("allowed_headers", texts, "CORS headers, as a JSON list."),
             Setting("allow_credentials", boolean, "CORS with cookies."),
+            Setting("ui", boolean, "The page at /, a console for the browser."),
         ),
     ),
     Group(

@@ -66,6 +66,7 @@ class ServerConfig:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    ui: bool = True  # the page at /
     # limits
     max_body_bytes: int = 8 * MIB
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head

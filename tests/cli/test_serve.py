@@ -104,6 +104,7 @@ SET: dict[str, dict[str, Any]] = {
     "--disable-uvicorn-access-log": {"disable_uvicorn_access_log": True},
     '--allowed-origins ["https://a.b"]': {"allowed_origins": ("https://a.b",)},
     "--root-path /llm": {"root_path": "/llm"},
+    "--no-ui": {"ui": False},
     "--uds there.sock": {"uds": "there.sock"},
     "--request-timeout 1.5 --shutdown-timeout 0": {"request_timeout": 1.5, "shutdown_timeout": 0.0},
     "--strict-fields --max-body-bytes 1M": {"strict_fields": True, "max_body_bytes": 1 << 20},

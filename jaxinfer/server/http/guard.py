@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,18 +42,20 @@ def guarded(
     log: EventLog,
     keys: Keys | None,
     on_refusal: OnRefusal = lambda method, status: None,
+    open_paths: Sequence[str] = OPEN_PATHS,
 ) -> ASGIApp:
     """The app behind all layers. Without ``keys`` requests need none.
 
     From the outside in: request id and access log, CORS, API key, body. CORS is outside the key
-    check because browsers send preflight requests without a key. uvicorn is set up so that every
-    scope is one of HTTP. The request id is in
+    check because browsers send preflight requests without a key. ``open_paths`` need no key.
+    uvicorn is set up so that every scope is one of HTTP. The request id is in
     ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the name of the
     request's key, if it has one, is in ``scope["state"]["key_name"]``.
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)
     if keys is not None:
-        app = ApiKeyRequired(app, keys, config.root_path, on_refusal)
+        paths = frozenset(config.root_path + path for path in open_paths)
+        app = ApiKeyRequired(app, keys, paths, on_refusal)
     if config.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -71,7 +73,8 @@ def guarded(
 class WithRequestId:
     """Sets the request id and the path of the route, and writes the access log after the response.
 
-    Slashes at the end of the path are removed here, so that later layers see the route's path.
+    Slashes at the end of the path are removed here, so that later layers see the route's path;
+    only the route ``/`` has one.
     """
 
     app: ASGIApp
@@ -79,7 +82,8 @@ class WithRequestId:
     root_path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        path = scope["path"].rstrip("/")
+        scope = {**scope, "path": f"{path}/" if path == self.root_path else path}
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0  # stays 0 if no response was started
@@ -128,13 +132,15 @@ def wrong_key(which: str = "API") -> ApiError:
 
 
 class ApiKeyRequired:
-    """Refuses requests without a valid API key, also on unknown paths; ``OPEN_PATHS`` need none."""
+    """Refuses requests without a valid API key, also on unknown paths; open paths need none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, root_path: str, on_refusal: OnRefusal) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, open_paths: Set[str], on_refusal: OnRefusal
+    ) -> None:
         self._app = app
         self._on_refusal = on_refusal
         self._keys = keys
-        self._open_paths = {root_path + path for path in OPEN_PATHS}
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = self._keys.find(Headers(scope=scope))

@@ -14,9 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.http.guard import guarded
+from jaxinfer.server.http.guard import OPEN_PATHS, guarded
 from jaxinfer.server.routes import admin, generation, pooling, status, tokens
 from jaxinfer.server.routes.endpoint import Endpoint
+from jaxinfer.server.routes.page import PAGE_ROUTES, page_files, page_handler
 from jaxinfer.server.routes.service import Service
 
 ROUTES = MappingProxyType(  # all methods of a path have the same handler
@@ -66,6 +67,9 @@ ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
     table = ROUTES | ADMIN_ROUTES if service.config.admin_api_key else ROUTES
+    page = page_files(service.config.root_path) if service.config.ui else {}
+    if page:
+        table = {**table, **dict.fromkeys(PAGE_ROUTES, page_handler(page))}
     by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
     methods = {path: [method for method, other in table if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
@@ -90,7 +94,9 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in table}
-    return guarded(ExactPaths(known, app), service.config, service.log, service.keys, refused)
+    open_paths = (*OPEN_PATHS, *page)
+    routes_and_app = ExactPaths(known, app)
+    return guarded(routes_and_app, service.config, service.log, service.keys, refused, open_paths)
 
 
 @dataclass(eq=False)
