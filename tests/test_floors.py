@@ -27,7 +27,13 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
 LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
     "jaxinfer.exec": ({""}, {"step"}, {"compile"}, {"run"}),
     "jaxinfer.engine": ({""}, {"loop"}, {"start"}, {"link"}, {"api"}),
-    "jaxinfer.server": ({""}, {"metrics", "http"}, {"openai"}, {"routes"}),
+    "jaxinfer.server": (
+        {""},
+        {"metrics", "http"},
+        {"openai"},
+        {"anthropic", "responses"},
+        {"routes"},
+    ),
 }
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 LAYER_OF = {

@@ -85,6 +85,8 @@ GROUPS = (
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
             Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
             Setting("max_tap_bytes", size, "Most bytes of activations in an answer."),
+            Setting("max_stored_responses", size, "Responses kept for later requests; 0: none."),
+            Setting("max_stored_response_bytes", size, "Most bytes of the kept responses."),
             Setting("strict_fields", boolean, "Refuse requests with unknown fields."),
         ),
     ),

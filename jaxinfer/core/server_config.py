@@ -30,6 +30,8 @@ WHOLE = MappingProxyType(
         "max_logprobs": (0, MAX_LOGPROBS),
         "max_log_len": (0, INF),
         "max_tap_bytes": (0, INF),
+        "max_stored_responses": (0, INF),
+        "max_stored_response_bytes": (0, INF),
     }
 )
 ONE_OF = MappingProxyType(
@@ -73,6 +75,8 @@ class ServerConfig:
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_tap_bytes: int = 64 * MIB  # of activations in one answer, before base64
+    max_stored_responses: int = 1024  # of /v1/responses; 0: none is stored
+    max_stored_response_bytes: int = 64 * MIB  # of all together
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
     # models, requests and answers

@@ -209,6 +209,27 @@ def content_of(events: list[ChatCompletionChunk]) -> str:
     return "".join(choice.delta.content or "" for e in events for choice in e.choices)
 
 
+def test_a_streamed_response(client: OpenAI, model: str) -> None:
+    """``/v1/responses`` gives the chat's answer, and goes on with it."""
+    whole = client.chat.completions.create(model=model, messages=CHAT, **GREEDY)
+    fields: Any = {"model": model, "temperature": 0, "max_output_tokens": 24}
+    with client.responses.stream(input=QUESTION, **fields) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == whole.choices[0].message.content
+    assert final.usage is not None and whole.usage is not None
+    assert final.usage.total_tokens == whole.usage.total_tokens
+    more = [
+        {"role": "assistant", "content": final.output_text},
+        {"role": "user", "content": "And of Italy?"},
+    ]
+    chat = client.chat.completions.create(model=model, messages=[*CHAT, *more], **GREEDY)
+    response = client.responses.create(
+        input="And of Italy?", previous_response_id=final.id, **fields
+    )
+    assert response.output_text == chat.choices[0].message.content
+
+
 def test_async_streams_side_by_side(client: OpenAI, url: str, model: str) -> None:
     whole = client.chat.completions.create(model=model, messages=CHAT, **GREEDY)
 

@@ -28,10 +28,14 @@ def ask(server: Serving, path: str, **fields: Any) -> Any:
 
 
 def error_of(response: httpx.Response, status: int) -> Any:
-    """The error in a response; checks its form."""
+    """The error in a response, in OpenAI's form; checks its form."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
+    if body.get("type") == "error":  # Anthropic's form
+        assert body.keys() == {"type", "error", "request_id"}
+        facts = body["error"].pop("details", {})
+        return {**body["error"], "param": facts.get("param"), "code": facts.get("error_code")}
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
     return body["error"]

@@ -32,7 +32,8 @@ KEY = "sesame"
 ORIGIN = "https://example.org"
 ALL_ROUTES = [(method, path.replace("{model:path}", "tiny-llama")) for method, path in ROUTES]
 METHODS = {path: {one for one, other in ALL_ROUTES if other == path} for _, path in ALL_ROUTES}
-TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path != "/ping"]
+WITHOUT_BODY = ("/ping", "/v1/responses/{response_id}/cancel")
+TAKES_JSON = [path for method, path in ALL_ROUTES if method == "POST" and path not in WITHOUT_BODY]
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +279,22 @@ BODIES = {  # bodies that get 200
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {"max_tokens": 1}},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [65]},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/messages": {**CHAT, "max_tokens": 1},
+    "/v1/messages/count_tokens": CHAT,
 }
 # of models for embeddings and scores: 400 here
 NOT_TEXT = {path: {"input": "a"} for path in ("/v1/embeddings", "/pooling")}
 NOT_TEXT |= {path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")}
 RANKING = {"query": "a", "documents": ["b"]}
 NOT_TEXT |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKING)
+
+
+def status_of(path: str) -> int:
+    """The status of a right request; no response has the id ``{response_id}``."""
+    if path in NOT_TEXT:
+        return 400
+    return 404 if "{" in path else 200
 
 
 @pytest.mark.parametrize("slashes", ["/", "//"])
@@ -295,7 +306,7 @@ def test_a_slash_at_the_end_makes_no_difference(
     options = {"json": bodies[path]} if path in bodies else {}
     plain = send(server, method, path, **options)
     slashed = send(server, method, path + slashes, **options)
-    assert plain.status_code == slashed.status_code == (400 if path in NOT_TEXT else 200)
+    assert plain.status_code == slashed.status_code == status_of(path)
     assert plain.headers.get("content-type") == slashed.headers.get("content-type")
     if path in ("/v1/models", "/v1/models/tiny-llama", "/openapi.json", "/tokenize"):
         assert plain.json() == slashed.json()
@@ -341,6 +352,6 @@ def test_compressed_bodies(server: Serving, path: str) -> None:
 def test_head(server: Serving, method: str, path: str) -> None:
     if "GET" in METHODS[path]:
         response = send(server, "HEAD", path)
-        assert (response.status_code, response.content) == (200, b"")
+        assert (response.status_code, response.content) == (status_of(path), b"")
     else:
         assert send(server, "HEAD", path).status_code == 405

@@ -1,13 +1,16 @@
-"""Errors in OpenAI's form: a status and ``{"error": {...}}``."""
+"""Errors: a status, and a body in the form of the route's API, which is OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 from starlette.responses import Response
+from starlette.types import Scope
 
 from jaxinfer.core.errors import (
     ContextLengthError,
@@ -29,6 +32,18 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
         503: "server_error",
     }
 )
+ANTHROPIC_ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {  # of other statuses: invalid_request_error
+        401: "authentication_error",
+        404: "not_found_error",
+        408: "timeout_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        500: "api_error",
+        503: "api_error",
+    }
+)
+ANTHROPIC_PATH = "/v1/messages"  # of the routes that have Anthropic's form, with those below it
 # request fields that the messages of lower floors may begin with
 _ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__) | {
     "cache_salt",
@@ -52,9 +67,33 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every response with a status of 400 or more."""
+    """The body of a response with a status of 400 or more."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What programs may read of an error; ``param`` is the path of the invalid field."""
+
+    error_code: Annotated[str | UnsetType, Meta(description="The kind of error.")] = UNSET
+    param: str | UnsetType = UNSET
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True):
+    """The error object of Anthropic's API."""
+
+    type: str
+    message: str
+    details: Annotated[
+        AnthropicErrorFacts | UnsetType, Meta(description="The kind of error, and the field.")
+    ] = UNSET
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """The body of an error on a path of Anthropic's API, and the data of an event ``error``."""
+
+    error: AnthropicErrorDetail
+    request_id: str  # also in the log
 
 
 class ApiError(Exception):
@@ -80,15 +119,31 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON body. A stream that fails sends it as the data of its last event."""
+        """The JSON body in OpenAI's form. A stream that fails sends it in its last event."""
         return msgspec.json.encode(
             ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code))
         )
 
-    @property
-    def response(self) -> Response:
-        """The whole response."""
-        return Response(self.body, self.status, self.headers, media_type="application/json")
+    def anthropic_body(self, request_id: str) -> bytes:
+        """The JSON body in Anthropic's form."""
+        kind = ANTHROPIC_ERROR_TYPES.get(self.status, "invalid_request_error")
+        facts = AnthropicErrorFacts(self.code or UNSET, self.param or UNSET)
+        has_facts = self.code or self.param
+        detail = AnthropicErrorDetail(kind, self.message, facts if has_facts else UNSET)
+        return msgspec.json.encode(AnthropicErrorBody(detail, request_id))
+
+    def response(self, scope: Scope) -> Response:
+        """The whole response, in the form of the request's path."""
+        body = self.body
+        if is_anthropic(scope):
+            body = self.anthropic_body(scope["state"]["request_id"])
+        return Response(body, self.status, self.headers, media_type="application/json")
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """True if the path belongs to Anthropic's API."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return f"{path}/".startswith(f"{ANTHROPIC_PATH}/")
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.errors import ApiError, is_anthropic
 from jaxinfer.server.http.keys import Keys
 from jaxinfer.server.http.log import EventLog
 
@@ -93,8 +93,10 @@ class WithRequestId:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                id_header = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), id_header]}
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if is_anthropic(scope):
+                    headers.append((b"request-id", request_id.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
@@ -150,7 +152,7 @@ class ApiKeyRequired:
             await self._app(scope, receive, send)
         else:
             self._on_refusal(scope["method"], 401)
-            await wrong_key().response(scope, receive, send)
+            await wrong_key().response(scope)(scope, receive, send)
 
 
 @dataclass(eq=False)
@@ -178,10 +180,11 @@ class BodyLimits:
                 code="request_timeout",
                 headers={"Connection": "close"},
             )
-            await too_slow.response(scope, receive, send)
+            await too_slow.response(scope)(scope, receive, send)
         except ApiError as too_large:
             self.on_refusal(scope["method"], too_large.status)
-            await too_large.response(scope, receive, partial(_send_unended, send))
+            send_unended = partial(_send_unended, send)
+            await too_large.response(scope)(scope, receive, send_unended)
             await _discard(chunks)
             await send({"type": "http.response.body", "body": b""})
         else:

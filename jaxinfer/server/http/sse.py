@@ -24,24 +24,26 @@ HEADERS = (
 )
 
 
-def frame(data: bytes) -> bytes:
-    """One event; JSON never contains a bare newline."""
-    return b"data: " + data + b"\n\n"
+def frame(data: bytes, event: bytes = b"") -> bytes:
+    """One event, with a name if the API's events have some; JSON never contains a bare newline."""
+    return (b"event: " + event + b"\n" if event else b"") + b"data: " + data + b"\n\n"
 
 
 @dataclass(eq=False)
 class EventStream:
-    """An ASGI response that sends the bytes from ``read`` until it returns none, then ``[DONE]``.
+    """An ASGI response that sends the bytes from ``read`` until it returns none, then ``end``.
 
     The status is sent with the first event, so an error before it is an ordinary error response; a
-    later error is an event. ``close`` is called when the client disconnects and at the end,
-    whichever way the ASGI server reports a disconnect: as a message, or as an ``OSError`` of
-    ``send``.
+    later error is an event, which ``failure`` writes. ``close`` is called when the client
+    disconnects and at the end, whichever way the ASGI server reports a disconnect: as a message, or
+    as an ``OSError`` of ``send``.
     """
 
     read: Callable[[], Awaitable[bytes]]
     close: Callable[[], None]
     explain: Callable[[Exception], ApiError]
+    failure: Callable[[ApiError], bytes]
+    end: bytes = DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -59,7 +61,7 @@ class EventStream:
         try:
             data = await self.read()
         except Exception as error:
-            await self.explain(error).response(scope, receive, send)
+            await self.explain(error).response(scope)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         while data:
@@ -67,9 +69,9 @@ class EventStream:
             try:
                 data = await self.read()
             except Exception as error:
-                data, failure = b"", frame(self.explain(error).body)
+                data, failure = b"", self.failure(self.explain(error))
                 await send({"type": "http.response.body", "body": failure, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.end, "more_body": False})
 
 
 @asynccontextmanager

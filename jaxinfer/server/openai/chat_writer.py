@@ -11,6 +11,7 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
+from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import (
     CalledFunction,
     ChatChoice,
@@ -34,7 +35,7 @@ from jaxinfer.server.openai.writer import (
     merged_updates,
     usage_of,
 )
-from jaxinfer.text.answers.parser import Content, Part, Reasoning
+from jaxinfer.text.answers.parser import Content, Reasoning
 from jaxinfer.text.messages import join_parts
 
 _FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
@@ -152,23 +153,19 @@ class _ChoiceReader:
     def __init__(
         self, context: ResponseContext, choice: int, request: ChatCompletionRequest
     ) -> None:
-        self._reading = context.reading
-        self._parser = None if context.reading is None else context.reading.parser()
+        self._parts = ChoiceParts(context.reading, context.request_id, choice)
         self._role = context.role
-        self._request_id = context.request_id
-        self._choice = choice
         self._shows_reasoning = request.include_reasoning
-        self._num_calls = 0
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
-        parts = self._parts(delta)
+        parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
         calls = [
-            ToolCall(id=found.id, function=found.function)
-            for found in map(self._call, parts)
-            if found is not None and isinstance(found.id, str)
+            ToolCall(id=part.id, function=CalledFunction(name=part.name, arguments=part.arguments))
+            for part in parts
+            if isinstance(part, NumberedCall)
         ]
         return ChatMessage(
             role=self._role,
@@ -181,53 +178,33 @@ class _ChoiceReader:
     def deltas(self, delta: Delta) -> list[ChatDelta]:
         """The new parts of the message."""
         found: list[ChatDelta] = []
-        for part in self._parts(delta):
+        for part in self._shown(delta):
             if isinstance(part, Content):
                 found.append(ChatDelta(content=part.text))
             elif isinstance(part, Reasoning):
                 found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
-            elif (call := self._call(part)) is not None:
-                found += _in_two(call)
+            else:
+                found += _in_two(part)
         return found
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason:
         """OpenAI's reason: an answer with calls waits for their results."""
         assert delta.finish_reason is not None
-        if self._num_calls and delta.finish_reason is FinishReason.STOP:
+        if self._parts.ends_with_calls(delta):
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 
-    def _parts(self, delta: Delta) -> list[Part]:
-        if self._parser is None:
-            # an event for each token, also if its text is held back
-            return [Content(delta.text)] if delta.text or delta.token_ids else []
-        parts = self._parser.feed(delta.text) if delta.text else []
-        if delta.finish_reason is not None:
-            parts += self._parser.finish(is_cut=delta.finish_reason is not FinishReason.STOP)
+    def _shown(self, delta: Delta) -> list[ChoicePart]:
+        parts = self._parts.read(delta)
         if self._shows_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
 
-    def _call(self, part: Part) -> ToolCallDelta | None:
-        """A call with its number and id; None if it is no call, or one too many."""
-        reading, number = self._reading, self._num_calls
-        if isinstance(part, Content | Reasoning) or reading is None:
-            return None
-        if number and not reading.parallel:
-            return None
-        self._num_calls += 1
-        return ToolCallDelta(
-            index=number,
-            id=reading.call_id(self._request_id, self._choice, number, part.name),
-            type="function",
-            function=CalledFunction(name=part.name, arguments=part.arguments),
-        )
 
-
-def _in_two(call: ToolCallDelta) -> list[ChatDelta]:
+def _in_two(call: NumberedCall) -> list[ChatDelta]:
     """A call as OpenAI streams it: its name, then its arguments."""
-    name = CalledFunction(name=call.function.name, arguments="")
-    arguments = CalledFunction(arguments=call.function.arguments)
-    head = ToolCallDelta(index=call.index, id=call.id, type=call.type, function=name)
-    tail = ToolCallDelta(index=call.index, function=arguments)
+    name = CalledFunction(name=call.name, arguments="")
+    arguments = CalledFunction(arguments=call.arguments)
+    head = ToolCallDelta(index=call.number, id=call.id, type="function", function=name)
+    tail = ToolCallDelta(index=call.number, function=arguments)
     return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]

@@ -37,6 +37,7 @@ VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {TOKEN_ID_TEXT: "a token id", VISIBLE_TEXT: "printable ASCII without spaces"}
 )
+_CHOICES = ("^(", ")$(?![^a-z])")  # around the alternatives of a pattern
 DEFAULT_MAX_TOKENS = 16  # of completions, as with OpenAI and vLLM
 MAX_STOP_STRINGS = 64  # of a request; vLLM's default is 4, some clients send dozens
 
@@ -63,6 +64,21 @@ def bounds(name: str) -> Meta:
         return Meta(gt=0.0, le=ABOVE_ZERO_BOUNDS[name])
     low, high = WHOLE_BOUNDS[name] if name in WHOLE_BOUNDS else REAL_BOUNDS[name]
     return Meta(ge=low, le=high)
+
+
+def one_of(*names: str) -> Meta:
+    """The bound of a text that must be one of these; they are in the document and in errors."""
+    alternatives = "|".join(names).replace(".", "[.]")
+    return Meta(pattern=alternatives.join(_CHOICES))
+
+
+def pattern_text(pattern: str) -> str:
+    """What a text must be to match the pattern of a field."""
+    if pattern in PATTERNS:
+        return PATTERNS[pattern]
+    names = pattern.removeprefix(_CHOICES[0]).removesuffix(_CHOICES[1]).replace("[.]", ".")
+    *others, last = names.split("|")
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -103,12 +119,16 @@ class RequestedTokens(NamedTuple):
     num_tokens: int
 
 
-class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request."""
+class RequestPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a request, or an object in it. A field that is null counts as absent."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
-    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType({})  # fields with fields
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType({})  # fields with fields
+
+
+class AnyRequest(RequestPart, frozen=True, kw_only=True):
+    """The body of a request."""
 
     model: str | None = None
 

@@ -12,7 +12,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import PATTERNS, AnyRequest, StreamOptions, field_error
+from jaxinfer.server.openai.fields import (
+    AnyRequest,
+    RequestPart,
+    StreamOptions,
+    field_error,
+    pattern_text,
+)
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17
@@ -48,6 +54,7 @@ _TYPES = re.compile(r"Expected `(?P<types>[^`]*)`, got `.*`")
 _RANGE = re.compile(r"Expected `(?:int|float)` (?P<sign>>=|>|<=|<) (?P<bound>\S+)")
 _LENGTH = re.compile(r"Expected `(?P<type>\w+)` of length (?P<sign>>=|<=) (?P<bound>\d+)")
 _PATTERN = re.compile(r"Expected `str` matching regex '(?P<pattern>.*)'")
+_UNKNOWN = re.compile(r"Invalid value (?P<value>.*)", re.DOTALL)  # of a tag, such as a type
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _STEPS = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
 _SIGNS: Mapping[str, str] = MappingProxyType(
@@ -147,7 +154,7 @@ def _is_encodable(value: Any) -> bool:
     return True
 
 
-def _prepared(given: dict[str, Any], kind: type[AnyRequest], path: str = "") -> dict[str, Any]:
+def _prepared(given: dict[str, Any], kind: type[RequestPart], path: str = "") -> dict[str, Any]:
     """The fields that are not null, with integers; refuses fields that are not supported."""
     _refuse_unsupported(given, kind, path)
     fields = {name: _with_integers(value) for name, value in given.items() if value is not None}
@@ -157,7 +164,7 @@ def _prepared(given: dict[str, Any], kind: type[AnyRequest], path: str = "") -> 
     return fields
 
 
-def _refuse_unsupported(given: dict[str, Any], kind: type[AnyRequest], path: str) -> None:
+def _refuse_unsupported(given: dict[str, Any], kind: type[RequestPart], path: str) -> None:
     for name, neutral in kind.unsupported.items():
         # the types too, since 1 == True
         same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
@@ -177,7 +184,7 @@ def _with_integers(value: Any, num_levels: int = 2) -> Any:
     return cast("Any", value)
 
 
-def _unknown(fields: dict[str, Any], kind: type[AnyRequest]) -> list[str]:
+def _unknown(fields: dict[str, Any], kind: type[RequestPart]) -> list[str]:
     """The names of fields that no struct has, sorted."""
     known = {*kind.__struct_fields__, *kind.unsupported, *kind.ignored}
     names = [name for name in fields if name not in known]
@@ -202,6 +209,10 @@ def _readable_error(message: str, fields: dict[str, Any]) -> ApiError:
     if found := _MISSING.fullmatch(what):
         missing = f"{path}.{found['field']}" if path else found["field"]
         return field_error(missing, f"{missing} is required")
+    if found := _UNKNOWN.fullmatch(what):
+        value = found["value"][:MAX_NAME_CHARACTERS]
+        known = "/openapi.json lists the values that are"
+        return field_error(path, f"{path} {value} is not supported here; {known}")
     name, value = path, ...
     if place["is_key"]:
         name = f"each key of {path}"
@@ -229,7 +240,7 @@ def _expectation(what: str, value: Any) -> tuple[str, str | None]:
         return f"have {_SIGNS[found['sign']]} {count} {unit}{'' if count == 1 else 's'}", size
     found = _PATTERN.fullmatch(what)
     assert found is not None, what  # the structs have no other constraints
-    return f"be {PATTERNS[found['pattern']]}", None
+    return f"be {pattern_text(found['pattern'])}", None
 
 
 def _value_at(fields: dict[str, Any], path: str) -> Any:

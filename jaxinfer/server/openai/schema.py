@@ -22,6 +22,7 @@ from jaxinfer.server.openai.fields import (
     Priority,
     RequestedTokens,
     RequestId,
+    RequestPart,
     StreamOptions,
     TokenId,
     bounds,
@@ -116,6 +117,7 @@ class ChatCompletionRequest(GenerationFields, frozen=True, kw_only=True, dict=Tr
     ignored: ClassVar[tuple[str, ...]] = CHAT_IGNORED
     logprobs_field: ClassVar[str] = "top_logprobs"
     default_max_tokens: ClassVar[int | None] = None
+    budget_field: ClassVar[str] = "thinking_token_budget"  # the field that sets it
 
     messages: Messages
     add_generation_prompt: bool = True
@@ -199,7 +201,7 @@ class TokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
         }
     )
     ignored: ClassVar[tuple[str, ...]] = IGNORED
-    nested: ClassVar[Mapping[str, type[AnyRequest]]] = MappingProxyType(
+    nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType(
         {"sampling_params": TokenSamplingParams}
     )
 

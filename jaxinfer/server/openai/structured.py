@@ -75,6 +75,11 @@ def form_of(
         fields = structured_outputs
     else:
         fields = {GUIDED[field]: guided[field], "whitespace_pattern": whitespace_pattern}
+    return form_with(fields, field)
+
+
+def form_with(fields: Mapping[str, Any], field: str) -> Form:
+    """The form with these parameters, which ``field`` sets; raises ``ApiError`` naming it."""
     try:
         params = StructuredOutputsParams.of(fields)
     except RequestError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -13,7 +13,6 @@ import regex
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams, Thinking
-from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
@@ -84,28 +83,34 @@ def _checked_tools(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
         function = tool.get("function")
         if not isinstance(function, Mapping):
             raise field_error(f"{where}.function", f"{where}.function must be an object")
-        where += ".function"
-        name = function.get("name")
-        if (
-            not isinstance(name, str)
-            or not 0 < len(name) <= MAX_NAME_CHARACTERS
-            or name.split() != [name]
-        ):
-            raise field_error(
-                f"{where}.name",
-                f"{where}.name must be text without spaces, of at most {MAX_NAME_CHARACTERS} "
-                "characters",
-            )
-        if name in named:
-            raise field_error(f"{where}.name", f"{where}.name {name!r} is the name of another tool")
-        if not isinstance(function.get("parameters") or {}, Mapping):
-            raise field_error(
-                f"{where}.parameters", f"{where}.parameters must be a JSON schema, an object"
-            )
-        if function.get("description") is not None and not isinstance(function["description"], str):
-            raise field_error(f"{where}.description", f"{where}.description must be text")
-        named[name] = cast("Mapping[str, Any]", tool)
+        check_function(f"{where}.function", cast("Mapping[str, Any]", function), named)
+        named[function["name"]] = cast("Mapping[str, Any]", tool)
     return named
+
+
+def check_function(where: str, function: Mapping[str, Any], others: Container[str]) -> None:
+    """Raise ``ApiError`` if the function at the path ``where`` has a wrong field, or the name of
+    one of the ``others`` in the request.
+    """
+    name = function.get("name")
+    if (
+        not isinstance(name, str)
+        or not 0 < len(name) <= MAX_NAME_CHARACTERS
+        or name.split() != [name]
+    ):
+        raise field_error(
+            f"{where}.name",
+            f"{where}.name must be text without spaces, of at most {MAX_NAME_CHARACTERS} "
+            "characters",
+        )
+    if name in others:
+        raise field_error(f"{where}.name", f"{where}.name {name!r} is the name of another tool")
+    if not isinstance(function.get("parameters") or {}, Mapping):
+        raise field_error(
+            f"{where}.parameters", f"{where}.parameters must be a JSON schema, an object"
+        )
+    if function.get("description") is not None and not isinstance(function["description"], str):
+        raise field_error(f"{where}.description", f"{where}.description must be text")
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,6 @@ class AnswerReading:
             structured = StructuredOutputsParams.of({"structural_tag": tag})
         # the marks of calls and thoughts may be special tokens
         changed = {"structured_outputs": structured, "skip_special_tokens": False}
-        if budget is not None and not self.format.has_reasoning:
-            raise unknown_thoughts()
         if structured is not None or budget is not None:
             changed["thinking"] = self._thinking(budget, tokenizer)
         return msgspec.structs.replace(sampling, **changed)
@@ -174,15 +177,6 @@ class AnswerReading:
             return form.replace("{name}", name).replace("{index}", index)
         digest = hashlib.sha256(f"{request_id} {choice} {number}".encode()).hexdigest()
         return digest[:ID_CHARACTERS]
-
-
-def unknown_thoughts() -> ApiError:
-    """The error for a budget of thoughts whose marks are not known."""
-    return field_error(
-        "thinking_token_budget",
-        "thinking_token_budget needs a model whose thoughts have known marks; start the server "
-        "with --reasoning-parser, or leave it out",
-    )
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:

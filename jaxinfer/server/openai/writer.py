@@ -13,7 +13,8 @@ from jaxinfer.core.points import Point
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
 from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.http.sse import frame
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.sse import DONE, frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.responses import (
@@ -71,6 +72,8 @@ class Echo(NamedTuple):
 class Writer[R: GenerationFields](ABC):
     """Writes one response, whole (``full_response``) or as events."""
 
+    stream_end: ClassVar[bytes] = DONE  # after the last event
+
     def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
         self._context = context
         self._request = request
@@ -94,6 +97,10 @@ class Writer[R: GenerationFields](ABC):
     @abstractmethod
     def final_events(self, answer: Answer) -> bytes:
         """The events after the last update."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return frame(error.body)
 
     @abstractmethod
     def full_response(self, updates: Sequence[ChoiceUpdate], answer: Answer) -> Any:

@@ -15,7 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import OPEN_PATHS, guarded
-from jaxinfer.server.routes import admin, generation, pooling, status, tokens
+from jaxinfer.server.routes import (
+    admin,
+    generation,
+    messages,
+    pooling,
+    responses,
+    status,
+    tokens,
+)
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.page import PAGE_ROUTES, page_files, page_handler
 from jaxinfer.server.routes.service import Service
@@ -38,6 +46,12 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/chat/completions"): generation.chat_completions,
         ("POST", "/v1/generate"): generation.generate,
         ("POST", "/inference/v1/generate"): generation.generate_tokens,
+        ("POST", "/v1/messages"): messages.messages,
+        ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
+        ("POST", "/v1/responses"): responses.create,
+        ("GET", "/v1/responses/{response_id}"): responses.stored,
+        ("DELETE", "/v1/responses/{response_id}"): responses.stored,
+        ("POST", "/v1/responses/{response_id}/cancel"): responses.cancel,
         ("POST", "/v1/embeddings"): pooling.embeddings,
         ("POST", "/pooling"): pooling.pooling,
         ("POST", "/v1/score"): pooling.score,
@@ -75,16 +89,18 @@ def create_app(service: Service) -> ASGIApp:
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
 
     async def no_route(request: Request, error: Exception) -> Response:
-        """404 and 405 in OpenAI's form."""
+        """404 and 405."""
         assert isinstance(error, HTTPException)
         service.note_response(None, request.method, error.status_code, 0.0)
         path, headers = request.url.path[:200], error.headers
         if error.status_code == 405:
             allowed = (headers or {}).get("Allow", "")
             message = f"{path} does not take {request.method}; use {allowed}"
-            return ApiError(405, message, code="method_not_allowed", headers=headers).response
+            refused = ApiError(405, message, code="method_not_allowed", headers=headers)
+            return refused.response(request.scope)
         message = f"there is no route {path}; /openapi.json lists the routes"
-        return ApiError(error.status_code, message, code="not_found", headers=headers).response
+        missing = ApiError(error.status_code, message, code="not_found", headers=headers)
+        return missing.response(request.scope)
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: no_route})
     app.router.redirect_slashes = False
@@ -93,7 +109,7 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): by_path[path] for method, path in table}
+    known = {(method, root + path): by_path[path] for method, path in table if "{" not in path}
     open_paths = (*OPEN_PATHS, *page)
     routes_and_app = ExactPaths(known, app)
     return guarded(routes_and_app, service.config, service.log, service.keys, refused, open_paths)

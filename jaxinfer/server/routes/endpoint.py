@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
@@ -23,7 +24,7 @@ from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest, GenerationFields
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.structured import with_field
-from jaxinfer.server.openai.writer import merged_updates
+from jaxinfer.server.openai.writer import Writer, merged_updates
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
@@ -38,6 +39,7 @@ class Call:
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, body: bytes) -> None:
         self.service = service
+        self.method: str = scope["method"]
         self.headers = Headers(scope=scope)
         self.query = QueryParams(scope.get("query_string", b""))
         self.route = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -46,6 +48,8 @@ class Call:
         self.caller = Caller.of(scope)
         self.prompt_field = "prompt"  # the field that errors about the prompt name
         self.form_field = FIELD  # the field that errors about the answer's form name
+        # gives an error about a field of a chat the name that the field has in this route's request
+        self.renamed: Callable[[ApiError], ApiError] = lambda error: error
         self._receive = receive
         self._body = body
         self.is_small = len(body) <= INLINE_BYTES
@@ -72,18 +76,27 @@ class Call:
         """All updates of an answer until its end; aborts it if the client disconnects."""
         updates: list[ChoiceUpdate] = []
         max_updates = MAX_UNJOINED_DELTAS + 2 * len(answer.finish_reasons)
+
+        def add(more: list[ChoiceUpdate]) -> None:
+            nonlocal updates
+            updates += more
+            if len(updates) > max_updates:  # a token's update takes 300 bytes, joined 10
+                updates = merged_updates(updates)
+
+        await self.read_all(answer, add)
+        return updates
+
+    async def read_all(self, answer: Answer, take: Callable[[list[ChoiceUpdate]], None]) -> None:
+        """Pass all updates of an answer to ``take`` as they come, as ``updates`` does."""
         close = partial(self.service.close, answer)
         try:
             async with on_disconnect(self._receive, close):
                 while more := await answer.read():
-                    updates += more
-                    if len(updates) > max_updates:  # a token's update takes 300 bytes, joined 10
-                        updates = merged_updates(updates)
+                    take(more)
         finally:
             close()
         if not answer.finished:
             raise ApiError(CLIENT_GONE, "the client has gone")
-        return updates
 
     def _check_media_type(self) -> None:
         """Raise ``ApiError`` (415) unless the headers declare uncompressed JSON."""
@@ -104,12 +117,16 @@ class Call:
                 headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
             )
 
-    def stream(self, answer: Answer, read: Callable[[], Awaitable[bytes]]) -> ASGIApp:
-        """A response that sends the events of ``read`` as server-sent events."""
-        return EventStream(read, partial(self.service.close, answer), self.explain)
+    def stream(self, answer: Answer, writer: Writer[Any]) -> ASGIApp:
+        """A response that sends the writer's events as server-sent events."""
+        read, close = partial(writer.next_events, answer), partial(self.service.close, answer)
+        return EventStream(read, close, self.explain, writer.failure, writer.stream_end)
 
     def explain(self, error: Exception) -> ApiError:
         """The error for the client; a server error is logged, an unexpected one with traceback."""
+        return self.renamed(self._explained(error))
+
+    def _explained(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
         fields = {"request_id": self.request_id, "route": self.route}
@@ -149,7 +166,7 @@ class Endpoint:
             try:
                 response = await self.handler(call)
             except Exception as error:
-                response = call.explain(error).response
+                response = call.explain(error).response(scope)
             await response(scope, receive, send_noted)
         finally:
             self.service.note_response(self.path, scope["method"], status, time.monotonic() - start)

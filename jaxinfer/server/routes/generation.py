@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.chat_writer import ChatWriter
 from jaxinfer.server.openai.fields import (
     GenerationFields,
@@ -24,7 +25,7 @@ from jaxinfer.server.openai.schema import (
     GenerateRequest,
     TokensRequest,
 )
-from jaxinfer.server.openai.tools import AnswerReading, num_calls, unknown_thoughts
+from jaxinfer.server.openai.tools import AnswerReading, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
@@ -40,18 +41,23 @@ async def completions(call: Call) -> ASGIApp:
     request = await call.parse(CompletionRequest)
     with_offsets = request.echo and request.logprobs is not None
     prompts = await _prompts(call, request.prompts, request.add_special_tokens, with_offsets)
-    return await _answer(call, request, prompts, CompletionWriter)
+    return await answer_prompts(call, request, prompts, CompletionWriter)
 
 
 async def chat_completions(call: Call) -> ASGIApp:
     """Continue a conversation."""
     call.prompt_field = "messages"
-    request = await call.parse(ChatCompletionRequest)
-    service = call.service
-    prompt = await chat_prompt(service, request, request.messages, request.add_special_tokens)
-    return await _answer(
-        call, request, [prompt], ChatWriter, chat_reading(service, request, prompt)
-    )
+    return await answer_chat(call, await call.parse(ChatCompletionRequest), ChatWriter)
+
+
+async def answer_chat[R: ChatCompletionRequest](
+    call: Call, request: R, kind: type[Writer[R]]
+) -> ASGIApp:
+    """Answer a chat of any API, in the form of its writer."""
+    service, special = call.service, request.add_special_tokens
+    prompt = await chat_prompt(service, request, request.messages, special)
+    reading = chat_reading(service, request, prompt)
+    return await answer_prompts(call, request, [prompt], kind, reading)
 
 
 def chat_reading(
@@ -86,14 +92,16 @@ async def generate(call: Call) -> ASGIApp:
     """Continue one prompt; respond with plain text, ids and times."""
     request = await call.parse(GenerateRequest)
     prompts = await _prompts(call, [request.prompt], request.add_special_tokens)
-    return await _answer(call, request, prompts, GenerateWriter)
+    return await answer_prompts(call, request, prompts, GenerateWriter)
 
 
 async def generate_tokens(call: Call) -> ASGIApp:
     """Continue token ids; respond with token ids, in vLLM's form."""
     call.prompt_field = "token_ids"
     request = await call.parse(TokensRequest)
-    return await _answer(call, request.fields, [Prompt(None, request.token_ids)], TokensWriter)
+    return await answer_prompts(
+        call, request.fields, [Prompt(None, request.token_ids)], TokensWriter
+    )
 
 
 async def _prompts(
@@ -129,24 +137,46 @@ def _constrained(
     reading: AnswerReading | None,
 ) -> SamplingParams:
     """The sampling parameters of a chat's answers."""
-    budget = request.thinking_token_budget
-    if reading is not None:
-        if request.chosen_tools.mode == "required":
-            call.form_field = "tools"
-        tokenizer = call.service.tokenizer
-        return reading.constrained(sampling, request.chosen_tools, budget, tokenizer)
-    if budget is not None:
-        raise unknown_thoughts()
-    return sampling
+    budget, choice = request.thinking_token_budget, request.chosen_tools
+    if budget is not None and (reading is None or not reading.format.has_reasoning):
+        raise field_error(
+            request.budget_field,
+            f"{request.budget_field} needs a model whose thoughts have known marks; start the "
+            "server with --reasoning-parser, or leave it out",
+        )
+    if reading is None:
+        return sampling
+    if choice.mode == "required":
+        call.form_field = "tools"
+    return reading.constrained(sampling, choice, budget, call.service.tokenizer)
 
 
-async def _answer[R: GenerationFields](
+async def answer_prompts[R: GenerationFields](
     call: Call,
     request: R,
     prompts: Sequence[Prompt],
     kind: type[Writer[R]],
     reading: AnswerReading | None = None,
 ) -> ASGIApp:
+    """Generate, and respond as a writer of this ``kind`` writes it."""
+    answer, writer = open_answer(call, request, prompts, kind, reading)
+    if request.stream:
+        return call.stream(answer, writer)
+    updates = await call.updates(answer)
+    return await run_off_loop(
+        lambda: json_response(writer.full_response(updates, answer)),
+        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
+    )
+
+
+def open_answer[R: GenerationFields, W: Writer[Any]](
+    call: Call,
+    request: R,
+    prompts: Sequence[Prompt],
+    make_writer: Callable[[ResponseContext, R, Sequence[Prompt]], W],
+    reading: AnswerReading | None,
+) -> tuple[Answer, W]:
+    """Submit a request, and return its answer and the writer of its response."""
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
     if (form := request.form()) is not None:
@@ -174,12 +204,6 @@ async def _answer[R: GenerationFields](
         points=service.client.limits.points,
         reading=reading,
     )
-    writer = kind(context, request, prompts)
+    writer = make_writer(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request, call.caller)
-    if request.stream:
-        return call.stream(answer, partial(writer.next_events, answer))
-    updates = await call.updates(answer)
-    return await run_off_loop(
-        lambda: json_response(writer.full_response(updates, answer)),
-        answer.num_prompt_tokens + answer.num_tokens <= INLINE_TOKENS,
-    )
+    return answer, writer

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from jaxinfer.core.request import INT32_MAX
 from jaxinfer.core.version import VERSION
-from jaxinfer.server.http.errors import ErrorBody
+from jaxinfer.server.anthropic import answers
+from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.openai import pooling, responses
 from jaxinfer.server.openai.fields import AnyRequest
@@ -23,6 +26,8 @@ from jaxinfer.server.openai.schema import (
     TokenizeRequest,
     TokensRequest,
 )
+from jaxinfer.server.responses import objects
+from jaxinfer.server.responses.schema import ResponsesRequest
 from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
@@ -30,7 +35,7 @@ ERRORS: Mapping[int, str] = MappingProxyType(
     {
         400: "A field is wrong, or the body is not JSON; param names the field.",
         401: "The API key is missing or wrong.",
-        404: "No such route, or no such model.",
+        404: "No such route, model or stored response.",
         405: "The route has other methods; the header Allow lists them.",
         408: "The deadline of the request or of the server has passed.",
         413: "The body is larger than the server allows.",
@@ -50,8 +55,11 @@ class Operation(NamedTuple):
     summary: str
     response: type[msgspec.Struct] | str | None  # None: an empty body
     request: type[AnyRequest] | None = None
-    event: type[msgspec.Struct] | None = None  # the data of each event of a stream
-    queues: bool = False  # whether it waits for the engine; with an event it does
+    events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
+    named_events: bool = False  # their names are the types of the data; no [DONE] follows
+    error: type[msgspec.Struct] = ErrorBody
+    query: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # parameters with their schemas
+    errors: tuple[int, ...] = ()  # besides those of all such operations
 
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
@@ -61,31 +69,31 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "Continue prompts.",
             responses.Completion,
             CompletionRequest,
-            responses.CompletionChunk,
+            (responses.CompletionChunk,),
         ),
         ("POST", "/v1/chat/completions"): Operation(
             "createChatCompletion",
             "Answer a chat.",
             responses.ChatCompletion,
             ChatCompletionRequest,
-            responses.ChatChunk,
+            (responses.ChatChunk,),
         ),
         ("POST", "/v1/generate"): Operation(
             "generate",
             "Continue one prompt; text, token ids and times come back plainly.",
             responses.GenerateResponse,
             GenerateRequest,
-            responses.GenerateResponse,
+            (responses.GenerateResponse,),
         ),
         ("POST", "/inference/v1/generate"): Operation(
             "generateTokens",
             "Continue token ids with token ids, in the form of vLLM's route.",
             responses.TokensResponse,
             TokensRequest,
-            responses.TokensResponse,
+            (responses.TokensResponse,),
         ),
         **{
-            ("POST", path): Operation(name, summary, response, request, queues=True)
+            ("POST", path): Operation(name, summary, response, request, errors=(429,))
             for path, name, summary, response, request in pooling.OPERATIONS
         },
         ("POST", "/tokenize"): Operation(
@@ -96,6 +104,51 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
         ),
         ("POST", "/detokenize"): Operation(
             "detokenize", "The text of token ids.", responses.Detokenized, DetokenizeRequest
+        ),
+        ("POST", "/v1/messages"): Operation(
+            "createMessage",
+            "Answer a conversation, in the form of Anthropic's API.",
+            answers.AnswerMessage,
+            MessagesRequest,
+            answers.EVENTS,
+            named_events=True,
+            error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/messages/count_tokens"): Operation(
+            "countTokens",
+            "Tokens of the prompt that /v1/messages would make of the same fields.",
+            answers.TokenCount,
+            CountTokensRequest,
+            error=AnthropicErrorBody,
+        ),
+        ("POST", "/v1/responses"): Operation(
+            "createResponse",
+            "Answer input items with output items, in the form of OpenAI's Responses API.",
+            objects.ResponseObject,
+            ResponsesRequest,
+            objects.EVENTS,
+            named_events=True,
+        ),
+        ("GET", "/v1/responses/{response_id}"): Operation(
+            "getResponse",
+            "A stored response, or its events if it was created in the background.",
+            objects.ResponseObject,
+            query=MappingProxyType(
+                {
+                    "stream": {"type": "boolean"},
+                    "starting_after": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+                }
+            ),
+            errors=(400,),
+        ),
+        ("DELETE", "/v1/responses/{response_id}"): Operation(
+            "deleteResponse", "Forget a stored response.", objects.DeletedResponse
+        ),
+        ("POST", "/v1/responses/{response_id}/cancel"): Operation(
+            "cancelResponse",
+            "End a background response early.",
+            objects.ResponseObject,
+            errors=(400,),
         ),
         ("GET", "/v1/models"): Operation(
             "listModels", "The names under which the model is served.", responses.ModelList
@@ -140,25 +193,37 @@ def openapi_document(
         "info": {
             "title": "jaxinfer",
             "version": VERSION,
-            "description": "OpenAI's endpoints over one model. A field that is null counts as "
-            "absent. Unknown fields are ignored unless the server runs with --strict-fields.",
+            "description": "OpenAI's endpoints and Anthropic's over one model. A field that is "
+            "null counts as absent. Unknown fields are ignored unless the server runs with "
+            "--strict-fields.",
         },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": _schemas(models, vocab_size),
-            "responses": {f"Error{status}": _error(status) for status in ERRORS},
+            "responses": {
+                _error_name(kind, status): _error(kind, status)
+                for kind in (ErrorBody, AnthropicErrorBody)
+                for status in ERRORS
+            },
             "securitySchemes": {
                 "apiKey": {
                     "type": "http",
                     "scheme": "bearer",
                     "description": "One of the server's --api-key values, if it has any.",
-                }
+                },
+                "anthropicKey": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "The same, as Anthropic's clients send it.",
+                },
             },
         },
     }
 
 
+_KEYS = ("apiKey", "anthropicKey")  # either
 _REF = "#/components/schemas/{name}"
 
 
@@ -174,8 +239,10 @@ def _json(kind: type) -> dict[str, Any]:
 def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
     operations = OPERATIONS.values()
-    structs = {kind for one in operations for kind in (one.request, one.event, one.response)}
-    kinds = [kind for kind in structs | {ErrorBody} if isinstance(kind, type)]
+    structs = {
+        kind for one in operations for kind in (one.request, one.response, one.error, *one.events)
+    }
+    kinds = [kind for kind in structs if isinstance(kind, type)]
     kinds.sort(key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     requests = {one.request.__name__: one.request for one in operations if one.request is not None}
@@ -196,20 +263,24 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
 
 def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
     names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
-    errors = {405, 431, 500, 503}
+    errors = {405, 431, 500, 503, *operation.errors}
     if path not in OPEN_PATHS:
         errors.add(401)
     if names:
         errors.add(404)
     if operation.request is not None:
         errors |= {400, 404, 408, 413, 415}
-    if operation.event is not None or operation.queues:
+    if operation.events:
         errors.add(429)
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": [
             *({"name": name, "in": "path", "required": True, "schema": segment} for name in names),
+            *(
+                {"name": name, "in": "query", "schema": one}
+                for name, one in operation.query.items()
+            ),
             {
                 "name": "X-Request-Id",
                 "in": "header",
@@ -220,11 +291,13 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
         "responses": {
             "200": _success(operation),
             **{
-                str(status): {"$ref": f"#/components/responses/Error{status}"}
+                str(status): {
+                    "$ref": f"#/components/responses/{_error_name(operation.error, status)}"
+                }
                 for status in sorted(errors)
             },
         },
-        "security": [{"apiKey": []}] if secured and 401 in errors else [],
+        "security": [{name: []} for name in _KEYS] if secured and 401 in errors else [],
     }
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _json(operation.request)}
@@ -240,19 +313,25 @@ def _success(operation: Operation) -> dict[str, Any]:
         content[operation.response] = {"schema": {"type": kind}}
     elif operation.response is not None:
         content |= _json(operation.response)
-    if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(operation.event)}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
     if content:
         success["content"] = content
     return success
 
 
-def _event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _event(operation: Operation) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
-    texts = [
+    texts: list[dict[str, Any]] = [
         {"contentMediaType": "application/json", "contentSchema": _ref(struct)}
-        for struct in (kind, ErrorBody)
+        for struct in (*operation.events, operation.error)
     ]
+    if operation.named_events:
+        data = {"type": "string", "anyOf": texts}
+        return object_schema({"event": {"type": "string"}, "data": data}, "event", "data") | {
+            "description": "With stream=true: events whose names are the types of their data, "
+            "the last one too if the answer fails midway.",
+        }
     data = {"type": "string", "anyOf": [*texts, {"const": "[DONE]"}]}
     return object_schema({"data": data}, "data") | {
         "description": "With stream=true: an event for new tokens, then one whose data is [DONE]. "
@@ -265,7 +344,11 @@ def _headers() -> dict[str, Any]:
     return {"X-Request-Id": {"description": description, "schema": {"type": "string"}}}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error_name(kind: type[msgspec.Struct], status: int) -> str:
+    return f"{kind.__name__.removesuffix('Body')}{status}"
+
+
+def _error(kind: type[msgspec.Struct], status: int) -> dict[str, Any]:
     """The response of an error."""
     headers = _headers()
     if status in (429, 503):
@@ -273,7 +356,7 @@ def _error(status: int) -> dict[str, Any]:
             "description": "Seconds to wait before trying again.",
             "schema": {"type": "integer", "minimum": 0},
         }
-    return {"description": ERRORS[status], "headers": headers, "content": _json(ErrorBody)}
+    return {"description": ERRORS[status], "headers": headers, "content": _json(kind)}
 
 
 def _bound_token_ids(schema: Any, last: int) -> None:

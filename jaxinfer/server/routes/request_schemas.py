@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.core.request import INT32_MAX
-from jaxinfer.server.openai.fields import AnyRequest
+from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (
     ENCODINGS,
     POOLING_TASKS,
@@ -18,11 +18,18 @@ from jaxinfer.server.openai.pooling import (
     RerankRequest,
     ScoreRequest,
 )
-from jaxinfer.server.openai.schema import MAX_PROMPTS, CompletionRequest, TokenizeRequest
+from jaxinfer.server.openai.schema import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from jaxinfer.server.openai.tools import MAX_TOOLS
+from jaxinfer.server.responses.items import ROLES
+from jaxinfer.server.responses.schema import ResponsesRequest
 
 
-def complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence[str]) -> None:
+def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequence[str]) -> None:
     """Add to a request's schema the rules that its types do not express, in place."""
     properties: dict[str, Any] = schema["properties"]
     if request is CompletionRequest:
@@ -39,18 +46,20 @@ def complete(schema: dict[str, Any], request: type[AnyRequest], models: Sequence
     if request is RerankRequest:
         text = object_schema({"text": {"type": "string"}}, "text")
         properties["documents"]["items"] = {"anyOf": [{"type": "string"}, text]}
-    if "messages" in properties:
+    is_chat = issubclass(request, ChatCompletionRequest | TokenizeRequest)
+    if is_chat:
         messages = properties["messages"]
         for form in messages.get("anyOf", [messages]):
             if form["type"] == "array":
                 form["items"] = _message()
-    if "tools" in properties:
         for form in properties["tools"]["anyOf"]:
             if form["type"] == "array":
                 form |= {"items": _tool(), "maxItems": MAX_TOOLS}
-    if "tool_choice" in properties:
+    if is_chat and "tool_choice" in properties:
         properties["tool_choice"]["anyOf"] = _tool_choices()
-    if models:
+    if request is ResponsesRequest:
+        _complete_responses(properties)
+    if models and "model" in properties:
         properties["model"]["anyOf"][0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
         properties[name] = _or_null(properties[name])
@@ -81,11 +90,13 @@ def _pair(queries: str, documents: str) -> dict[str, Any]:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of a field that may be null, which is its default."""
-    default = schema.pop("default", None)
+    about = {name: schema.pop(name) for name in ("default", "description") if name in schema}
+    if about.get("default", ...) is None:
+        del about["default"]
     forms = schema.pop("anyOf", None) or [schema]
     if {"type": "null"} not in forms:
         forms = [*forms, {"type": "null"}]
-    return {"anyOf": forms} | ({} if default is None else {"default": default})
+    return {"anyOf": forms, **about}
 
 
 def _prompt_forms() -> list[dict[str, Any]]:
@@ -115,13 +126,17 @@ def _message() -> dict[str, Any]:
     return {"anyOf": [usual, object_schema({"role": roles, "content": optional}, "role")]}
 
 
-def _tool() -> dict[str, Any]:
-    """A tool, with the same rules as ``tools.tool_choice``."""
+def _function() -> dict[str, Any]:
+    """The fields of a function, with the same rules as ``tools.tool_choice``."""
     name = {"type": "string", "pattern": "^[!-~]{1,64}$"}
     parameters = {"anyOf": [{"type": "object"}, {"type": "null"}]}
     text = {"type": ["string", "null"]}
-    fields = {"name": name, "description": text, "parameters": parameters}
-    function = object_schema(fields, "name")
+    return {"name": name, "description": text, "parameters": parameters}
+
+
+def _tool() -> dict[str, Any]:
+    """A tool of a chat."""
+    function = object_schema(_function(), "name")
     return object_schema({"type": {"const": "function"}, "function": function}, "type", "function")
 
 
@@ -130,6 +145,54 @@ def _tool_choices() -> list[dict[str, Any]]:
     function = object_schema({"name": {"type": "string"}}, "name")
     named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function")
     return [{"enum": ["none", "auto", "required"]}, named]
+
+
+def _complete_responses(properties: dict[str, Any]) -> None:
+    """The rules of items and tools, as in ``responses.items`` and ``responses.schema``."""
+    text, name = {"type": "string"}, {"type": "string", "minLength": 1}
+    kinds = {"enum": ["input_text", "output_text"]}
+    part = object_schema({"type": kinds, "text": text}, "type", "text")
+    content = {"anyOf": [text, {"type": "array", "items": part}]}
+    thought = object_schema({"text": text}, "text")
+    thoughts = {"type": ["array", "null"], "items": thought}
+
+    def item(kind: str, **fields: Any) -> dict[str, Any]:
+        return object_schema({"type": {"const": kind}, **fields}, "type", *fields)
+
+    items = [
+        object_schema(
+            {"type": {"const": "message"}, "role": {"enum": list(ROLES)}, "content": content},
+            "role",
+            "content",
+        ),
+        item(
+            "function_call",
+            call_id=name,
+            name=name,
+            arguments={"type": "string", "contentMediaType": "application/json"},
+        ),
+        item("function_call_output", call_id=name, output=content),
+        item("reasoning", summary=thoughts),
+    ]
+    for form in properties["input"]["anyOf"]:
+        if form["type"] == "array":
+            form["items"] = {"anyOf": items}
+    properties["tools"]["anyOf"][0] |= {
+        "items": object_schema({"type": {"const": "function"}, **_function()}, "type", "name"),
+        "maxItems": MAX_TOOLS,
+    }
+    function = object_schema({"type": {"const": "function"}, "name": name}, "type", "name")
+    allowed = object_schema(
+        {
+            "type": {"const": "allowed_tools"},
+            "mode": {"enum": ["auto", "required"]},
+            "tools": {"type": "array", "items": function},
+        },
+        "type",
+        "mode",
+        "tools",
+    )
+    properties["tool_choice"]["anyOf"] = [{"enum": ["none", "auto", "required"]}, function, allowed]
 
 
 def object_schema(properties: dict[str, Any], *required: str) -> dict[str, Any]:

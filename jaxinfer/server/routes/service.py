@@ -36,6 +36,8 @@ from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.server.responses.background import BackgroundRun
+from jaxinfer.server.responses.store import ResponseStore
 from jaxinfer.server.routes.limits import check_fit, deadline
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
@@ -62,6 +64,10 @@ class Service:
         self.log = log
         self.created = int(time.time())
         self.draining = False
+        self.responses = ResponseStore(
+            config.max_stored_responses, config.max_stored_response_bytes
+        )
+        self.background: dict[str, BackgroundRun] = {}  # by the id of the response
         self._loaded: LoadedModel | None = None
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()

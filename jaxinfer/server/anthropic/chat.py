@@ -1,0 +1,173 @@
+"""A request of Anthropic's API as one of OpenAI's chats, which the rest of the server answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, ClassVar
+
+from jaxinfer.server.anthropic.inputs import (
+    AssistantInput,
+    InputMessage,
+    RedactedThoughtsInput,
+    TextInput,
+    ThoughtsInput,
+    ToolChoiceInput,
+    ToolInput,
+    ToolResultInput,
+    ToolUseInput,
+    UserInput,
+)
+from jaxinfer.server.openai.fields import RequestedTokens, field_error
+from jaxinfer.server.openai.schema import ChatCompletionRequest
+from jaxinfer.server.openai.structured import Form, form_with
+from jaxinfer.server.openai.tools import check_function
+
+# The block that Claude Code puts before its system prompt. It has a number that differs from
+# request to request, with which no prefix would ever be found in the cache.
+BILLING = "x-anthropic-billing-header:"
+
+
+class MessagesChat(ChatCompletionRequest, frozen=True, kw_only=True, dict=True):
+    """A chat with the differences of Anthropic's API."""
+
+    budget_field: ClassVar[str] = "thinking.budget_tokens"
+
+    schema: dict[str, Any] | None = None  # of the answer
+    shows_thoughts: bool = True  # False: blocks of thoughts are sent without their text
+
+    def output_limit(self) -> int | None:
+        return self.max_tokens
+
+    def requested_tokens(self) -> RequestedTokens | None:
+        """None: an answer may end sooner, with the context, and then says so."""
+        return None
+
+    def form(self) -> Form | None:
+        if self.schema is None:
+            return None
+        return form_with({"json": self.schema}, "output_config.format.schema")
+
+    def check(self) -> None:
+        super().check()
+        if self.schema is not None and self.chosen_tools.mode == "required":
+            raise field_error(
+                "tool_choice",
+                "tool_choice requires a call, which has its own form; leave out "
+                "output_config.format",
+            )
+
+
+def chat_messages(
+    system: str | Sequence[TextInput] | None, messages: Sequence[InputMessage]
+) -> tuple[dict[str, Any], ...]:
+    """The messages of the chat. Neighbouring messages of one role are one turn."""
+    chat: list[dict[str, Any]] = []
+    if system and (content := _system(_blocks(system))):
+        chat.append({"role": "system", "content": content})
+    for kind, turn in groupby(messages, type):
+        blocks = [block for message in turn for block in _blocks(message.content)]
+        if kind is AssistantInput:
+            chat.append(_assistant(blocks))
+        elif kind is UserInput:
+            chat += _user(blocks)
+        else:
+            chat.append({"role": "system", "content": _system(blocks)})
+    return tuple(chat)
+
+
+def continues_answer(messages: Sequence[InputMessage]) -> bool:
+    """True if the answer goes on with the last message; raises ``ApiError`` if it cannot."""
+    last = messages[-1]
+    if not isinstance(last, AssistantInput):
+        return False
+    if any(isinstance(block, ToolUseInput) for block in _blocks(last.content)):
+        where = f"messages[{len(messages) - 1}]"
+        raise field_error(where, f"{where} has calls, so their results must follow it")
+    return True
+
+
+def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
+    """The tools in OpenAI's form; raises ``ApiError`` naming the field that is wrong."""
+    functions: dict[str, dict[str, Any]] = {}
+    for number, tool in enumerate(tools):
+        described = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **described, "parameters": tool.input_schema or {}}
+        check_function(f"tools[{number}]", function, functions)
+        functions[tool.name] = function
+    return tuple({"type": "function", "function": one} for one in functions.values())
+
+
+def chat_tool_choice(choice: ToolChoiceInput, tools: Sequence[Any]) -> str | dict[str, Any]:
+    """The choice in OpenAI's form; raises ``ApiError``."""
+    if choice.type in ("any", "tool") and not tools:
+        raise field_error("tool_choice", f"tool_choice is {choice.type}, but tools is empty")
+    if choice.type == "tool":
+        if choice.name is None:
+            raise field_error("tool_choice.name", "tool_choice.name is required if type is tool")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _blocks[B](content: str | Sequence[B]) -> Sequence[B | TextInput]:
+    return [TextInput(text=content)] if isinstance(content, str) else content
+
+
+def _system(blocks: Iterable[Any]) -> str | list[dict[str, str]]:
+    texts = [_without_billing(block.text) for block in blocks]
+    return _content([text for text in texts if text])
+
+
+def _without_billing(text: str) -> str:
+    if not text.startswith(BILLING):
+        return text
+    return text.partition("\n")[2]
+
+
+def _user(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Messages of the user, and of each tool, in the order of the blocks."""
+    if not blocks:
+        yield {"role": "user", "content": ""}
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultInput)):
+        if not is_result:
+            yield {"role": "user", "content": _content([block.text for block in group])}
+            continue
+        for block in group:
+            texts = [part.text for part in _blocks(block.content or "")]
+            failed = {"is_error": True} if block.is_error else {}
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": _content(texts),
+                **failed,
+            }
+
+
+def _assistant(blocks: Iterable[Any]) -> dict[str, Any]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        match block:
+            case TextInput():
+                texts.append(block.text)
+            case ThoughtsInput():
+                thoughts.append(block.thinking)
+            case ToolUseInput():
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case RedactedThoughtsInput():
+                pass
+    return {
+        "role": "assistant",
+        "content": _content(texts),
+        "reasoning_content": "\n".join(thoughts),
+        "tool_calls": calls,
+    }
+
+
+def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """One text as text, which every template takes, and several as parts."""
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,65 @@
+"""The text of one answer to a chat as parts, which each API writes in its own form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxinfer.core.request import FinishReason
+from jaxinfer.engine.outputs import Delta
+from jaxinfer.server.openai.tools import AnswerReading
+from jaxinfer.text.answers.parser import Content, Part, Reasoning
+
+
+class NumberedCall(NamedTuple):
+    """A whole call of a tool. ``number``: its index among the calls of its answer."""
+
+    number: int
+    id: str
+    name: str
+    arguments: str  # a JSON object as text
+
+
+type ChoicePart = Reasoning | Content | NumberedCall
+
+
+class ChoiceParts:
+    """Reads the deltas of one choice. ``reading`` None: all of its text is content."""
+
+    def __init__(self, reading: AnswerReading | None, request_id: str, choice: int) -> None:
+        self._reading = reading
+        self._parser = None if reading is None else reading.parser()
+        self._request_id = request_id
+        self._choice = choice
+        self._num_calls = 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the next text belongs to the model's thoughts."""
+        return self._parser is not None and self._parser.in_reasoning
+
+    def read(self, delta: Delta) -> list[ChoicePart]:
+        """The new parts. Without a reading there is one for each delta with tokens, as OpenAI's
+        stream has an event for it, even if its text is held back and therefore empty.
+        """
+        if self._parser is None:
+            return [Content(delta.text)] if delta.text or delta.token_ids else []
+        parts = self._parser.feed(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            parts += self._parser.finish(is_cut=delta.finish_reason is not FinishReason.STOP)
+        return [numbered for part in parts if (numbered := self._numbered(part)) is not None]
+
+    def ends_with_calls(self, delta: Delta) -> bool:
+        """True if the answer, whose last delta this is, waits for the results of its calls."""
+        return self._num_calls > 0 and delta.finish_reason is FinishReason.STOP
+
+    def _numbered(self, part: Part) -> ChoicePart | None:
+        """The part, a call with its number and id; None for a call too many."""
+        if isinstance(part, Content | Reasoning):
+            return part
+        reading, number = self._reading, self._num_calls
+        assert reading is not None, "only a parser finds calls"
+        if number and not reading.parallel:
+            return None
+        self._num_calls += 1
+        call_id = reading.call_id(self._request_id, self._choice, number, part.name)
+        return NumberedCall(number, call_id, part.name, part.arguments)

@@ -1,0 +1,180 @@
+"""The input items of the Responses API: their checks, and the chat messages that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from jaxinfer.core.errors import RequestError
+from jaxinfer.server.openai.fields import field_error
+from jaxinfer.text.messages import arguments_object
+
+KINDS = ("message", "function_call", "function_call_output", "reasoning")
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+GUIDANCE = ("system", "developer")
+# the order in which a template writes the fields of an assistant's message
+_FIELDS = ("reasoning_content", "content", "tool_calls")
+
+type Item = Mapping[str, Any]
+type Message = dict[str, Any]
+
+
+def input_items(given: str | Sequence[Any]) -> tuple[Item, ...]:
+    """The items of ``input``, checked; text is the message of a user. Raises ``ApiError`` (400)."""
+    if isinstance(given, str):
+        part = {"type": "input_text", "text": given}
+        return ({"type": "message", "role": "user", "content": [part]},)
+    for index, item in enumerate(given):
+        _check(f"input[{index}]", item)
+    return tuple(given)
+
+
+def messages_of(
+    items: Iterable[Item], instructions: str | None = None, *, knows_developer: bool = False
+) -> list[Message]:
+    """The items as messages of a chat.
+
+    The thoughts, text and calls of one answer become one message. Instructions and the first
+    messages of the system and the developer become one message too, as many templates allow only
+    one. ``knows_developer``: the template has a role for developers, who are the system elsewhere.
+    """
+    messages: list[Message] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    names: dict[str, str] = {}  # of functions, by the id of their call
+    for item in items:
+        match _kind(item):
+            case "reasoning":
+                if text := _thoughts(item):
+                    _answer_message(messages, "reasoning_content")["reasoning_content"] = text
+            case "function_call":
+                names[item["call_id"]] = item["name"]
+                message = _answer_message(messages, "tool_calls")
+                message.setdefault("tool_calls", []).append(_call(item))
+            case "function_call_output":
+                result = {"role": "tool", "tool_call_id": item["call_id"]}
+                if name := names.get(item["call_id"]):
+                    result["name"] = name
+                messages.append({**result, "content": _text("", item["output"])})
+            case _:
+                _add_message(messages, item, knows_developer)
+    return messages
+
+
+def _add_message(messages: list[Message], item: Item, knows_developer: bool) -> None:
+    role, text = item["role"], _text("", item["content"])
+    if role == "assistant":
+        _answer_message(messages, "content")["content"] = text
+        return
+    if role == "developer" and not knows_developer:
+        role = "system"
+    if role in GUIDANCE and len(messages) == 1 and messages[0]["role"] in GUIDANCE:
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _answer_message(messages: list[Message], field: str) -> Message:
+    """The last message if it is an answer to which this field can be added, else a new one."""
+    last = messages[-1] if messages else {}
+    later = _FIELDS[_FIELDS.index(field) + (field == "tool_calls") :]
+    if last.get("role") != "assistant" or any(name in last for name in later):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _call(item: Item) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
+    return {"id": item["call_id"], "type": "function", "function": function}
+
+
+def _thoughts(item: Item) -> str:
+    """The text of a reasoning item; empty for one that another server has encrypted."""
+    parts = item.get("content") or item.get("summary") or ()
+    return "\n".join(part["text"] for part in parts)
+
+
+def _kind(item: Item) -> Any:
+    return item.get("type") or "message"
+
+
+# checks
+
+
+def _check(where: str, item: Item) -> None:
+    """Raise ``ApiError`` unless this is an item of ``KINDS``."""
+    match _kind(item):
+        case "message":
+            if item.get("role") not in ROLES:
+                raise field_error(f"{where}.role", f"{where}.role must be one of {_list(ROLES)}")
+            _text(f"{where}.content", item.get("content"))
+        case "function_call":
+            for name in ("call_id", "name"):
+                _check_name(f"{where}.{name}", item.get(name))
+            _check_arguments(f"{where}.arguments", item.get("arguments"))
+        case "function_call_output":
+            _check_name(f"{where}.call_id", item.get("call_id"))
+            _text(f"{where}.output", item.get("output"))
+        case "reasoning":
+            for name in ("summary", "content"):
+                _check_thoughts(f"{where}.{name}", item.get(name))
+        case other:
+            raise field_error(
+                f"{where}.type", f"{where}.type {other!r:.60} is not supported; use {_list(KINDS)}"
+            )
+
+
+def _text(where: str, content: Any) -> str:
+    """The text of a content, whose parts are joined by newlines; raises ``ApiError``."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise field_error(where, f"{where} must be a string or a list of text parts")
+    parts = cast("Sequence[Any]", content)
+    return "\n".join(_part_text(f"{where}[{index}]", part) for index, part in enumerate(parts))
+
+
+def _part_text(where: str, part: Any) -> str:
+    if not isinstance(part, Mapping):
+        raise field_error(where, f"{where} must be an object with type and text")
+    fields = cast("Mapping[str, Any]", part)
+    kind = fields.get("type")
+    if kind not in TEXT_PARTS:
+        raise field_error(
+            f"{where}.type", f"{where}.type {kind!r:.60} is not supported; use {_list(TEXT_PARTS)}"
+        )
+    name = "refusal" if kind == "refusal" else "text"
+    text = fields.get(name)
+    if not isinstance(text, str):
+        raise field_error(f"{where}.{name}", f"{where}.{name} must be a string")
+    return text
+
+
+def _check_name(where: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise field_error(where, f"{where} must be a string that is not empty")
+
+
+def _check_arguments(where: str, arguments: Any) -> None:
+    if not isinstance(arguments, str):
+        raise field_error(where, f"{where} must be a JSON object as text")
+    try:
+        arguments_object(where, arguments or "{}")
+    except RequestError as error:
+        raise field_error(where, str(error)) from None
+
+
+def _check_thoughts(where: str, parts: Any) -> None:
+    """Raise ``ApiError`` unless these are the parts of a reasoning item, or absent."""
+    listed = cast("Sequence[Any]", parts or ())
+    if not isinstance(listed, list | tuple):
+        raise field_error(where, f"{where} must be a list of objects with text")
+    for index, part in enumerate(listed):
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            raise field_error(f"{where}[{index}]", f"{where}[{index}] must be an object with text")
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,0 +1,164 @@
+"""The output items of a response as they grow, with the events of each change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer.server.openai.choice_parts import NumberedCall
+from jaxinfer.server.openai.responses import TokenLogprob
+from jaxinfer.server.responses import objects
+from jaxinfer.server.responses.objects import (
+    FunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Status,
+    SummaryText,
+)
+
+# called with the type and the fields of each event, without its sequence number
+type Emit = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """A kind of item that consists of one text: its id's prefix, its parts and its events."""
+
+    prefix: str
+    item: Callable[[str, Status, list[Any]], OutputItem]
+    part: Callable[..., Any]
+    added: type[objects.Event]
+    delta: type[objects.Event]
+    done: type[objects.Event]
+    ended: type[objects.Event]
+    has_logprobs: bool = False
+
+
+MESSAGE = TextForm(
+    "msg",
+    lambda id, status, parts: OutputMessage(id=id, status=status, content=parts),
+    OutputText,
+    objects.ContentPartAdded,
+    objects.OutputTextDelta,
+    objects.OutputTextDone,
+    objects.ContentPartDone,
+    has_logprobs=True,
+)
+THOUGHTS = TextForm(
+    "rs",
+    lambda id, status, parts: ReasoningItem(id=id, status=status, summary=[], content=parts),
+    ReasoningText,
+    objects.ContentPartAdded,
+    objects.ReasoningTextDelta,
+    objects.ReasoningTextDone,
+    objects.ContentPartDone,
+)
+SUMMARY = TextForm(
+    "rs",
+    lambda id, status, parts: ReasoningItem(id=id, status=status, summary=parts, content=[]),
+    SummaryText,
+    objects.SummaryPartAdded,
+    objects.SummaryTextDelta,
+    objects.SummaryTextDone,
+    objects.SummaryPartDone,
+)
+
+
+@dataclass(eq=False)
+class _OpenText:
+    """An item whose text still grows."""
+
+    form: TextForm
+    id: str
+    texts: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+
+    def part(self) -> Any:
+        return self.form.part(text="".join(self.texts), **self.listed(self.logprobs))
+
+    def item(self, status: Status) -> OutputItem:
+        return self.form.item(self.id, status, [self.part()])
+
+    def listed(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+        """The field of logprobs, if this kind of item has it."""
+        return {"logprobs": logprobs} if self.form.has_logprobs else {}
+
+
+class OutputItems:
+    """The items of one response; ids begin with ``name`` after their prefix."""
+
+    def __init__(self, name: str, emit: Emit) -> None:
+        self._name = name
+        self._emit = emit
+        self._ended: list[OutputItem] = []
+        self._open: _OpenText | None = None
+
+    @property
+    def listed(self) -> list[OutputItem]:
+        """All items, the last one possibly in progress."""
+        if self._open is None:
+            return list(self._ended)
+        return [*self._ended, self._open.item(Status.IN_PROGRESS)]
+
+    def add_text(self, form: TextForm, text: str, logprobs: list[TokenLogprob]) -> None:
+        """Add to the text of the last item, or of a new one if the last is of another kind."""
+        if self._open is None or self._open.form is not form:
+            self.end_text()
+            self._open = self._begun(form)
+        last = self._open
+        last.texts.append(text)
+        last.logprobs += logprobs
+        if text:
+            self._emit(form.delta, **self._place(last.id), delta=text, **last.listed(logprobs))
+
+    def add_call(self, call: NumberedCall) -> None:
+        """Add a whole call."""
+        self.end_text()
+        item = FunctionCall(
+            id=self._new_id("fc"),
+            call_id=call.id,
+            name=call.name,
+            arguments=call.arguments,
+            status=Status.COMPLETED,
+        )
+        index, place = len(self._ended), self._place(item.id)
+        begun = FunctionCall(
+            id=item.id,
+            call_id=item.call_id,
+            name=item.name,
+            arguments="",
+            status=Status.IN_PROGRESS,
+        )
+        self._emit(objects.OutputItemAdded, output_index=index, item=begun)
+        self._emit(objects.ArgumentsDelta, **place, delta=item.arguments)
+        self._emit(objects.ArgumentsDone, **place, name=item.name, arguments=item.arguments)
+        self._emit(objects.OutputItemDone, output_index=index, item=item)
+        self._ended.append(item)
+
+    def end_text(self, status: Status = Status.COMPLETED) -> None:
+        """End the item whose text grows, if there is one."""
+        if (last := self._open) is None:
+            return
+        self._open = None
+        form, place, part, item = last.form, self._place(last.id), last.part(), last.item(status)
+        self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
+        self._emit(form.ended, **place, part=part)
+        self._emit(objects.OutputItemDone, output_index=len(self._ended), item=item)
+        self._ended.append(item)
+
+    def _begun(self, form: TextForm) -> _OpenText:
+        item_id, index = self._new_id(form.prefix), len(self._ended)
+        item = form.item(item_id, Status.IN_PROGRESS, [])
+        self._emit(objects.OutputItemAdded, output_index=index, item=item)
+        self._emit(form.added, **self._place(item_id), part=form.part(text=""))
+        return _OpenText(form, item_id)
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._name}_{len(self._ended)}"
+
+    def _place(self, item_id: str) -> dict[str, Any]:
+        return {"output_index": len(self._ended), "item_id": item_id}

@@ -1,0 +1,231 @@
+"""The request of ``POST /v1/responses``, and the chat that it means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+from msgspec import Meta
+
+from jaxinfer.core.request import INT32_MAX
+from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.openai.fields import (
+    UNSUPPORTED,
+    GenerationFields,
+    Neutral,
+    bounds,
+    field_error,
+    one_of,
+)
+from jaxinfer.server.openai.schema import ChatCompletionRequest, Tools
+from jaxinfer.server.openai.structured import GUIDED, JsonSchemaFormat, ResponseFormat
+from jaxinfer.server.responses.items import Item, input_items, messages_of
+
+LOGPROBS = "message.output_text.logprobs"  # of ``include``
+# Thoughts are sent as text, which clients can send back.
+ENCRYPTED = "reasoning.encrypted_content"
+
+# the fields of the chat that a request means, as the request names them
+_RENAMED = (
+    (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
+    (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
+    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
+    (re.compile(r"\bmessages\b"), "input"),
+    (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+)
+# fields of other routes' requests that this one has under another name, or not at all
+_FOREIGN = (
+    *("max_tokens", "response_format", *GUIDED, "guided_whitespace_pattern", "prompt_logprobs"),
+    *("truncate_prompt_tokens",),
+)
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """``text.format``. Answers follow a schema with or without ``strict``."""
+
+    type: Annotated[str, one_of("text", "json_object", "json_schema")]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``text``."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[str, one_of("medium")] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``reasoning``. Thoughts are never summarised: a summary has all of their text."""
+
+    effort: str | None = None
+    summary: Annotated[str, one_of("auto", "concise", "detailed")] | None = None
+    generate_summary: Annotated[str, one_of("auto", "concise", "detailed")] | None = None
+
+
+class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
+    """``POST /v1/responses``: the fields of OpenAI, and the sampling fields of other routes."""
+
+    unsupported: ClassVar[Neutral] = MappingProxyType(
+        {
+            **UNSUPPORTED,
+            **dict.fromkeys(_FOREIGN, (None,)),
+            **dict.fromkeys(("access_programs", "conversation", "image", "moderation"), (None,)),
+            "context_management": (None, []),
+            "n": (None, 1),
+            "prompt": (None,),
+            "return_token_ids": (None, False),
+            "service_tier": (None, "auto", "default"),
+            "taps": (None, []),
+        }
+    )
+    ignored: ClassVar[tuple[str, ...]] = (
+        *("max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "session_id", "user"),
+    )
+    logprobs_field: ClassVar[str] = "top_logprobs"
+
+    input: str | Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    include: tuple[Annotated[str, one_of(LOGPROBS, ENCRYPTED)], ...] = ()
+    top_logprobs: Annotated[int, bounds("logprobs")] | None = None
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    truncation: Annotated[str, one_of("auto", "disabled")] = "disabled"
+    metadata: Metadata = msgspec.field(default_factory=dict)
+    store: bool = True
+    background: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        """The items of ``input``; raises ``ApiError``."""
+        return input_items(self.input)
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True if the answer lists the logprobs of its tokens."""
+        return LOGPROBS in self.include
+
+    @property
+    def summarises(self) -> bool:
+        """True if thoughts are sent as a summary."""
+        return bool(self.reasoning.summary or self.reasoning.generate_summary)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.has_logprobs:
+            raise field_error("top_logprobs", f'top_logprobs needs include=["{LOGPROBS}"]; set it')
+        if self.background and not self.store:
+            raise field_error("background", "background needs store=true; set it")
+        try:
+            self.chat().check()
+        except ApiError as error:
+            raise renamed(error) from None
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.has_logprobs else None
+
+    def chat(
+        self, earlier: Sequence[Item] = (), *, knows_developer: bool = False
+    ) -> ChatCompletionRequest:
+        """The chat of this request after the ``earlier`` items; raises ``ApiError``."""
+        messages = messages_of(
+            (*earlier, *self.items), self.instructions, knows_developer=knows_developer
+        )
+        tools, choice = _chat_tools(self.tools or (), self.tool_choice)
+        return ChatCompletionRequest(
+            **{name: getattr(self, name) for name in _SHARED},
+            messages=tuple(messages),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.has_logprobs,
+            top_logprobs=self.top_logprobs,
+            response_format=_response_format(self.text.format),
+            tools=tools,
+            tool_choice=choice,
+            reasoning_effort=self.reasoning.effort,
+        )
+
+
+_SHARED = tuple(  # fields that have the same name and meaning in a chat
+    name
+    for name in (
+        *GenerationFields.__struct_fields__,
+        *("parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget"),
+    )
+    if name not in ResponsesRequest.unsupported
+)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error about a field of the chat as one about the request's own field."""
+    for pattern, name in _RENAMED:
+        error.message = pattern.sub(name, error.message)
+        error.param = None if error.param is None else pattern.sub(name, error.param)
+    return error
+
+
+def _response_format(given: TextFormat | None) -> ResponseFormat | None:
+    if given is None or given.type == "text":
+        return None
+    schema = JsonSchemaFormat(name=given.name, schema=given.schema, strict=given.strict)
+    return ResponseFormat(type=given.type, json_schema=schema)
+
+
+def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Tools | None, Any]:
+    """Tools and choice in the form of a chat; raises ``ApiError`` for tools that OpenAI runs."""
+    for number, tool in enumerate(tools):
+        if (kind := tool.get("type")) != "function":
+            where = f"tools[{number}].type"
+            raise field_error(where, f"{where} {kind!r:.60} is not supported; use function")
+    if isinstance(choice, Mapping):
+        tools, choice = _chosen(tools, cast("Mapping[str, Any]", choice))
+    return tuple(_chat_tool(tool) for tool in tools) or None, choice
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Without ``strict``, which the model's prompt would have for no purpose."""
+    names = ("name", "description", "parameters")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chosen(
+    tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], Any]:
+    """The tools that a choice allows, and the choice in the form of a chat."""
+    match choice:
+        case {"type": "function", "name": str()}:
+            return tools, choice
+        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [*allowed]}:
+            names = {tool.get("name") for tool in tools}
+            for number, one in enumerate(cast("list[Any]", allowed)):
+                if not isinstance(one, Mapping) or one.get("name") not in names:
+                    where = f"tool_choice.tools[{number}]"
+                    raise field_error(where, f"{where} must name a function of tools")
+            kept = {one["name"] for one in allowed}
+            return [tool for tool in tools if tool.get("name") in kept], choice["mode"]
+        case _:
+            raise field_error(
+                "tool_choice",
+                'tool_choice must be none, auto, required, {"type": "function", "name": a function '
+                'of tools} or {"type": "allowed_tools", "mode": auto or required, "tools": [...]}',
+            )

@@ -1,0 +1,28 @@
+"""Handlers of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp
+
+from jaxinfer.server.anthropic.answers import TokenCount
+from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
+from jaxinfer.server.anthropic.writer import MessagesWriter
+from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.generation import answer_chat
+from jaxinfer.server.routes.tokens import chat_prompt
+
+
+async def messages(call: Call) -> ASGIApp:
+    """Answer a conversation."""
+    call.prompt_field = "messages"
+    request = await call.parse(MessagesRequest)
+    return await answer_chat(call, request.chat, MessagesWriter)
+
+
+async def count_tokens(call: Call) -> ASGIApp:
+    """The number of tokens of a conversation's prompt."""
+    call.prompt_field = "messages"
+    request = await call.parse(CountTokensRequest)
+    chat = request.chat
+    prompt = await chat_prompt(call.service, chat, chat.messages, chat.add_special_tokens)
+    return json_response(TokenCount(input_tokens=len(prompt.token_ids)))
