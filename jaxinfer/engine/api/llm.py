@@ -16,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.errors import EngineError, RequestError, TaskError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 ADDED_AT_ONCE = 64  # requests between checks for Ctrl-C; a check takes as long as adding one
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model that answers prompts. Arguments are vLLM's; ``EngineConfig`` describes them.
 
     ``progress`` shows the start and, with ``use_tqdm``, generation; by default as bars on stderr.
@@ -232,8 +233,13 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
+        *,
+        pools: bool = False,
     ) -> Generator[tuple[int, Delta]]:
-        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests."""
+        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests.
+
+        ``pools``: the requests yield vectors, see ``Engine.check``.
+        """
         if priorities is None:
             priorities = [0] * len(prompts)
         if self._answering:
@@ -242,7 +248,8 @@ class LLM:
         numbers: dict[str, int] = {}
         try:
             with gc_paused():  # the device is idle until the first launch
-                self._add(self._validated(prompts, sampling_params, priorities), numbers)
+                given = (prompts, sampling_params, priorities)
+                self._add(self._validated(*given, pools=pools), numbers)
                 deltas = self._step()
             while deltas or self._engine.has_work:
                 for delta in deltas:
@@ -260,13 +267,18 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        *,
+        pools: bool,
     ) -> list[ValidatedRequest]:
         """Validate all requests; raises ``RequestError`` for the first invalid one."""
         check, requests = self._engine.check, list[ValidatedRequest]()
         given = zip(prompts, sampling_params, priorities, strict=True)
         for number, (prompt, params, priority) in enumerate(given):
             try:
-                requests.append(check(prompt.token_ids, params, priority=priority))
+                request = check(prompt.token_ids, params, priority=priority, pools=pools)
+                requests.append(request)
+            except TaskError:
+                raise
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         return requests

@@ -18,6 +18,7 @@ from jaxinfer.core.errors import (
     EngineError,
     JaxinferError,
     RequestError,
+    TaskError,
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
@@ -33,6 +34,7 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
@@ -213,16 +215,19 @@ class Service:
         route: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        request: GenerationFields,
+        request: GenerationFields | PoolingFields,
         caller: Caller = UNKNOWN,
+        *,
+        pools: bool = False,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
         Of ``request`` the tokens that must fit the context after each prompt, the priority, the
-        salt and the timeout are used; the server's own timeout applies as well.
+        salt and the timeout are used; the server's own timeout applies as well. ``pools``: it asks
+        for vectors.
         """
         client = self.client
-        self._check_prompts(prompts, sampling, request.requested_tokens())
+        self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
         self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
@@ -237,6 +242,7 @@ class Service:
                         cache_salt=request.cache_salt,
                         wake=wake,
                         checked=True,
+                        pools=pools,
                     )
                 )
         except JaxinferError:
@@ -287,17 +293,22 @@ class Service:
         """The ``ApiError`` for an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
-    def _check_prompts(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, requested: RequestedTokens | None
+    def check_prompts(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        requested: RequestedTokens | None,
+        *,
+        pools: bool,
     ) -> None:
         """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
         for number, prompt in enumerate(prompts):
             try:
-                self.client.check(prompt.token_ids, sampling)
+                self.client.check(prompt.token_ids, sampling, pools=pools)
                 if requested is not None:
                     check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
             except RequestError as error:
-                if len(prompts) == 1:
+                if len(prompts) == 1 or isinstance(error, TaskError):
                     raise
                 name = f"prompt[{number}]"
                 message = f"{name}: {error}"
