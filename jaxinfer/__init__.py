@@ -12,6 +12,7 @@ from jaxinfer.core.version import VERSION
 if TYPE_CHECKING:
     from jaxinfer.core.beam_search import BeamSearchParams
     from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.pooling import PoolingParams
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.core.structured import StructuredOutputsParams
     from jaxinfer.engine.api.async_llm import AsyncLLM
@@ -31,6 +32,7 @@ __all__ = (
     "EngineConfig",
     "LanguageModel",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -46,6 +48,8 @@ def __getattr__(name: str) -> Any:
             module = "jaxinfer.core.beam_search"
         case "EngineConfig":
             module = "jaxinfer.core.config"
+        case "PoolingParams":
+            module = "jaxinfer.core.pooling"
         case "SamplingParams":
             module = "jaxinfer.core.request"
         case "StructuredOutputsParams":

@@ -30,6 +30,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "tokenizer": "the model's",
         "cpu_weights": "auto: quantised where the native library is built",
         "quantization": "as the files",
+        "pooling": "as the files say, else last",
         "chat_template": "the model's",
         "default_chat_template_kwargs": "none",
         "override_generation_config": "none",

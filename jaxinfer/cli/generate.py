@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand
-from jaxinfer.cli.options import MEMORY, MODEL, SAMPLING
+from jaxinfer.cli.options import GENERATING_MODEL, MEMORY, SAMPLING
 from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.progress import NO_PROGRESS
@@ -38,7 +38,7 @@ TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 DEFAULT_MAX_TOKENS = 256
 
 
-@click.command(cls=SettingsCommand, groups=(SAMPLING, MODEL.without("skip_tokenizer_init"), MEMORY))
+@click.command(cls=SettingsCommand, groups=(SAMPLING, GENERATING_MODEL, MEMORY))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template; default if any.")
 @click.option("--system", metavar="TEXT", help="The system message of a chat.")

@@ -92,6 +92,8 @@ def describe_model(plan: EnginePlan) -> Report:
         "model": plan.source.name,
         "architecture": model.architecture,
         "family": model.family.name,
+        "task": plan.config.task,
+        "pooling": plan.config.pooling,
         "layers": len(model.config.layers),
         "vocab_size": model.config.vocab_size,
         "context": model.config.lengths[1],
@@ -162,6 +164,7 @@ def model_lines(report: Report) -> Lines:
     return [
         ("model", report["model"]),
         ("architecture", f"{report['architecture']} (family {report['family']})"),
+        ("task", report["task"] + (f", pooling {report['pooling']}" if report["pooling"] else "")),
         ("layers", str(report["layers"])),
         ("vocabulary", f"{report['vocab_size']} tokens"),
         ("context", f"{report['context']} tokens; {report['max_model_len']} served"),

@@ -37,6 +37,9 @@ MODEL = Group(
         Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
         Setting("quantization", text, "Quantise while loading: int4, int8, fp8.", ("-q",)),
         Setting("generation_config", text, "auto: the model's sampling defaults; vllm: none."),
+        Setting("task", text, "auto, generate, embed, or score: rerankers.", ("--runner",)),
+        Setting("pooling", text, "Vectors of the last or first token (cls), or their mean."),
+        Setting("score_tokens", text, "The answers that a score compares: FOR,AGAINST."),
     ),
 )
 MEMORY = Group(
@@ -92,6 +95,7 @@ SAMPLING = Group(
         Setting("skip_special_tokens", boolean, "Leave special tokens out of the text."),
     ),
 )
+GENERATING_MODEL = MODEL.without("skip_tokenizer_init", "pooling", "score_tokens")
 # of commands that only plan an engine
-PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init")
+PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init", "score_tokens")
 PLANNED_MEMORY = MEMORY.without("prefill_first", "async_scheduling", "bundle")

@@ -18,6 +18,7 @@ import msgspec
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical
+from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 
@@ -28,6 +29,8 @@ CHOICES = MappingProxyType(
         "load_format": ("auto", "safetensors", "gguf", "dummy"),
         "dummy_routing": ("auto", "uniform"),
         "generation_config": ("auto", "vllm"),
+        "task": ("auto", "generate", "embed", "score"),
+        "pooling": KINDS,
         "cpu_weights": ("auto", "quantised", "float32"),
         # on load, then the methods of quantised files, with vLLM's names for other kernels
         "quantization": (
@@ -81,6 +84,10 @@ class EngineConfig:
     ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
     ..."; each shape of a step in which that is possible is compiled a second time.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
+    ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
+    documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
+    ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
+    files say, or "last". ``score_tokens``: the answers that a score compares, for and against.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
@@ -94,6 +101,9 @@ class EngineConfig:
     cpu_weights: str = "auto"
     quantization: str | None = None
     generation_config: str = "auto"
+    task: str = "auto"
+    pooling: str | None = None
+    score_tokens: str = "yes,no"
     seed: int = 0
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -132,7 +142,7 @@ SIZES = tuple(item.name for item in fields(EngineConfig) if item.type == "int | 
 # settings that a bundle fixes
 COMPILED = (
     *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),
-    *("gpu_memory_utilization", "kernels", "tap_points"),
+    *("gpu_memory_utilization", "kernels", "tap_points", "task", "pooling"),
 )
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
@@ -151,7 +161,9 @@ class Limits(msgspec.Struct, frozen=True):
     # attention window of each group of layers, in tokens (None: the whole context)
     windows: tuple[int | None, ...] = (None,)
     query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
-    pools: bool = False  # whether requests may yield hidden states instead of tokens
+    # how hidden states become the vector that every request yields (``core.pooling.KINDS``); empty:
+    # requests yield tokens
+    pooling: str = ""
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0

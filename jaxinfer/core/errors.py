@@ -43,6 +43,10 @@ class ContextLengthError(RequestError):
         self.field = field
 
 
+class TaskError(RequestError):
+    """A request asks for text from a model that makes embeddings, or the reverse."""
+
+
 class ArgumentError(JaxinferError, ValueError):
     """An argument of a function for research has the wrong type, shape, dtype or value."""
 

@@ -233,7 +233,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival: int = 0
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""
-    pools: bool = False  # it yields the hidden state of its last token and draws no token
+    pools: bool = False  # it yields one vector of its prompt and draws no token
     constraint: Constraint | None = None  # compiled, if ``sampling.is_constrained``
     steering: Steering | None = None  # ``sampling.steer``, with the vectors of its names
 

@@ -112,7 +112,7 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # prompt_logprobs: target_ids[i] is the prompt token that follows token_ids[i], -1 where the
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
-    pools: bool = False  # whether the row yields the hidden state of its last token
+    pools: bool = False  # whether the row yields the vector of its prompt
     snapshot: int | None = None  # where the slot's layer state is copied to after the step
 
     @property

@@ -18,8 +18,9 @@ import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
-from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError
+from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError, TaskError
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.steering import Steering
 from jaxinfer.engine.points import check_points
@@ -77,6 +78,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     default_sampling: SamplingParams  # vLLM's defaults, overridden by generation_config
     max_new_tokens: int | None = None  # a server's limit for each request, as in vLLM
+    pooling: Pooling | None = None  # if it makes embeddings
+    score_token_ids: tuple[int, ...] = ()  # for and against, if it scores documents
 
 
 class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +89,7 @@ class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
     sampling: SamplingParams
     priority: int
     cache_salt: str
-    pools: bool = False  # it yields the last token's hidden state instead of tokens
+    pools: bool = False  # it yields one vector instead of tokens
     constraint: Constraint | None = None
     steering: Steering | None = None
 
@@ -178,17 +181,36 @@ def resolved_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, limits
     return left if sampling.max_tokens is None else min(sampling.max_tokens, left)
 
 
+def check_task(limits: Limits, *, pools: bool) -> None:
+    """Raise ``TaskError`` if the engine yields text and the request, which ``pools``, asks for a
+    vector, or the reverse.
+    """
+    if pools and not limits.pooling:
+        raise TaskError(
+            "this model generates text and makes no embeddings here; start it with task 'embed' "
+            "(--task embed)"
+        )
+    if limits.pooling and not pools:
+        raise TaskError(
+            "this model makes embeddings and generates no text here; ask for embeddings, or start "
+            "it with task 'generate' (--task generate)"
+        )
+
+
 def check_request(
     prompt_token_ids: Sequence[int],
     sampling: SamplingParams,
     limits: Limits,
     facts: ModelFacts,
     tokenizer: Tokenizer | None,
+    *,
+    pools: bool = False,
 ) -> IntLog:
-    """Validate a request and return its prompt's token ids.
+    """Validate a request and return its prompt's token ids. ``pools``: it asks for a vector.
 
     Raises ``RequestError`` if an engine with these limits, facts and tokenizer can never answer it.
     """
+    check_task(limits, pools=pools)
     num_tokens = len(prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
     if reason := refusal(num_tokens, max_tokens, limits):

@@ -73,7 +73,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
-    pooled: tuple[float, ...] | None = None  # the vector of a request that pools
+    pooled: bytes = b""  # float32[D]: the vector of a request that pools
     taps: memoryview = NO_TAPS  # of newly computed tokens: see ``core.step.RowResult``
     error: str = ""
     times: SequenceTimes | None = None
@@ -133,7 +133,6 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
-    pooled: tuple[float, ...] | None = None
 
 
 class Collector:
@@ -179,8 +178,6 @@ class Collector:
             output.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.index == 0:
             output.num_cached_tokens = delta.num_cached_tokens
-        if delta.pooled is not None:
-            output.pooled = delta.pooled
         if self._names:
             self._taps[delta.index].append(delta.taps)
         if delta.finish_reason is not None:

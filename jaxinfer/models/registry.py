@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,17 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     except ImportError as error:
         error.add_note(f"while importing {module_name}, the model family of {architecture}")
         raise
+
+
+def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a decoder that was saved without its head (``Qwen3Model``), under the name of
+    the architecture with one; any other config as it is.
+    """
+    names = hf_config.get("architectures")
+    heads = {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): name for name, _ in _MODULES}
+    if not isinstance(names, list) or not any(name in heads for name in names):
+        return hf_config
+    return {**hf_config, "architectures": [heads.get(name, name) for name in names]}
 
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -46,13 +46,15 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
     """The reason why a request of this size can never be served, or an empty string."""
     if not num_prompt_tokens:
         return "the prompt is empty; send at least one token"
-    if num_prompt_tokens + 1 > limits.max_model_len:
+    room = 0 if limits.pooling else 1  # for an output
+    if num_prompt_tokens + room > limits.max_model_len:
+        longest = limits.max_model_len - room
+        output = f", which leaves no room for an output within max_model_len {limits.max_model_len}"
         # clients match the first sentence, which is the same in OpenAI's API and vLLM
         return (
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the "
-            f"prompt has {num_prompt_tokens} tokens, which leaves no room for an output within "
-            f"max_model_len {limits.max_model_len}; shorten the prompt to at most "
-            f"{limits.max_model_len - 1} tokens or raise max_model_len"
+            f"prompt has {num_prompt_tokens} tokens{output if room else ''}; shorten the prompt to "
+            f"at most {longest} tokens or raise max_model_len"
         )
     num_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len)
     num_pages = limits.pages_needed(num_tokens)

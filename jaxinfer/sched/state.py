@@ -81,12 +81,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scores(self) -> bool:
-        """True if the hidden states of the remaining prompt tokens are needed.
-
-        They are needed for prompt logprobs and for pooling.
-        """
-        if self.request.pools:
-            return True
+        """True if the remaining prompt tokens have logprobs that are still to be computed."""
         if self.request.sampling.prompt_logprobs is None:
             return False
         first = max(self.num_computed_tokens, self.num_prompt_logprobs)
@@ -132,13 +127,15 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
 
     ``loaded``: the buckets that can be used at first; None: those of the limits. One of them must
     hold a decode row of every slot, and one a scored prompt next to decode rows of all other slots;
-    with points there must be such buckets that tap, too. Every other step shrinks to a bucket
-    (``choose``).
+    with points there must be such buckets that tap, too. An engine that pools needs one that holds
+    a prompt. Every other step shrinks to a bucket (``choose``).
     """
     slots, buckets = limits.max_num_seqs, tuple(limits.buckets if loaded is None else loaded)
     sizes, kinds = ((slots, 0), (slots - 1, 1)), (False, True) if limits.points else (False,)
+    if limits.pooling:
+        sizes = ((0, 1),)
     for (decodes, prefills), taps in product(sizes, kinds):
-        scores = bool(prefills)
+        scores = bool(prefills) and not limits.pooling
         query_tokens = limits.query_tokens if decodes else 1
         size = Bucket(decodes, prefills, prefills, scores, query_tokens, taps)
         if not any(bucket.holds(size) for bucket in buckets):

@@ -18,6 +18,7 @@ from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from pallas_kernels.quantised import Form
 
 _MAX_NAMED = 3  # tensors in one message
+_BARE = re.compile(r"(embed_tokens|layers|norm)\.")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,11 @@ def _place(info: TensorInfo) -> str:
 
 
 def _canonical(family: ModelFamily, name: str) -> str:
-    """The name without the prefix that some checkpoints of the family add."""
-    return name.removeprefix(family.optional_prefix)
+    """The name without the prefix that some checkpoints of the family add, and with the one that a
+    decoder saved without its head lacks (``Qwen3Model``: layers.0... for model.layers.0...).
+    """
+    name = name.removeprefix(family.optional_prefix)
+    return f"model.{name}" if _BARE.match(name) else name
 
 
 def _listed(names: list[str]) -> str:

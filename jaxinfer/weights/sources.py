@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import ConfigError, SourceError
+from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.models.registry import text_config
@@ -30,6 +31,7 @@ from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
 from pallas_kernels.quantised import Form
 
@@ -62,6 +64,7 @@ class ModelSource:
     tokenizer_spec: Callable[[], TokenizerSpec]
     forms: Mapping[str, Form] = MappingProxyType({})
     scheme: Scheme | None = None
+    pooling: Pooling | None = None  # if the files describe embeddings
 
 
 def resolve_source(
@@ -180,6 +183,7 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         tokenizer_spec=lambda: spec_from_path(folder),
         forms={} if checkpoint is None else checkpoint.forms,
         scheme=scheme,
+        pooling=pooling_of_folder(folder),
     )
 
 
@@ -197,7 +201,7 @@ def _gguf_source(
 ) -> ModelSource:
     # local imports for the reason in ``tokenizer_files.spec_from_path``
     from jaxinfer.weights.gguf.checkpoint import open_gguf
-    from jaxinfer.weights.gguf.config import generation_config_from_gguf
+    from jaxinfer.weights.gguf.config import generation_config_from_gguf, pooling_from_gguf
 
     gguf = open_gguf(path)
     dummy = load_format == "dummy"
@@ -213,6 +217,7 @@ def _gguf_source(
         quantised=gguf.quantised and not dummy,
         tokenizer_spec=lambda: spec_from_gguf(gguf.header),
         forms=gguf.forms,
+        pooling=pooling_from_gguf(gguf.header),
     )
 
 

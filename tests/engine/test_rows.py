@@ -1,4 +1,4 @@
-"""Rows that yield several tokens, and rows that yield a hidden state.
+"""Rows that yield several tokens.
 
 Drafts do not change the tokens. The drafts come from a table of answers that is wrong at two of
 five positions, so rows accept none, some or all of them, and the host knows how many only when it
@@ -17,18 +17,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import Delta, RequestOutput
+from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.drafts import Drafter, num_accepted
-from jaxinfer.models.base import Model, Params, hidden_states
-from jaxinfer.nn.context import dense_context
+from jaxinfer.models.base import Model, Params
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import mixed_model
 from kit.tiny_models import tiny_model
@@ -105,7 +104,6 @@ def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
         windows=model.state.windows,
         query_tokens=query_tokens,
-        pools=not drafts,
         buckets=tuple(
             Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
             for d, p, r in ((3, 0, 0), (0, 16, 3), (3, 16, 3))
@@ -194,31 +192,3 @@ def test_acceptance(drafts: tuple[int, int], most: int, accepted: int) -> None:
     draws = np.array([[4, 5, 6]], np.int32)
     found = num_accepted(jnp.array([drafts], jnp.int32), jnp.array(draws), jnp.array([most]))
     assert found.tolist() == [accepted]
-
-
-def test_pooled_vectors_are_the_dense_forms_last_hidden_states() -> None:
-    """With chunked prompts, several such rows in a step, and rows that generate."""
-    model, params = model_of("llama")
-    served = engine("llama", drafts=False)
-    served.add_request("text", PROMPTS[1], GREEDY)
-    prompts = {f"p{i}": prompt for i, prompt in enumerate((*PROMPTS, *PROMPTS[:1]))}
-    for name, prompt in prompts.items():
-        served.add_request(name, prompt, GREEDY, pools=True)
-    deltas: dict[str, list[Delta]] = {}
-    while served.has_work:
-        for delta in served.step().deltas:
-            deltas.setdefault(delta.request_id, []).append(delta)
-    drawn = [token for delta in deltas.pop("text") for token in delta.token_ids]
-    assert drawn == list(greedy("llama")[1])
-    for name, (delta,) in deltas.items():
-        assert delta.finish_reason == "stop" and not delta.token_ids and not delta.error
-        ids = jnp.array(prompts[name], jnp.int32)
-        hidden, _ = hidden_states(model, params, ids, dense_context(len(ids)))
-        assert delta.pooled is not None
-        np.testing.assert_allclose(delta.pooled, hidden[-1], rtol=1e-4, atol=1e-5)
-    assert served.stats().num_live_pages == 0
-
-
-def test_pooling_is_refused_by_an_engine_built_without_it() -> None:
-    with pytest.raises(RequestError, match="was not built to pool"):
-        engine("llama").add_request("r", PROMPTS[0], GREEDY, pools=True)

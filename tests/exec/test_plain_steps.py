@@ -94,6 +94,26 @@ def test_a_prompts_last_layer_is_a_step_of_decoding(monkeypatch: pytest.MonkeyPa
         assert [c.kernel.__name__ for c in recorder.calls if c.kernel.__name__ in both] == attention
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_engine_that_pools_has_prompt_steps_without_a_head(
+    pooling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the last token's vector the last layer is a step of decoding."""
+    from kit.triton_shims import Recorder, in_place_of_triton_call
+
+    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, pooling=pooling)
+    program = Program(tiny_model("qwen3")[0], limits, platform="gpu")  # a model of two layers
+    assert program.first_names == program.names() == ("admit", "p16x1")
+    monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
+    with in_place_of_triton_call(recorder := Recorder()):
+        traced = [program.trace(name) for name in program.names()[1:]]
+    kernels = [call.kernel.__name__ for call in recorder.calls]
+    assert ("_append_and_attend" in kernels) == (pooling == "last"), kernels
+    vocabulary = program.model.config.vocab_size
+    assert f"x{vocabulary}xf32" not in "".join(one.lower().as_text() for one in traced)
+
+
 def test_extras_and_scores_have_no_layers() -> None:
     """Their only matmul is the head's, so they are compiled quickly and serve every bucket."""
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
@@ -104,7 +124,6 @@ def test_extras_and_scores_have_no_layers() -> None:
 def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: Path) -> None:
     model, params = tiny_model("llama")
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
-    limits = msgspec.structs.replace(limits, pools=True)
     of_gpu, of_cpu = (Program(model, limits, platform=platform) for platform in ("gpu", "cpu"))
     device, host = (
         Counted(

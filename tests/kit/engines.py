@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
+from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
@@ -44,6 +45,7 @@ def tiny_limits(
     enable_prefix_caching: bool = True,
     windows: tuple[int | None, ...] = (None,),
     points: tuple[Point, ...] = (),
+    pooling: str = "",
 ) -> Limits:
     """Small limits, so that page edges, chunks and full slots occur at once."""
     return Limits(
@@ -60,10 +62,12 @@ def tiny_limits(
             prefill_factor=8,
             mixed_start=16,
             taps=bool(points),
+            pools=bool(pooling),
         ),
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=enable_prefix_caching and pooling in ("", "last"),
         windows=windows,
         points=points,
+        pooling=pooling,
     )
 
 
@@ -143,6 +147,7 @@ def engine_of(
         vocab_size=320,
         eos_token_ids=(EOS,),
         default_sampling=SamplingParams(),
+        pooling=Pooling(limits.pooling, 32) if limits.pooling else None,
     )
     return Engine(
         executor,

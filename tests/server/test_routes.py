@@ -266,7 +266,7 @@ def test_other_methods(server: Serving, method: str, path: str) -> None:
         assert METHODS[path] <= set(response.headers["allow"].split(", "))
 
 
-@pytest.mark.parametrize("path", ["/v1", "/v1/embeddings", "/v1//models", "/healthz"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/edits", "/v1//models", "/healthz"])
 def test_other_paths(server: Serving, path: str) -> None:
     for method in ("GET", "POST"):
         assert error_of(send(server, method, path), 404)["code"] == "not_found"
@@ -283,10 +283,17 @@ BODIES = {  # bodies that get 200
     "/v1/messages": {**CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": CHAT,
 }
+# of models for embeddings and scores: 400 here
+NOT_TEXT = {path: {"input": "a"} for path in ("/v1/embeddings", "/pooling")}
+NOT_TEXT |= {path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")}
+RANKING = {"query": "a", "documents": ["b"]}
+NOT_TEXT |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKING)
 
 
 def status_of(path: str) -> int:
     """The status of a right request; no response has the id ``{response_id}``."""
+    if path in NOT_TEXT:
+        return 400
     return 404 if "{" in path else 200
 
 
@@ -295,7 +302,8 @@ def status_of(path: str) -> int:
 def test_a_slash_at_the_end_makes_no_difference(
     server: Serving, guarded: Serving, method: str, path: str, slashes: str
 ) -> None:
-    options = {"json": BODIES[path]} if path in BODIES else {}
+    bodies = BODIES | NOT_TEXT
+    options = {"json": bodies[path]} if path in bodies else {}
     plain = send(server, method, path, **options)
     slashed = send(server, method, path + slashes, **options)
     assert plain.status_code == slashed.status_code == status_of(path)

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.core.errors import ArgumentError
+from jaxinfer.core.pooling import PoolingParams
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.api.pooling import pooled_prompts, pooling_output
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
+from jaxinfer.engine.pooled import NO_SAMPLING, PoolingOutput, PoolingRequestOutput
 from jaxinfer.engine.prompts import Prompt, parse_prompt
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
@@ -78,6 +81,29 @@ class AsyncLLM:
                 yield collector.output
         finally:
             await deltas.aclose()
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
+        """Yield the vector of one prompt, once, as in vLLM; see ``LLM.encode`` for the errors."""
+        engine, params = self.engine, pooling_params or PoolingParams()
+        given = pooled_prompts(engine, [parse_prompt(prompt, engine.tokenizer)], [params])
+        stream = self.client.open(
+            given[0].token_ids, NO_SAMPLING, priority=priority, cache_salt=cache_salt, pools=True
+        )
+        try:
+            while deltas := await stream.read():
+                for delta in deltas:
+                    label = request_id or f"async-{next(self._numbers)}"
+                    yield pooling_output(engine, label, given[0], params, delta)
+        finally:
+            stream.close()
 
     async def stream(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import batched
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.beam_search import BeamSearch, BeamSearchOutput, round_params
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.prompts import Prompt, parse_prompts
 
 if TYPE_CHECKING:
     from jaxinfer.core.beam_search import BeamSearchParams
@@ -19,7 +22,48 @@ if TYPE_CHECKING:
     type Run = Callable[[list[Prompt], list[SamplingParams]], Iterable[tuple[int, Delta]]]
 
 
-def search_beams(
+class BeamMethods(ABC):
+    """``beam_search``."""
+
+    _engine: Engine
+    _progress: Progress
+
+    @abstractmethod
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams],
+        priorities: Sequence[int] | None = None,
+    ) -> Generator[tuple[int, Delta]]:
+        """The deltas of all prompts, with the numbers of their prompts."""
+
+    def beam_search(
+        self,
+        prompts: Any,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one or several prompts, as vLLM finds them.
+
+        Prompts are as in ``generate``; ``concurrency_limit`` of them are searched side by side.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request is not supported; leave it out")
+        parsed = parse_prompts(prompts, self._engine.tokenizer)
+        found: list[BeamSearchOutput] = []
+        progress = self._progress if use_tqdm else NO_PROGRESS
+        with progress.phase("beam search", "tokens") as advance:
+            for some in batched(parsed, concurrency_limit or max(len(parsed), 1)):
+                found += _search(self._engine, self.stream, some, params, advance)
+        if (tokenizer := self._engine.tokenizer) is not None:
+            for beam in (beam for output in found for beam in output.sequences):
+                beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=False)
+        return found
+
+
+def _search(
     engine: Engine,
     run: Run,
     prompts: Sequence[Prompt],

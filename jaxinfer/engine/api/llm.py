@@ -16,11 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.errors import EngineError, RequestError, TaskError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.api.beam_search import search_beams
+from jaxinfer.engine.api.beam_search import BeamMethods
+from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.facts import ValidatedRequest
 from jaxinfer.engine.news import EngineStats
@@ -30,10 +31,8 @@ from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 
 if TYPE_CHECKING:
-    from jaxinfer.core.beam_search import BeamSearchParams
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.api.language_model import LanguageModel
-    from jaxinfer.engine.beam_search import BeamSearchOutput
     from jaxinfer.engine.loop.engine import Engine
     from jaxinfer.models.base import Params
     from jaxinfer.text.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 ADDED_AT_ONCE = 64  # requests between checks for Ctrl-C; a check takes as long as adding one
 
 
-class LLM:
+class LLM(PoolingMethods, BeamMethods):
     """A model that answers prompts. Arguments are vLLM's; ``EngineConfig`` describes them.
 
     ``progress`` shows the start and, with ``use_tqdm``, generation; by default as bars on stderr.
@@ -230,37 +229,18 @@ class LLM:
             parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
         return self._run(parsed, sampling_params, use_tqdm)
 
-    def beam_search(
-        self,
-        prompts: Any,
-        params: BeamSearchParams,
-        lora_request: None = None,
-        use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
-    ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of one or several prompts, as vLLM finds them.
-
-        Prompts are as in ``generate``; ``concurrency_limit`` of them are searched side by side.
-        """
-        _refuse_lora(lora_request)
-        parsed = parse_prompts(prompts, self._engine.tokenizer)
-        found: list[BeamSearchOutput] = []
-        progress = self._progress if use_tqdm else NO_PROGRESS
-        with progress.phase("beam search", "tokens") as advance:
-            for some in batched(parsed, concurrency_limit or max(len(parsed), 1)):
-                found += search_beams(self._engine, self.stream, some, params, advance)
-        if (tokenizer := self._engine.tokenizer) is not None:
-            for beam in (beam for output in found for beam in output.sequences):
-                beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=False)
-        return found
-
     def stream(
         self,
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
+        *,
+        pools: bool = False,
     ) -> Generator[tuple[int, Delta]]:
-        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests."""
+        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests.
+
+        ``pools``: the requests yield vectors, see ``Engine.check``.
+        """
         if priorities is None:
             priorities = [0] * len(prompts)
         if self._answering:
@@ -269,7 +249,8 @@ class LLM:
         numbers: dict[str, int] = {}
         try:
             with gc_paused():  # the device is idle until the first launch
-                self._add(self._validated(prompts, sampling_params, priorities), numbers)
+                given = (prompts, sampling_params, priorities)
+                self._add(self._validated(*given, pools=pools), numbers)
                 deltas = self._step()
             while deltas or self._engine.has_work:
                 for delta in deltas:
@@ -287,13 +268,18 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Sequence[SamplingParams],
         priorities: Sequence[int],
+        *,
+        pools: bool,
     ) -> list[ValidatedRequest]:
         """Validate all requests; raises ``RequestError`` for the first invalid one."""
         check, requests = self._engine.check, list[ValidatedRequest]()
         given = zip(prompts, sampling_params, priorities, strict=True)
         for number, (prompt, params, priority) in enumerate(given):
             try:
-                requests.append(check(prompt.token_ids, params, priority=priority))
+                request = check(prompt.token_ids, params, priority=priority, pools=pools)
+                requests.append(request)
+            except TaskError:
+                raise
             except RequestError as error:
                 raise RequestError(f"prompt {number}: {error}") from None
         return requests

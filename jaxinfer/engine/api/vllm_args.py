@@ -19,9 +19,12 @@ RENAMED = MappingProxyType(
         "block_size": "page_size",
         "num_gpu_blocks_override": "num_pages",
         "async_scheduling": "overlap",
+        "runner": "task",
     }
 )
 DTYPE_ALIASES = MappingProxyType({"half": "float16", "float": "float32"})
+# the older name of a task, and the runner that newer versions have in its place
+TASK_ALIASES = MappingProxyType({"embedding": "embed", "pooling": "embed"})
 
 # accepted with these values only, which describe jaxinfer's own behaviour
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -31,6 +34,7 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
     ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),
+    ("convert", (None, "auto", "none", "embed"), "embeddings and scores are made by --task"),
     ("enable_lora", (False,), "LoRA is not supported"),
     ("lora_modules", (None,), "LoRA is not supported"),
     ("max_loras", (1,), "LoRA is not supported"),
@@ -86,6 +90,8 @@ def engine_config(model: str | None, arguments: Mapping[str, Any]) -> EngineConf
             _check_fixed(name, value)
     if isinstance(dtype := settings.get("dtype"), str):
         settings["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    if isinstance(task := settings.get("task"), str):
+        settings["task"] = TASK_ALIASES.get(task, task)
     return EngineConfig(**settings)
 
 

@@ -192,9 +192,12 @@ class EngineClient:
         free = max(self.limits.max_num_seqs - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
-    def check(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def check(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, pools: bool = False
+    ) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
+        known = (self.limits, self.facts, self.tokenizer)
+        check_request(prompt_token_ids, sampling, *known, pools=pools)
 
     def open(
         self,
@@ -205,17 +208,19 @@ class EngineClient:
         cache_salt: str | None = None,
         wake: asyncio.Event | None = None,
         checked: bool = False,
+        pools: bool = False,
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
-        ``checked``: it has passed ``check``, which reads every token id of the prompt.
+        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``pools``:
+        it asks for a vector.
         """
         if not checked:
-            self.check(prompt_token_ids, sampling)
+            self.check(prompt_token_ids, sampling, pools=pools)
         identity = check_identity(priority, cache_salt)
         self._opened += 1
         key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
-        self._link.send(Submission(key, prompt_token_ids, sampling, *identity))
+        self._link.send(Submission(key, prompt_token_ids, sampling, *identity, pools))
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1

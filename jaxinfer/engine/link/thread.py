@@ -306,6 +306,7 @@ class EngineThread(Link):
                 priority=submission.priority,
                 cache_salt=submission.cache_salt,
                 constraint=ready.constraint,
+                pools=submission.pools,
             )
         except Exception as error:  # an error of one request must not stop the others
             listener(Refused(submission.request_id, Failed.of(_refusal(error))))

@@ -42,6 +42,7 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    pools: bool = False  # it asks for a vector
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):

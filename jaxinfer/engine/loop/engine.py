@@ -100,15 +100,14 @@ class Engine:
         constraint: Constraint | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
-        answer it. ``pools``: it yields the hidden state of its last token.
+        answer it. ``pools``: it yields one vector of the prompt.
 
         ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
         may take seconds; else it is compiled here.
         """
-        if pools and not self.limits.pools:
-            raise RequestError("this engine was not built to pool; generate text with it instead")
         priority, salt = check_identity(priority, cache_salt)
-        prompt = check_request(prompt_token_ids, sampling, self.limits, self.facts, self.tokenizer)
+        known = (self.limits, self.facts, self.tokenizer)
+        prompt = check_request(prompt_token_ids, sampling, *known, pools=pools)
         added = constraint or self.constraints.compile(sampling), self.steering.resolved(sampling)
         return ValidatedRequest(prompt, sampling, priority, salt, pools, *added)
 

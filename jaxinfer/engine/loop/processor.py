@@ -57,7 +57,7 @@ class SequenceProcessor:
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
-            pooled=None if event.pooled is None else tuple(event.pooled.tolist()),
+            pooled=b"" if event.pooled is None else event.pooled.tobytes(),
             taps=event.taps,
             error=event.error,
             weight_versions=(WeightSpan(weight_version, start, start + kept),) if kept else (),

@@ -36,6 +36,7 @@ from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import EXECUTABLES, load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import compile_bundle
@@ -93,6 +94,7 @@ def plan_engine(
         progress=progress,
         tokenizer=config.tokenizer,
     )
+    config, source = with_task(config, source)
     source, model = model_of(source, config, platform)
     if not chose_mixed:
         config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
@@ -113,6 +115,7 @@ def plan_engine(
         source.generation_config,
         use_generation_config=config.generation_config == "auto",
     )
+    facts = replace(facts, pooling=pooling_of(config, source, model))
     load_kernel_runtime()  # before threads compile, since it changes the environment
     return EnginePlan(
         config=config,
@@ -221,7 +224,9 @@ def limits_of(
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    snapshots = config.enable_prefix_caching and has_slot_state
+    # the mean and the first token need hidden states of the whole prompt
+    reuses = config.enable_prefix_caching and config.pooling in (None, "last")
+    snapshots = reuses and has_slot_state
     return Limits(
         num_pages=0,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
@@ -237,12 +242,14 @@ def limits_of(
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
             taps=bool(points),
+            pools=config.pooling is not None,
         ),
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=reuses,
         prefill_first=bool(config.prefill_first),
         windows=windows,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
         points=points,
+        pooling=config.pooling or "",
     )
 
 

@@ -57,7 +57,7 @@ def load(
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return _beside(loader.state, loader.executables)
-    _ = plan.tokenizer  # its errors are reported before compiling, which takes a minute
+    _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)

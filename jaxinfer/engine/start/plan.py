@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.config import COMPILED, EngineConfig
 from jaxinfer.core.progress import Progress
 from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.start.task import score_token_ids
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
@@ -50,11 +51,16 @@ class EnginePlan:
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model, with the tokenizer's end tokens added."""
+        """The facts of the model, with the tokenizer's end tokens and those of scores added.
+
+        Raises ``ConfigError`` if the tokens of scores are none.
+        """
+        scores = score_token_ids(self.config, self.tokenizer)
         if self.tokenizer is None:
             return self.config_facts
         ends = (*self.config_facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
-        return replace(self.config_facts, eos_token_ids=tuple(dict.fromkeys(ends)))
+        ends = tuple(dict.fromkeys(ends))
+        return replace(self.config_facts, eos_token_ids=ends, score_token_ids=scores)
 
     @property
     def bundle_settings(self) -> dict[str, Any]:

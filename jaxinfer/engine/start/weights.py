@@ -13,6 +13,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.engine.start.task import with_task
 from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.run.new_weights import placed_params
@@ -96,6 +97,7 @@ class EngineWeights:
         """The weights of a folder or another reference, as the engine's model keeps them."""
         plan, program = self.plan, self.plan.program
         source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
+        _, source = with_task(plan.config, source)
         source, model = model_of(source, plan.config, program.platform)
         if differing := _differing(model, program.model):
             raise ConfigError(

@@ -25,6 +25,7 @@ def bucket_table(
     max_num_mixed_tokens: int | None = None,
     query_tokens: int = 1,
     taps: bool = False,
+    pools: bool = False,
 ) -> tuple[Bucket, ...]:
     """Every shape that a schedule can need: decode, prefill, and mixed if two sequences can run.
 
@@ -46,6 +47,8 @@ def bucket_table(
     With ``taps`` the buckets that decode or score exist a second time, for steps in which
     activations are read or steered. Others would be compiled for few requests, and would return up
     to ``max_num_batched_tokens`` activations at once.
+
+    If the engine ``pools``, which draws no tokens, there are only prefill buckets.
     """
     max_mixed = min(max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens)
     chunks = ladder(prefill_start, max_num_batched_tokens, prefill_factor)
@@ -59,6 +62,8 @@ def bucket_table(
             for chunk in _mixed_chunks(rows, max_mixed, prefill_start, prefill_factor)
         ),
     ]
+    if pools:
+        return tuple(Bucket(0, chunk, _prefill_rows(chunk, max_num_seqs)) for chunk in chunks)
     scored_chunk = max(chunk for chunk in chunks if chunk <= max_mixed or chunk == chunks[0])
     plain = tuple(
         Bucket(

@@ -129,12 +129,14 @@ def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
 
 
 def of_limits(limits: Limits) -> dict[str, str]:
-    """The sizes on which shapes depend."""
+    """The sizes on which shapes depend, and what the steps make of hidden states."""
     values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
     if limits.num_snapshots:
         values["num_snapshots"] = str(limits.num_snapshots)
     if limits.points:
         values["tap_points"] = " ".join(point.name for point in limits.points)
+    if limits.pooling:
+        values["pooling"] = limits.pooling
     return values | {"buckets": " ".join(bucket.name for bucket in limits.buckets)}
 
 

@@ -230,7 +230,8 @@ def reserve_bytes(model: Model) -> int:
 def _workspaces(program: Program) -> dict[str, int]:
     """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
     model, limits = program.model, program.limits
-    bounds = {bucket.name: step_bound(model, bucket) for bucket in limits.buckets}
+    pools = bool(limits.pooling)
+    bounds = {bucket.name: step_bound(model, bucket, pools=pools) for bucket in limits.buckets}
     tapped = TAPS_COPIES * model.config.dtype.itemsize * sum(p.width for p in limits.points)
     for bucket in limits.buckets:
         bounds[bucket.name] += tapped * bucket.num_tokens if bucket.taps else 0
@@ -246,12 +247,13 @@ def _workspaces(program: Program) -> dict[str, int]:
     return bounds
 
 
-def step_bound(model: Model, bucket: Bucket) -> int:
+def step_bound(model: Model, bucket: Bucket, *, pools: bool = False) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
     layer for every token, and of the experts that a token chooses; and the hidden states that a
-    bucket that scores returns. Keys and values that XLA's attention gathers on a CPU are not
+    bucket that scores returns; or if it ``pools`` no logits, but hidden states and vectors in
+    float32. Keys and values that XLA's attention gathers on a CPU are not
     counted, as no plan for a CPU depends on them.
     """
     config = model.config
@@ -259,6 +261,8 @@ def step_bound(model: Model, bucket: Bucket) -> int:
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = (_layer_width(model) + _experts_width(config)) * bucket.num_tokens + hidden
     activations += _experts_padding(config)
+    if pools:
+        logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
     return logits + activations * config.dtype.itemsize
 
 

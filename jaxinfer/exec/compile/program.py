@@ -25,7 +25,7 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
 from jaxinfer.core.step import Bucket, SlotAdmission
 from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, pooled, scored
+from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
 from jaxinfer.exec.step.points import Steering, steered
 from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots, slot_rows
@@ -40,7 +40,6 @@ ADMIT = "admit"
 COPY = "copy"  # copies layer state between slots and snapshots
 EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
 SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
-POOL = "pool"  # prefix of executables that pool; the number of tokens follows
 STEER = "steer"  # writes the steering of a request into its slot
 FIRST = "_first"  # suffix of the first executable of a split step
 ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
@@ -91,6 +90,8 @@ class Program:
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"
+        decodes = any(bucket.num_decodes for bucket in self.limits.buckets)
+        assert not (self.limits.pooling and decodes), "an engine that pools draws no tokens"
         has_state = bool(self.model.state.bytes_per_slot)
         snapshots, reuses = self.limits.num_snapshots > 0, self.limits.enable_prefix_caching
         if has_state and self.drafter is not None:
@@ -132,7 +133,9 @@ class Program:
         """The initial slot state."""
         config, limits = self.model.config, self.limits
         drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), config.dtype)
-        if self.keeps_logits:
+        if self.limits.pooling:
+            drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32)
+        elif self.keeps_logits:
             drawn_from = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
         sizes = (limits.max_num_seqs, limits.max_model_len)
         return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
@@ -160,7 +163,12 @@ class Program:
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the executables that draw with extras: 8 times as many each."""
+        """The numbers of rows of the executables that draw with extras: 8 times as many each.
+
+        None in an engine that pools, which draws no tokens.
+        """
+        if self.limits.pooling:
+            return ()
         most = self.limits.max_num_seqs
         first = 1 if self.platform == "cpu" else min(MIN_EXTRAS_ROWS, most)
         sizes = ladder(first, most, EXTRAS_ROWS_FACTOR)
@@ -194,11 +202,9 @@ class Program:
             masks = jax.ShapeDtypeStruct((count, self.mask_words), jnp.uint32)
             return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire, masks)
         hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
-        if kind == SCORE:
-            targets = jax.ShapeDtypeStruct((count,), jnp.int32)
-            return jax.jit(scored, static_argnums=0).trace(self.model, head, hidden, targets)
-        tokens = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
-        return jax.jit(pooled).trace(hidden, tokens)
+        assert kind == SCORE, name
+        targets = jax.ShapeDtypeStruct((count,), jnp.int32)
+        return jax.jit(scored, static_argnums=0).trace(self.model, head, hidden, targets)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
         bucket, part = self._steps[name]
@@ -225,6 +231,7 @@ class Program:
             copies_batch=self.platform != "cpu",
             drafter=self.drafter,
             points=self.limits.points if bucket.taps else (),
+            pooling=self.limits.pooling,
         )
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
@@ -300,7 +307,6 @@ class Program:
             *([STEER] if self.limits.points else []),
             *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
             *(f"{SCORE}{size}" for size in sizes),
-            *(f"{POOL}{size}" for size in sizes if self.limits.pools),
             *self._steps,
         )
 
@@ -311,8 +317,7 @@ class Program:
         parts = (bucket.name + FIRST, bucket.name) if self.is_split(bucket) else (bucket.name,)
         tokens = bucket.num_prefill_tokens
         score = (f"{SCORE}{tokens}",) if bucket.scores else ()
-        pool = (f"{POOL}{tokens}",) if bucket.scores and self.limits.pools else ()
-        return (*parts, *score, *pool)
+        return (*parts, *score)
 
     @cached_property
     def first_buckets(self) -> tuple[Bucket, ...]:
@@ -327,7 +332,8 @@ class Program:
         if self.platform == "cpu":
             return buckets
         decode = [b for b in buckets if not b.num_prefills]
-        scoring = [b for b in buckets if b.scores]
+        # an engine that pools has only prompts, and its largest bucket holds every step
+        scoring = [b for b in buckets if b.scores or self.limits.pooling]
         needed = {
             max((b for b in kind if b.taps == taps), key=lambda b: (b.num_decodes, b.num_tokens))
             for kind in (decode, scoring)

@@ -26,7 +26,7 @@ import numpy as np
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, POOL, SCORE, STEER, Program
+from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, SCORE, STEER, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.device_memory import compile_init_state, is_intact, no_steering
@@ -75,7 +75,7 @@ class Executor:
         self._requests: dict[int, Request] = {}  # of each slot
         self._constraints = Constraints(program.mask_words)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
-        rows = max(*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows)
+        rows = max([*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows])
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
         self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
@@ -160,12 +160,10 @@ class Executor:
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
                 if bucket.scores and on_gpu:
                     targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
-                    limits = self._program.limits
-                    pools = np.zeros(limits.max_num_seqs, np.int32) if limits.pools else None
-                    prepared = msgspec.structs.replace(prepared, targets=targets, pools=pools)
+                    prepared = msgspec.structs.replace(prepared, targets=targets)
                 step = self._launch_prepared(prepared, {})
                 self._tokens_of(step)
-                jax.block_until_ready((step.scores, step.pooled))
+                jax.block_until_ready(step.scores)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.
@@ -248,7 +246,9 @@ class Executor:
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered),
-            extras=tuple(batched(with_extras, self._program.extras_rows[-1])),
+            extras=tuple(batched(with_extras, self._program.extras_rows[-1]))
+            if with_extras
+            else (),
             is_constrained=any([requests[i].constraint is not None for i in with_extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
             needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
@@ -270,13 +270,13 @@ class Executor:
         self._read_later(output.token_ids, staged)
         for pairs in prepared.saves:
             self._copy(pairs)
-        scores = pooled = None
+        scores = None
         if prepared.targets is not None:
             name = f"{SCORE}{len(prepared.targets)}"
             scores = self._read_back(name, self._head, output.hidden, prepared.targets)
-        if prepared.pools is not None:
-            name = f"{POOL}{bucket.num_prefill_tokens}"
-            pooled = self._read_back(name, output.hidden, prepared.pools)
+        pooled = output.pooled if any(row.pools for row in prepared.plan.prefills) else None
+        if pooled is not None:
+            self._copy_to_host(pooled)
         taps = output.taps if prepared.needs_taps else None
         if taps is not None:
             self._copy_to_host(taps)

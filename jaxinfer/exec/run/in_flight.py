@@ -47,7 +47,6 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     # only steps with prompts have these
     admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
     targets: np.ndarray | None = None  # int32[Tp] if prompts are scored
-    pools: np.ndarray | None = None  # int32[S] if rows pool: see ``extras.pack_pooled``
     # int32[2, N] for each call of ``COPY`` before and after the step
     restores: tuple[np.ndarray, ...] = ()
     saves: tuple[np.ndarray, ...] = ()
@@ -72,7 +71,7 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     extras: list[ExtrasCall]  # launched later if masks of the step's rows are not known yet
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, str]  # the errors of rows that could not be prepared
-    pooled: jax.Array | None = None  # float32[S, D] of the rows that pool
+    pooled: jax.Array | None = None  # float32[R, D] of the prefill rows, if any of them pools
     taps: jax.Array | None = None  # [T, W of all points], if any are read
     errors: dict[RowKey, str] = msgspec.field(default_factory=dict)  # of rows not drawn with extras
 
@@ -110,12 +109,18 @@ def row_results(
     """
     reader, rows = _LogprobReader(step), step.prepared.plan.rows
     taps = _row_taps(step, points)
-    vectors = iter(() if step.pooled is None else np.asarray(step.pooled))
+    vectors = None if step.pooled is None else np.array(step.pooled)
+    first = len(step.prepared.plan.decodes)
     results = [
         RowResult(row.request_id, row.epoch, (), error=errors[row.request_id, row.epoch])
         if (row.request_id, row.epoch) in errors
         else _row_result(
-            reader, i, row, token_ids[i], next(vectors) if row.pools else None, taps[i]
+            reader,
+            i,
+            row,
+            token_ids[i],
+            vectors[i - first] if row.pools and vectors is not None else None,
+            taps[i],
         )
         for i, row in enumerate(rows)
     ]
@@ -133,8 +138,7 @@ def _row_result(
 ) -> RowResult:
     """The result of one row; an error of the row is in its result."""
     key = (row.request_id, row.epoch)
-    damaged = pooled is not None and not np.isfinite(pooled).all()
-    if damaged or (row.samples and NOT_FINITE in token_ids):
+    if (row.samples or row.pools) and NOT_FINITE in token_ids:
         return RowResult(*key, (), error=NOT_FINITE_ERROR)
     try:
         sampled, prompt = reader.sampled(index, row, token_ids), reader.prompt(index, row)

@@ -1,11 +1,10 @@
-"""Functions of the executables after a step: they draw tokens with extras, score prompts and pool.
+"""Functions of the executables after a step: they draw tokens with extras and score prompts.
 
 A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties,
 masks or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no
 layers, so it serves every bucket. It reads the input of the step's draw from the rows' slots, and
 its tokens replace the step's in the slots before the next step reads them. ``scored`` computes
-prompt logprobs from the hidden states that buckets that score return; ``pooled`` selects the hidden
-states of rows that pool.
+prompt logprobs from the hidden states that buckets that score return.
 
 So no request changes the shape of a step that it shares with others, and extras take time only if a
 row needs them: with Qwen3-4B on an H100 0.26 ms, to read the head's weights again.
@@ -123,21 +122,6 @@ def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  
         if row.target_ids is not None:
             targets[end - len(row.target_ids) : end] = row.target_ids
     return targets
-
-
-def pooled(
-    hidden: jax.Array,  # [Tp, D]
-    tokens: jax.Array,  # int32[S]: index of the token that each row pools
-) -> jax.Array:  # float32[S, D]
-    """The hidden states of the given tokens: last-token pooling."""
-    return hidden[tokens].astype(jnp.float32)
-
-
-def pack_pooled(rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # int32[S]
-    """The index of the last token of each prefill row that pools, padded with zeros."""
-    ends = np.cumsum([row.num_scheduled_tokens for row in rows])
-    found = [end - 1 for row, end in zip(rows, ends, strict=True) if row.pools]
-    return np.pad(np.array(found, np.int32), (0, count - len(found)))
 
 
 def _by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:

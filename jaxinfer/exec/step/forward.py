@@ -22,7 +22,8 @@ from jaxinfer.core.points import Point
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
 from jaxinfer.exec.step.points import Steering, points_of_step, read_points
-from jaxinfer.exec.step.sampling import sample
+from jaxinfer.exec.step.pooling import pooled
+from jaxinfer.exec.step.sampling import NOT_FINITE, sample
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
     Model,
@@ -76,6 +77,7 @@ class StepOutput(NamedTuple):
     token_ids: jax.Array
     hidden: jax.Array | None = None  # [Tp, D] of all prompt tokens, if the bucket scores
     taps: jax.Array | None = None  # [T, W of all points], if the bucket taps
+    pooled: jax.Array | None = None  # float32[R, D], if the engine pools
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class StepFunction:
     copies_batch: bool = False  # see ``batch.copy_batch``
     drafter: Drafter | None = None
     points: tuple[Point, ...] = ()  # if the bucket taps
+    pooling: str = ""  # if the engine pools: one of ``core.pooling.KINDS``
 
     def first_part(
         self,
@@ -194,6 +197,8 @@ class StepFunction:
         hidden: jax.Array,  # [T, D], or [B, D] if only last tokens were computed
     ) -> tuple[SlotState, StepOutput]:
         """Draw the tokens of each row and write them into its slot."""
+        if self.pooling:
+            return self._pool(slots, batch, hidden)
         bucket, rows = self.layout.bucket, batch.rows
         if bucket.num_prefills:
             new = slots.settings.at[rows.slots[bucket.num_decodes :]].set(batch.settings)
@@ -209,14 +214,27 @@ class StepFunction:
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
         return slots, StepOutput(token_ids, scored)
 
+    def _pool(
+        self,
+        slots: SlotState,
+        batch: DeviceBatch,
+        hidden: jax.Array,  # [T, D], or [R, D] if only last tokens were computed
+    ) -> tuple[SlotState, StepOutput]:
+        """The vector of each row's tokens up to here. Its token says only whether it is finite."""
+        own, vectors = pooled(self.pooling, hidden, batch, slots.drawn_from)
+        token_ids = jnp.where(jnp.isfinite(vectors).all(axis=1), 0, NOT_FINITE)
+        token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
+        return slots._replace(drawn_from=own), StepOutput(token_ids, pooled=vectors)
+
     @property
     def _ends_with_last_tokens(self) -> bool:
         """True if the last layer computes only the last token of each row.
 
-        Prompts need no other outputs, unless the bucket scores.
+        Prompts need no other outputs, unless the bucket scores or all tokens are pooled.
         """
         bucket = self.layout.bucket
-        return bool(bucket.num_prefills) and not (bucket.num_decodes or bucket.scores)
+        others = bucket.num_decodes or bucket.scores or self.pooling not in ("", "last")
+        return bool(bucket.num_prefills) and not others
 
     def _arrivals(self) -> jax.Ref | None:
         """Zeros int32[num_decodes * K] for ``append_decode``, made once per step.

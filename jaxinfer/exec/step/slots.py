@@ -75,7 +75,7 @@ class SlotState(NamedTuple):
     stop_ids: jax.Array  # int32[S + 1, MAX_STOP_IDS]; V and above are ignored
     token_ids: jax.Array  # int32[S + 1, max_model_len + 1]: tokens known at admission, and drawn
     # the input of the slot's last draw: the hidden state, or the float32 logits
-    # (``Program.keeps_logits``)
+    # (``Program.keeps_logits``). In an engine that pools: what ``pooling`` has made of its prompt
     drawn_from: jax.Array  # [S + 1, D] or float32[S + 1, V]
     # length of a decoding sequence if rows have drafts, as the host learns later how many were
     # accepted; None if rows have one token

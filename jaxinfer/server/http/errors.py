@@ -17,6 +17,7 @@ from jaxinfer.core.errors import (
     EngineError,
     JaxinferError,
     RequestError,
+    TaskError,
     TokenizerError,
 )
 from jaxinfer.core.request import SamplingParams
@@ -47,6 +48,7 @@ ANTHROPIC_PATH = "/v1/messages"  # of the routes that have Anthropic's form, wit
 _ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__) | {
     "cache_salt",
     "continue_final_message",
+    "dimensions",
     "messages",
     "priority",
     "prompt",
@@ -152,6 +154,8 @@ def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
     """
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
+    if isinstance(error, TaskError):
+        return ApiError(400, str(error), param="model")
     if isinstance(error, (RequestError, TokenizerError)):
         return ApiError(400, str(error), param=_leading_field(str(error)))
     if isinstance(error, EngineError) and not alive:

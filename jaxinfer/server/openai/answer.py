@@ -161,6 +161,8 @@ class Answer:
         progress = self._progress[number][delta.index]
         if delta.token_ids:
             self._note_tokens(progress, delta)
+        elif delta.pooled:
+            progress.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason is not None:
             progress.finish_reason, progress.times = delta.finish_reason, delta.times
             self._num_unfinished -= 1

@@ -59,9 +59,8 @@ class BeamFields(GenerationFields, frozen=True, kw_only=True):
         if wrong:
             raise field_error(wrong[0], f"{wrong[0]} cannot be used with use_beam_search")
 
-    def beam_search(self, max_tokens: int) -> BeamSearchParams | None:
-        if not self.use_beam_search:
-            return None
+    def beam_search(self, max_tokens: int) -> BeamSearchParams:
+        """The search that finds the answers, of at most ``max_tokens``."""
         return BeamSearchParams(
             self.n,
             max_tokens,

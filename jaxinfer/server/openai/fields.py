@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.core.beam_search import BeamSearchParams
 from jaxinfer.core.request import (
     ABOVE_ZERO_BOUNDS,
     BIAS_BOUNDS,
@@ -248,10 +247,6 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         guided = {name: getattr(self, name) for name in GUIDED}
         pattern = self.guided_whitespace_pattern
         return form_of(self.response_format, self.structured_outputs, guided, pattern)
-
-    def beam_search(self, max_tokens: int) -> BeamSearchParams | None:
-        """The search that finds the answers, of at most ``max_tokens``; None: they are drawn."""
-        return None
 
     def num_logprobs(self) -> int | None:
         """``SamplingParams.logprobs``."""

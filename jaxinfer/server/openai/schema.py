@@ -313,7 +313,7 @@ def _template_variables(tools: Sequence[Any], effort: str | None) -> dict[str, A
     return variables
 
 
-def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
+def prompt_list(prompt: str | Sequence[Any], field: str = "prompt") -> list[str | tuple[int, ...]]:
     """The prompts in any of the four forms; raises ``ApiError`` for a mixture or an empty one."""
     if isinstance(prompt, str):
         return [prompt]
@@ -323,15 +323,16 @@ def prompt_list(prompt: str | Sequence[Any]) -> list[str | tuple[int, ...]]:
     for index, item in enumerate(prompt):
         if type(item) is not kind:
             raise field_error(
-                f"prompt[{index}]",
-                f"prompt[{index}] is of another kind than prompt[0]; "
-                "prompt must be text, token ids, a list of texts or a list of lists of token ids",
+                f"{field}[{index}]",
+                f"{field}[{index}] is of another kind than {field}[0]; "
+                f"{field} must be text, token ids, a list of texts or a list of lists of token ids",
             )
         if item == ():
-            raise field_error(f"prompt[{index}]", f"prompt[{index}] must hold at least 1 token id")
+            name = f"{field}[{index}]"
+            raise field_error(name, f"{name} must hold at least 1 token id")
     if len(prompt) > MAX_PROMPTS:
         raise field_error(
-            "prompt", f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}"
+            field, f"{field} must hold at most {MAX_PROMPTS} prompts, got {len(prompt)}"
         )
     return list(prompt)
 

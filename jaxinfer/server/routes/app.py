@@ -15,7 +15,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import OPEN_PATHS, guarded
-from jaxinfer.server.routes import admin, generation, messages, responses, status, tokens
+from jaxinfer.server.routes import (
+    admin,
+    generation,
+    messages,
+    pooling,
+    responses,
+    status,
+    tokens,
+)
 from jaxinfer.server.routes.endpoint import Endpoint
 from jaxinfer.server.routes.page import PAGE_ROUTES, page_files, page_handler
 from jaxinfer.server.routes.service import Service
@@ -44,6 +52,13 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("GET", "/v1/responses/{response_id}"): responses.stored,
         ("DELETE", "/v1/responses/{response_id}"): responses.stored,
         ("POST", "/v1/responses/{response_id}/cancel"): responses.cancel,
+        ("POST", "/v1/embeddings"): pooling.embeddings,
+        ("POST", "/pooling"): pooling.pooling,
+        ("POST", "/v1/score"): pooling.score,
+        ("POST", "/score"): pooling.score,
+        ("POST", "/v1/rerank"): pooling.rerank,
+        ("POST", "/v2/rerank"): pooling.rerank,
+        ("POST", "/rerank"): pooling.rerank,
     }
 )
 

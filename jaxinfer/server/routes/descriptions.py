@@ -137,6 +137,30 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "TextFormat.type": "text, json_object or json_schema.",
         "TextOptions.format": "The form of the answer: any JSON object, or one with a schema.",
         "TextOptions.verbosity": "Only medium, which has no effect.",
+        "dimensions": "Numbers of each vector, at most the model's; it is normalised again.",
+        "documents": "The documents; with queries instead of text_1 and text_2.",
+        "RerankRequest.documents": "The documents, as texts or as objects of text.",
+        "encoding_format": "float: a list of numbers; base64: float32, little endian.",
+        "instruction": "What makes a document fit, a variable of the template for scores.",
+        "max_tokens_per_doc": "Read only so many tokens of each document.",
+        "normalize": "Scale each vector to length 1; absent: as the model's files say.",
+        "queries": "One query, or one for each document.",
+        "query": "The query.",
+        "return_documents": "List the text of each document.",
+        "task": "The only kind of vector.",
+        "text_1": "One query, or one for each document.",
+        "text_2": "The documents.",
+        "top_n": "List only the best; 0: all.",
+        "use_activation": "As normalize, which wins.",
+        **{
+            f"{name}.truncate_prompt_tokens": "Read only so many first tokens of a longer text, or "
+            "of the document in a prompt for a score; -1: as many as the context has."
+            for name in ("EmbeddingRequest", "PoolingRequest", "ScoreRequest", "RerankRequest")
+        },
+        **{
+            f"{name}.input": f"Text, token ids, or a list of up to {MAX_PROMPTS} of either."
+            for name in ("EmbeddingRequest", "PoolingRequest")
+        },
     }
 )
 RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -151,15 +175,17 @@ RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
         "content": "The text, in a stream its new part; in logprobs one entry for each token.",
         "count": "The number of tokens.",
         "created": "Start of the answer, or of the server, in seconds since 1970.",
-        "data": "One entry for each name.",
+        "data": "One entry for each name or input; of a vector its numbers, or their base64.",
         "decoded_token": "The token's text.",
         "delta": "The new part of the message, or of a block.",
+        "document": "The document, unless return_documents is false.",
         "dtype": "The type of each value.",
+        "embedding": "The vector, as numbers or as base64 of float32, little endian.",
         "error": "The error.",
         "finish_reason": "Why the output ended; null while it goes on.",
         "function": "The function that is called.",
         "id": "The id of the request or object, or the name of the model.",
-        "index": "The index of the choice, or of the block.",
+        "index": "The index of the choice, of the block, or of the input in the request.",
         "kv_transfer_params": "Always null.",
         "latency_ms": "Milliseconds from the request's arrival to its last token.",
         "logprob": "Natural logarithm of the probability, before temperature and penalties.",
@@ -182,9 +208,12 @@ RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
         "reasoning": "The model's thoughts, in a stream their new part.",
         "reasoning_content": "The same as reasoning, for clients that know this name.",
         "refusal": "Always null.",
+        "relevance_score": "From 0 to 1; of two embeddings their cosine, from -1.",
         "request_id": "The id of the request.",
+        "results": "The documents, the best first.",
         "role": "The author of the message.",
         "root": "The model behind the name.",
+        "score": "From 0 to 1; of two embeddings their cosine, from -1.",
         "shape": "The number of tokens (all but the last one), then the shape of an activation.",
         "stop_reason": "The stop string, or the request's stop id, that ended the output.",
         "system_fingerprint": "The software that answered, with its version.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.structured import FIELD
+from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
-from jaxinfer.server.openai.fields import AnyRequest
+from jaxinfer.server.openai.fields import AnyRequest, GenerationFields
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.structured import with_field
 from jaxinfer.server.openai.writer import Writer, merged_updates
@@ -61,6 +63,8 @@ class Call:
             advice = "--strict-fields refuses such requests"
             self.service.log.warning_once("unknown_field", name, advice=advice)
         self.service.check_model(parsed.request.model)
+        if isinstance(parsed.request, GenerationFields):
+            check_task(self.service.client.limits, pools=False)
         return parsed.request
 
     @property
@@ -128,8 +132,8 @@ class Call:
         fields = {"request_id": self.request_id, "route": self.route}
         if isinstance(error, JaxinferError):
             api_error = self.service.error(error)
-            if api_error.param == "prompt":
-                api_error.param = self.prompt_field
+            if re.match(r"prompt(\[|$)", api_error.param or ""):
+                api_error.param = f"{self.prompt_field}{(api_error.param or '')[len('prompt') :]}"
             api_error = with_field(api_error, self.form_field)
             if api_error.status >= 500:
                 self.service.log.error("request_failed", **fields, reason=api_error.message)

@@ -16,7 +16,7 @@ from jaxinfer.server.anthropic import answers
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
-from jaxinfer.server.openai import responses
+from jaxinfer.server.openai import pooling, responses
 from jaxinfer.server.openai.fields import AnyRequest
 from jaxinfer.server.openai.schema import (
     ChatCompletionRequest,
@@ -92,6 +92,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             TokensRequest,
             (responses.TokensResponse,),
         ),
+        **{
+            ("POST", path): Operation(name, summary, response, request, errors=(429,))
+            for path, name, summary, response, request in pooling.OPERATIONS
+        },
         ("POST", "/tokenize"): Operation(
             "tokenize",
             "Token ids of a prompt, or of messages as the model would see them.",

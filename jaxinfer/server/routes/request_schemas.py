@@ -10,6 +10,14 @@ from typing import Any
 
 from jaxinfer.core.request import INT32_MAX
 from jaxinfer.server.openai.fields import RequestPart
+from jaxinfer.server.openai.pooling import (
+    ENCODINGS,
+    POOLING_TASKS,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from jaxinfer.server.openai.schema import (
     MAX_PROMPTS,
     ChatCompletionRequest,
@@ -28,6 +36,16 @@ def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequenc
         properties["prompt"]["anyOf"] = _prompt_forms()
     if request is TokenizeRequest:
         schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
+    if issubclass(request, EmbeddingRequest):
+        properties["input"]["anyOf"] = _prompt_forms()
+        properties["encoding_format"]["enum"] = list(ENCODINGS)
+    if request is PoolingRequest:
+        properties["task"]["enum"] = list(POOLING_TASKS)
+    if request is ScoreRequest:
+        schema["oneOf"] = [_pair("text_1", "text_2"), _pair("queries", "documents")]
+    if request is RerankRequest:
+        text = object_schema({"text": {"type": "string"}}, "text")
+        properties["documents"]["items"] = {"anyOf": [{"type": "string"}, text]}
     is_chat = issubclass(request, ChatCompletionRequest | TokenizeRequest)
     if is_chat:
         messages = properties["messages"]
@@ -58,6 +76,16 @@ def _exactly_one(given: str, absent: str) -> dict[str, Any]:
     """Schema: exactly one of two fields."""
     forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
     return {"required": [given], "properties": forms}
+
+
+def _pair(queries: str, documents: str) -> dict[str, Any]:
+    """Schema: these two fields of ``ScoreRequest``, and not the others."""
+    others = {"text_1", "text_2", "queries", "documents"} - {queries, documents}
+    forms = {name: {"not": {"type": "null"}} for name in (queries, documents)}
+    return {
+        "required": [queries, documents],
+        "properties": forms | {name: {"type": "null"} for name in sorted(others)},
+    }
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxinfer.core.errors import (
     EngineError,
     JaxinferError,
     RequestError,
+    TaskError,
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
@@ -34,10 +35,12 @@ from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
 from jaxinfer.server.routes.limits import check_fit, deadline
+from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
@@ -214,22 +217,27 @@ class Service:
         route: str,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        request: GenerationFields,
+        request: GenerationFields | PoolingFields,
         caller: Caller = UNKNOWN,
+        *,
+        pools: bool = False,
     ) -> Answer:
         """Submit the prompts of one request, all or none; raises ``ApiError`` or ``RequestError``.
 
         Of ``request`` the tokens that must fit the context after each prompt, the priority, the
-        salt and the timeout are used; the server's own timeout applies as well.
+        salt and the timeout are used; the server's own timeout applies as well. ``pools``: it asks
+        for vectors.
         """
-        self._check_prompts(prompts, sampling, request.requested_tokens())
+        client = self.client
+        self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
         self._check_taps(prompts, sampling)
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream | BeamStream] = []
         try:
             for prompt in prompts:
-                streams.append(self._stream(prompt.token_ids, sampling, request, wake))
+                token_ids = prompt.token_ids
+                streams.append(open_stream(client, token_ids, sampling, request, wake, pools=pools))
         except JaxinferError:
             for stream in streams:
                 stream.close()
@@ -248,31 +256,6 @@ class Service:
             prompts=prompts,
         )
         return answer
-
-    def _stream(
-        self,
-        token_ids: tuple[int, ...],
-        sampling: SamplingParams,
-        request: GenerationFields,
-        wake: asyncio.Event,
-    ) -> Stream | BeamStream:
-        """The output for one prompt, which has been checked."""
-        client, priority, salt = self.client, request.priority, request.cache_salt
-        beams = request.beam_search(resolved_max_tokens(len(token_ids), sampling, client.limits))
-        if beams is None:
-            return client.open(
-                token_ids, sampling, priority=priority, cache_salt=salt, wake=wake, checked=True
-            )
-        return BeamStream(
-            client,
-            token_ids,
-            beams,
-            num_logprobs=sampling.logprobs or 0,
-            skip_special_tokens=sampling.skip_special_tokens,
-            priority=priority,
-            cache_salt=salt,
-            wake=wake,
-        )
 
     def close(self, answer: Answer) -> None:
         """End an answer, finished or not; its handler calls it when it returns. Idempotent."""
@@ -303,17 +286,22 @@ class Service:
         """The ``ApiError`` for an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
-    def _check_prompts(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, requested: RequestedTokens | None
+    def check_prompts(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        requested: RequestedTokens | None,
+        *,
+        pools: bool,
     ) -> None:
         """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
         for number, prompt in enumerate(prompts):
             try:
-                self.client.check(prompt.token_ids, sampling)
+                self.client.check(prompt.token_ids, sampling, pools=pools)
                 if requested is not None:
                     check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
             except RequestError as error:
-                if len(prompts) == 1:
+                if len(prompts) == 1 or isinstance(error, TaskError):
                     raise
                 name = f"prompt[{number}]"
                 message = f"{name}: {error}"

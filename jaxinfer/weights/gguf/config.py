@@ -6,12 +6,14 @@ and generation_config.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
+from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
@@ -28,6 +30,8 @@ _SAMPLING = (
     ("min_p", "min_p"),
     ("penalty_repeat", "repetition_penalty"),
 )
+# llama.cpp's numbers of the kinds of pooling; 0 is none, 4 a reranker's head
+_POOLING: Mapping[Any, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 
 
 def hf_config_from_gguf(
@@ -83,6 +87,13 @@ def generation_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
         if value is not None:
             config[key] = float(str(np.float32(value))) if isinstance(value, float) else value
     return config
+
+
+def pooling_from_gguf(header: GGUFHeader) -> Pooling | None:
+    """How the file's model makes embeddings, with llama.cpp's numbers; None if it does not."""
+    architecture = header.metadata.get("general.architecture")
+    kind = _POOLING.get(header.metadata.get(f"{architecture}.pooling_type"))
+    return None if kind is None else Pooling(kind)
 
 
 def _special_id(header: GGUFHeader, role: str) -> int | None:
