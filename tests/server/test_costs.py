@@ -174,7 +174,7 @@ def test_the_garbage_collector_skips_objects_from_before_the_first_request() -> 
 
     async def main() -> int:
         service = Service(ServerConfig(served_model_name=("m",)), EventLog())
-        async with serve._load(EngineConfig(model="m"), lambda _: link, service):
+        async with serve.loaded(EngineConfig(model="m"), lambda _: link, service):
             return gc.get_freeze_count()
 
     before = gc.get_freeze_count()

@@ -210,7 +210,13 @@ def test_an_answer_that_is_not_streamed_takes_little_memory() -> None:
         async def receive() -> Any:
             await asyncio.sleep(SECONDS)
 
-        scope = {"path": "/", "path_params": {}, "state": {"request_id": "r"}, "headers": []}
+        scope = {
+            "path": "/",
+            "method": "POST",
+            "path_params": {},
+            "state": {"request_id": "r"},
+            "headers": [],
+        }
         service, answer = SimpleNamespace(close=lambda _: None), Answer()
         tracemalloc.start()
         updates = await Call(cast("Any", service), scope, receive, b"").updates(cast("Any", answer))

@@ -213,7 +213,7 @@ def reconcile_pooled(body: dict[str, Any]) -> None:
         if given is not None:
             body["truncate_prompt_tokens"] = -1
         if isinstance(given, list):
-            body[name] = [item if item not in ("", {"text": ""}) else "x" for item in given]
+            body[name] = [with_text(item) for item in given]
         elif given == "":
             body[name] = "x"
     for name in ("text_1", "queries"):  # of as many documents as there are
@@ -223,6 +223,13 @@ def reconcile_pooled(body: dict[str, Any]) -> None:
         body["dimensions"] = min(body["dimensions"], 32)
     if isinstance(body.get("timeout"), int | float):
         body["timeout"] = max(body["timeout"], SECONDS)
+
+
+def with_text(item: Any) -> Any:
+    """A text, or a document, that is not empty."""
+    if isinstance(item, dict):
+        return {**item, "text": item.get("text") or "x"}
+    return item if item != "" else "x"
 
 
 def fit(body: dict[str, Any]) -> None:
