@@ -23,7 +23,8 @@ EXPECTED = {
 }
 
 
-SLOW = ("finetune", "linear_probe", "head_ablation")  # 20 to 30 s each on two cores: nightly
+# 10 to 30 s each on two cores: nightly
+SLOW = ("finetune", "linear_probe", "head_ablation", "patching")
 
 
 @pytest.mark.parametrize(

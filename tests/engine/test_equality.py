@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from kit.engines import run, tiny_engine, tiny_limits, tokens
-from kit.tiny_models import NAMES, VOCAB_SIZE
+from kit.tiny_models import LIKE_OTHERS, NAMES, VOCAB_SIZE
 
 PROMPT_LENGTHS = (1, 3, 4, 5, 17, 33, 60, 8, 21, 2)
 SAMPLING = {
@@ -78,7 +78,14 @@ def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]])
         assert output.num_cached_tokens == (len(prompt) - 1) // 4 * 4
 
 
-@pytest.mark.parametrize("model_name", [name for name in NAMES if name != "llama"])
+@pytest.mark.parametrize(
+    "model_name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS))
+        for name in NAMES
+        if name != "llama"
+    ],
+)
 def test_every_family_serves(model_name: str) -> None:
     # only two executables, to save compile time: one for a single row, one for rows together
     limits = replace(

@@ -199,7 +199,15 @@ def test_a_process_ends_if_no_config_is_sent(seconds: float) -> None:
     assert killed.process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.9, 2.5], ids=["start", "import", "jax", "compile"])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(0.0, id="start"),
+        pytest.param(0.3, id="import"),
+        pytest.param(0.9, id="jax"),
+        pytest.param(2.5, id="compile", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stop_while_it_is_built(
     config: EngineConfig, seconds: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

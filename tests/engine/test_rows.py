@@ -124,7 +124,9 @@ def answers(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed", "gpt2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.nightly), "mixed", "gpt2"]
+)
 def test_greedy_tokens_are_those_of_the_dense_form(name: str) -> None:
     served = engine(name)
     for together in (True, False):  # the second run reuses prefixes

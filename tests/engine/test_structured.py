@@ -140,7 +140,7 @@ BATCHES = st.lists(schemas(), min_size=6, max_size=6)
 
 
 @given(BATCHES, st.integers(0, 2**31))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_answers_to_random_schemas_are_valid(
     engine: Engine, some: list[dict[str, Any]], seed: int
 ) -> None:

@@ -20,7 +20,11 @@ ALL_TILES = {(2, 2), (3, 1), (2, 1)}  # warpgroups, accumulators
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("fp8_blocks_t264_bf16", len(ALL_TILES)), ("fp8_blocks_t64_bf16", 1)]
+    ("name", "count"),
+    [
+        pytest.param("fp8_blocks_t264_bf16", len(ALL_TILES), marks=pytest.mark.nightly),
+        ("fp8_blocks_t64_bf16", 1),
+    ],
 )
 def test_each_config_computes_the_gemm(
     name: str, count: int, monkeypatch: pytest.MonkeyPatch

@@ -65,9 +65,9 @@ def test_the_interpreter_agrees_with_the_definition(
 @pytest.mark.parametrize(
     ("name", "num_sms"),
     [
-        ("qwen3_4b_tp8_ragged_bf16", 3),
+        pytest.param("qwen3_4b_tp8_ragged_bf16", 3, marks=pytest.mark.nightly),
         ("qwen3_4b_tp8_ragged_bf16", 4),
-        ("smollm2_tp3_window_bf16", 1),
+        pytest.param("smollm2_tp3_window_bf16", 1, marks=pytest.mark.nightly),
         ("smollm2_tp3_tile_edges_bf16", 2),
     ],
 )

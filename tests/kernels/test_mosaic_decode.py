@@ -143,7 +143,18 @@ def _call(case: DecodeCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (*args, *tables, None, sinks), {"scale": h**-0.5, "eps": 1e-6, "window": case.window}
 
 
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page16", "b64_ctx1056_page64", "b8_ctx16416_page16")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=[pytest.mark.nightly] * (not case.name.endswith(OFTEN))
+        )
+        for case in STEPS
+    ],
+)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper_in_place(case: DecodeCase) -> None:
     args, static = _call(case)

@@ -85,7 +85,7 @@ def _case(form: str, group: int, tokens: int, **more: Any) -> QuantisedCase:
 
 
 @pytest.mark.parametrize(("form", "group"), FORMS)
-@pytest.mark.parametrize("tokens", [3, 16])
+@pytest.mark.parametrize("tokens", [3, pytest.param(16, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("replaced")
 def test_every_form_agrees_with_the_definition(form: str, group: int, tokens: int) -> None:
     _check(_case(form, group, tokens))

@@ -37,13 +37,11 @@ TOLERANCE = 1e-4  # float32 logits of order 10, sums in another order
 
 LAYER_TAPS = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 
-# Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3; golden values are
-# compared for each of them.
-LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "deepseek_v2")
+# Golden values are compared for those like others, too.
 every_family = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS))
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in tiny_models.LIKE_OTHERS))
         for name in tiny_models.NAMES
     ],
 )
@@ -201,7 +199,7 @@ def test_chunked_equals_whole(name: str) -> None:
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@every_family
+@each_kind
 def test_padded_equals_exact(name: str) -> None:
     model, params = tiny_models.tiny_model(name)
     old, new = Sequence(tokens_of(4), 1), Sequence(tokens_of(5, 9), 7)
@@ -212,7 +210,7 @@ def test_padded_equals_exact(name: str) -> None:
     np.testing.assert_allclose(padded, exact, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@every_family
+@each_kind
 def test_only_last_tokens_equal_those_of_all(name: str) -> None:
     """The pages also get the keys and values of the other tokens, which the next step reads."""
     model, params = tiny_models.tiny_model(name)

@@ -49,13 +49,14 @@ POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 WITH_BODY = [path for path, method in PATHS.items() if method == "POST" and "{" not in path]
 # 26 valid and 26 invalid requests for each path with a body, fewer for those that are alike, and 5
 # for the others: 500 in all; 5,000 at night
-FEWER = {"/v1/messages": 12, "/v1/messages/count_tokens": 12, **dict.fromkeys(POOLED, 8)}
+FEWER = {"/v1/messages": 10, "/v1/messages/count_tokens": 8, **dict.fromkeys(POOLED, 8)}
 CASES = [
-    *((path, mode, FEWER.get(path, 26)) for path in WITH_BODY for mode in GenerationMode),
+    *((path, mode, FEWER.get(path, 14)) for path in WITH_BODY for mode in GenerationMode),
     *((path, POSITIVE, 5) for path in PATHS if path not in WITH_BODY),
 ]
 NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
 LEAST_ACCEPTED = 0.7  # of the requests that the document allows: a prompt may still be too long
+LEAST_OF_FEW = 0.4  # of a dozen, of which chance may draw several that do not fit
 MOST_COMPLETIONS = 4  # of a fuzzed request: thousands would be accepted
 VALID_FORMS = (
     {"json_object": True},
@@ -108,7 +109,7 @@ def test_no_request_breaks_the_server(
 def test_no_request_of_thousands_breaks_the_server(
     fuzzed: Serving, path: str, mode: GenerationMode, count: int
 ) -> None:
-    fuzz(fuzzed, path, mode, settings(max_examples=10 * count, derandomize=False))
+    fuzz(fuzzed, path, mode, settings(max_examples=20 * count, derandomize=False))
 
 
 def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> None:
@@ -133,7 +134,8 @@ def fuzz(server: Serving, path: str, mode: GenerationMode, how: settings) -> Non
         session.trust_env = False  # no proxy of the environment
         send()
     if mode is POSITIVE and path in WITH_BODY:
-        assert statuses[200] >= LEAST_ACCEPTED * statuses.total(), statuses
+        least = LEAST_ACCEPTED if statuses.total() >= 100 else LEAST_OF_FEW
+        assert statuses[200] >= least * statuses.total(), statuses
 
 
 def has_wrong_body(case: Case) -> bool:

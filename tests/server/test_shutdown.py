@@ -127,6 +127,7 @@ def test_a_second_signal_is_the_end(serve: Serve) -> None:
     wait_until(lambda: gone(engine), "the engine has ended too", 2)
 
 
+@pytest.mark.nightly
 def test_sigkill_and_restart_on_the_same_port(serve: Serve) -> None:
     server = serve()
     (engine,) = server.children

@@ -95,7 +95,7 @@ def all_at_once(
     [
         pytest.param(GPU, id="gpu"),
         pytest.param(GPU_FOR_LONG, id="gpu, for long", marks=pytest.mark.nightly),
-        pytest.param(GPU_WINDOWS, id="gpu, windows"),
+        pytest.param(GPU_WINDOWS, id="gpu, windows", marks=pytest.mark.nightly),
         pytest.param(CPU_FEW_PAGES, id="cpu, few pages"),
     ],
 )

@@ -274,10 +274,7 @@ class Executor:
         if prepared.targets is not None:
             name = f"{SCORE}{len(prepared.targets)}"
             scores = self._read_back(name, self._head, output.hidden, prepared.targets)
-        pooled = output.pooled
-        if pooled is not None and not any([row.pools for row in prepared.plan.prefills]):
-            pooled = None  # chunks that end no prompt
-        if pooled is not None:
+        if (pooled := output.pooled) is not None:
             self._copy_to_host(pooled)
         taps = output.taps if prepared.needs_taps else None
         if taps is not None:
