@@ -39,7 +39,7 @@ class DistinctExperts:
     llm: LLM
 
     def decode(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Of the decode steps of a batch, in each of which every sequence has one token."""
+        """The count for decode steps of a batch, in each of which a sequence has one token."""
         if not self._layers:
             return {}
         sampling = msgspec.structs.replace(cases.GREEDY, max_tokens=1 + cases.DECODED)
@@ -52,7 +52,7 @@ class DistinctExperts:
         return self._fields(of_rows.transpose(2, 1, 0, 3))
 
     def prompt(self, prompt: list[int]) -> dict[str, Any]:
-        """Of all tokens of one prompt."""
+        """The count for all tokens of one prompt."""
         if not self._layers:
             return {}
         return self._fields(np.stack(list(self._choices([prompt]))))

@@ -24,7 +24,7 @@ class Pooling(msgspec.Struct, frozen=True):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What to make of one text's vector. Names and defaults are vLLM's.
+    """How one text's vector is made. Names and defaults are vLLM's.
 
     ``dimensions``: the first of its values, normalised again. ``normalize``: to length 1; None: as
     the model's config says. ``truncate_prompt_tokens``: the first tokens of a longer text; -1: as

@@ -68,7 +68,7 @@ def _pages(case: PagedCase) -> int:
 
 
 def _often(case: Case) -> bool:
-    """Whether a case is compiled in CI."""
+    """True if a case is compiled in CI."""
     if isinstance(case, SampleCase):
         return case.vocab in VOCABULARIES
     # a GPU serves bfloat16; the interpreter computes the same cases in float32

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter writes for mixtures of experts and latent attention.
+"""GGUF files of mixtures of experts and latent attention, as llama.cpp's converter writes them.
 
 Source: ``conversion/deepseek.py``, ``conversion/gpt_oss.py`` and ``conversion/base.py`` of
 ggml-org/llama.cpp; the names of tensors are the ``gguf`` package's.

@@ -20,7 +20,7 @@ def pooled(
     batch: DeviceBatch,
     kept: jax.Array,  # float32[S + 1, D]: see ``SlotState.drawn_from``
 ) -> tuple[jax.Array, jax.Array]:  # float32[S + 1, D], float32[R, D]
-    """What the slots keep after this step, and each row's vector of its tokens up to here."""
+    """The values that slots keep after this step, and each row's vector up to here."""
     rows, hidden = batch.rows, hidden.astype(jnp.float32)
     if kind == "last":
         return kept, hidden

@@ -53,7 +53,7 @@ class ToolUseInput(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ToolResultInput(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """What a call has returned."""
+    """The result of a call."""
 
     tool_use_id: Annotated[str, Meta(min_length=1, description="The id of the call.")]
     content: Annotated[
@@ -126,7 +126,7 @@ class ToolChoiceInput(RequestPart, frozen=True, kw_only=True):
 
 
 class ThinkingInput(RequestPart, frozen=True, kw_only=True):
-    """Whether the model thinks before it answers."""
+    """The setting of thoughts before an answer."""
 
     type: Annotated[
         Annotated[str, one_of("enabled", "adaptive", "disabled")],

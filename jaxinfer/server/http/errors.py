@@ -73,7 +73,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What programs may read of an error; ``param`` is the path of the invalid field."""
+    """The parts of an error that programs read; ``param`` is the path of the invalid field."""
 
     error_code: Annotated[str | UnsetType, Meta(description="The kind of error.")] = UNSET
     param: str | UnsetType = UNSET

@@ -83,7 +83,7 @@ def one_of(*names: str) -> Meta:
 
 
 def pattern_text(pattern: str) -> str:
-    """What a text must be to match the pattern of a field."""
+    """The condition that a pattern of a field stands for, in words."""
     if pattern in PATTERNS:
         return PATTERNS[pattern]
     names = pattern.removeprefix(_CHOICES[0]).removesuffix(_CHOICES[1]).replace("[.]", ".")

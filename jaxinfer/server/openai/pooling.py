@@ -87,7 +87,7 @@ class EmbeddingRequest(PoolingFields, frozen=True, kw_only=True, dict=True):
 
     @property
     def params(self) -> PoolingParams:
-        """What to make of each vector; newer clients of vLLM say ``use_activation``."""
+        """How each vector is made; newer clients of vLLM say ``use_activation``."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return PoolingParams(dimensions=self.dimensions, normalize=normalize)
 

@@ -31,7 +31,7 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server would have answered, errors of the request included."""
+    """The response to one request, which may be an error."""
 
     status_code: int
     request_id: str

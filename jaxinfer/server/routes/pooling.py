@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,31 +46,17 @@ COSINE = PoolingParams(normalize=True)
 async def embeddings(call: Call) -> ASGIApp:
     """The vector of each input."""
     request = await call.parse(EmbeddingRequest)
-    vectors, usage = await _vectors(call, request)
-
-    def answer() -> ASGIApp:
-        data = [
-            EmbeddingData(index=index, embedding=_written(vector, request))
-            for index, vector in enumerate(vectors)
-        ]
-        return json_response(EmbeddingList(data=data, usage=usage, **_identity(call, request)))
-
-    return await run_off_loop(answer, sum(map(len, vectors)) <= INLINE_NUMBERS)
+    return await _listed(
+        call, request, EmbeddingList, lambda i, vector: EmbeddingData(index=i, embedding=vector)
+    )
 
 
 async def pooling(call: Call) -> ASGIApp:
     """``embeddings``, in the form of vLLM's route."""
     request = await call.parse(PoolingRequest)
-    vectors, usage = await _vectors(call, request)
-
-    def answer() -> ASGIApp:
-        data = [
-            PoolingData(index=index, data=_written(vector, request))
-            for index, vector in enumerate(vectors)
-        ]
-        return json_response(PoolingList(data=data, usage=usage, **_identity(call, request)))
-
-    return await run_off_loop(answer, sum(map(len, vectors)) <= INLINE_NUMBERS)
+    return await _listed(
+        call, request, PoolingList, lambda i, vector: PoolingData(index=i, data=vector)
+    )
 
 
 async def score(call: Call) -> ASGIApp:
@@ -91,6 +77,22 @@ async def rerank(call: Call) -> ASGIApp:
     del identity["created"]
     results = ranked(scores, request.texts, request)
     return json_response(Reranking(results=results, usage=usage, **identity))
+
+
+async def _listed[D](
+    call: Call,
+    request: EmbeddingRequest,
+    answer: Callable[..., EmbeddingList | PoolingList],
+    item: Callable[[int, list[float] | bytes], D],
+) -> ASGIApp:
+    """The answer with the vectors of all inputs."""
+    vectors, usage = await _vectors(call, request)
+
+    def written() -> ASGIApp:
+        data = [item(i, _written(vector, request)) for i, vector in enumerate(vectors)]
+        return json_response(answer(data=data, usage=usage, **_identity(call, request)))
+
+    return await run_off_loop(written, sum(map(len, vectors)) <= INLINE_NUMBERS)
 
 
 async def _vectors(call: Call, request: EmbeddingRequest) -> tuple[list[np.ndarray], Usage]:
@@ -233,5 +235,5 @@ def _identity(call: Call, request: PoolingFields) -> dict[str, Any]:
     return {
         "id": request.request_id or call.request_id,
         "created": int(time.time()),
-        "model": request.model or call.service.model_names[0],
+        "model": call.service.model_names[0],
     }

@@ -177,7 +177,7 @@ NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
 
 
 class Place(NamedTuple):
-    """What a GGUF tensor is in Hugging Face's checkpoint."""
+    """The place of a GGUF tensor in Hugging Face's checkpoint."""
 
     name: str  # with {} that of each expert
     stem: str

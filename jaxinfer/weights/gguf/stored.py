@@ -118,8 +118,8 @@ class KeysAndValues(NamedTuple):
         return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape)
 
     def read_quantised(self, path: Path, part: int | None) -> Quantised:
-        """Never called, since there is no form."""
-        raise NotImplementedError
+        """An error, since there is no form."""
+        raise TypeError("keys and values are divided at load, and never quantised")
 
 
 class ExpertStack(NamedTuple):
@@ -205,7 +205,7 @@ def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
 
 @cache
 def can_dequantise(kind: GGMLQuantizationType) -> bool:
-    """Whether ``read_tensor`` knows the type."""
+    """True if ``read_tensor`` knows the type."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
