@@ -37,6 +37,7 @@ class Heads:
 QWEN3_4B = Heads(32, 8, 128)
 QWEN3_4B_TP8 = Heads(4, 1, 128)
 QWEN3_0_6B = Heads(16, 8, 128)
+QWEN3_30B_A3B = Heads(32, 4, 128)
 LLAMA3_8B = Heads(32, 8, 128)
 SMOLLM2_135M = Heads(9, 3, 64)
 SMOLLM2_135M_TP3 = Heads(3, 1, 64)

@@ -84,6 +84,22 @@ def _decode_steps() -> tuple[DecodeCase, ...]:
     )
 
 
+def _steps_of_four_kv_heads() -> tuple[DecodeCase, ...]:
+    """Decode steps of Qwen3-30B-A3B on a GPU: one row has half as many CTAs as with 8 kv heads."""
+    return tuple(
+        DecodeCase(
+            f"qwen3_30b_step_b{rows}_ctx{context}",
+            shapes.QWEN3_30B_A3B,
+            (context,) * rows,
+            max_pages=2048,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+            norms=True,
+        )
+        for rows, context in ((1, 1056), (1, 16416), (8, 1056), (64, 1056))
+    )
+
+
 def _steps_with_sinks() -> tuple[DecodeCase, ...]:
     """Decode steps of gpt-oss-20b on a GPU: the layers with a window, and those without."""
     return tuple(
@@ -162,6 +178,7 @@ CASES = (
     ),
     *_with_windows_and_sinks(),
     *_decode_steps(),
+    *_steps_of_four_kv_heads(),
     *_steps_with_sinks(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
