@@ -19,7 +19,7 @@ from pallas_kernels.quantised import PACKED, nibble_block
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
-EXPERTS = "jaxinfer_experts"
+EXPERTS, SAMPLE = "jaxinfer_experts", "jaxinfer_sample"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
@@ -27,6 +27,7 @@ _HANDLERS = MappingProxyType(
         ROPE_APPEND: "JaxinferRopeAppend",
         RESIDUAL_NORM: "JaxinferResidualNorm",
         EXPERTS: "JaxinferExperts",
+        SAMPLE: "JaxinferSample",
     }
 )
 ALIGNMENT = 64  # bytes

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.sample import cases, launch, ref, xla
+from pallas_kernels.sample import cases, launch, native, ref, xla
 
 _triton = imported_when_called("pallas_kernels.sample.triton", "sample")
 
@@ -22,6 +22,7 @@ OP = KernelOp(
     ref=ref.sample,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("native", native.sample, platforms=("cpu",), supports=native.supports),
         Impl("xla", xla.sample),
     ),
     cases=cases.CASES,

@@ -287,6 +287,30 @@ ffi::Error RopeAppend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buff
   return ffi::Error::Success();
 }
 
+// Draws a token for each row; see sample.api.
+ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
+                  ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::S32> top_k,
+                  ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> min_p,
+                  ffi::Buffer<ffi::S32> seed_low, ffi::Buffer<ffi::S32> seed_high,
+                  ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::S32> token_ids) {
+  const Variant& variant = *Variants()[chosen];
+  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  ParallelFor(pool, rows, [&](int64_t row) {
+    DrawCall call;
+    call.logits = logits.typed_data() + row * vocab;
+    call.vocab = vocab;
+    call.temperature = temperature.typed_data()[row];
+    call.top_k = top_k.typed_data()[row];
+    call.top_p = top_p.typed_data()[row];
+    call.min_p = min_p.typed_data()[row];
+    call.seed_low = static_cast<uint32_t>(seed_low.typed_data()[row]);
+    call.seed_high = static_cast<uint32_t>(seed_high.typed_data()[row]);
+    call.position = static_cast<uint32_t>(positions.typed_data()[row]);
+    token_ids->typed_data()[row] = variant.draw(call);
+  });
+  return ffi::Error::Success();
+}
+
 #include "experts.inc"
 
 }  // namespace
@@ -353,6 +377,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int64_t>("row")
         .Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferSample, jaxinfer::Sample,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxinferExperts, jaxinfer::Experts,

@@ -98,6 +98,17 @@ using AttendFunction = void (*)(const Pages&, int64_t head, const int32_t* table
                                 int64_t length, const float* q, int64_t queries, const float* sinks,
                                 float scale, float* out);
 
+// One draw: see sample.api.
+struct DrawCall {
+  const float* logits;  // [vocab]
+  int64_t vocab;
+  float temperature;
+  int32_t top_k;
+  float top_p, min_p;
+  uint32_t seed_low, seed_high, position;
+};
+using DrawFunction = int32_t (*)(const DrawCall&);
+
 struct Variant {
   const char* name;
   int64_t most_tokens;  // of a tile of tokens
@@ -106,6 +117,7 @@ struct Variant {
   AttendFunction attend;
   TileFunction float_tile;  // of weights float32[outputs, inputs]
   ActivateFunction activate;
+  DrawFunction draw;
 };
 
 }  // namespace jaxinfer
