@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import pytest
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
@@ -26,10 +28,12 @@ from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, ExtrasOutput, pack_extras
 from jaxinfer.exec.step.sampling import read_logprobs
 from jaxinfer.exec.step.slots import SlotState, settings_of
+from jaxinfer.models.base import Model
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
 from pallas_kernels import registry
+from pallas_kernels.pins import ALL_XLA
 
 LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 BUCKETS = [bucket.name for bucket in LIMITS.buckets]
@@ -167,23 +171,14 @@ def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: 
 def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
     """129 rows are more than ``BLOCK``: each draws the token that it draws alone."""
     count, model = 2 * BLOCK + 1, tiny_model("llama")[0]
-    limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
-    program = Program(model, limits, platform="cpu")
-    assert program.extras_rows[-2:] == (BLOCK, 3 * BLOCK)
-    rng = np.random.default_rng(3)
-    slots = init_state(program)[1]
-    slots = slots._replace(
-        settings=slots.settings.at[:count].set(settings_of([_request(i) for i in range(count)])),
-        token_ids=jnp.asarray(rng.integers(0, 300, slots.token_ids.shape), jnp.int32),
-        drawn_from=jnp.asarray(rng.standard_normal(slots.drawn_from.shape), jnp.float32),
-    )
+    slots = _slots_of(model, [_request(i) for i in range(count)])
     rows = [ScheduledSeq("r", 0, slot, 3 + slot % 9, 1, IntLog()) for slot in range(count)]
 
     def drawn(rows: Sequence[ScheduledSeq]) -> tuple[SlotState, ExtrasOutput]:
-        number = next(n for n in program.extras_rows if n >= len(rows))
-        draw = jax.jit(ExtrasFunction(program.model, number, program.keeps_logits))
-        masks = np.full((number, program.mask_words), 0xFFFF_FFFF, np.uint32)
-        return draw({}, slots, pack_extras(rows, number, limits.max_num_seqs), masks)
+        number = 3 * BLOCK if len(rows) > 1 else 1
+        draw = jax.jit(ExtrasFunction(model, number, keeps_logits=True))
+        masks = np.full((number, cdiv(model.config.vocab_size, 32)), 0xFFFF_FFFF, np.uint32)
+        return draw({}, slots, pack_extras(rows, number, count), masks)
 
     after, output = drawn(rows)
     for slot in (0, BLOCK - 1, BLOCK, count - 1):
@@ -196,10 +191,66 @@ def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
             np.testing.assert_allclose(all_of[slot], one_of[0], rtol=1e-6)
 
 
-def _request(number: int) -> Request:
-    sampling = SamplingParams(
-        temperature=0.5 + number % 3, frequency_penalty=0.1 * (number % 7), top_k=number % 5
+CHANGES = (
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 4.0},
+    {"logit_bias": {0: 50.0}},
+    {"min_tokens": 99, "max_tokens": 99},
+)
+
+
+def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
+    """The tokens and logprobs of all branches, and of the native kernel, are those of plain XLA."""
+    model, rng, count = tiny_model("llama")[0], np.random.default_rng(4), 1 + len(CHANGES)
+    slots = _slots_of(model, [_request(0), *(_request(0, **change) for change in CHANGES)])
+    masks = rng.integers(0, 2**32, (8, cdiv(model.config.vocab_size, 32)), np.uint32)
+    masks[:, 0] |= 1  # token 0 may be drawn
+    whole = jax.jit(ExtrasFunction(model, 8, keeps_logits=True, pins=ALL_XLA))
+    lean = jax.jit(ExtrasFunction(model, 8, keeps_logits=True, branches=True))
+
+    def drawn(slot: int, needs_logprobs: bool) -> int:
+        """The token of a slot, in a call with slot 0, which has no extras."""
+        rows = [ScheduledSeq("r", 0, one, 30, 1, IntLog()) for one in (0, slot)]
+        wire = pack_extras(rows, 8, count, needs_logprobs=needs_logprobs)
+        (after, expected), (lean_after, found) = (f({}, slots, wire, masks) for f in (whole, lean))
+        np.testing.assert_array_equal(lean_after.token_ids, after.token_ids)
+        logprobs = np.asarray(expected.logprobs) * needs_logprobs
+        for one, other in zip(read_logprobs(np.asarray(found.logprobs)), read_logprobs(logprobs)):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        token_id = int(found.token_ids[1])
+        assert masks[1, token_id // 32] >> token_id % 32 & 1
+        return token_id
+
+    same = jnp.tile(slots.drawn_from[0], (count + 1, 1))
+    slots = slots._replace(drawn_from=same, bias_ids=jnp.zeros_like(slots.bias_ids))
+    plain = drawn(0, needs_logprobs=False)
+    assert drawn(0, needs_logprobs=True) == plain != 0
+    slots = slots._replace(
+        token_ids=jnp.full_like(slots.token_ids, plain),
+        stop_ids=jnp.full_like(slots.stop_ids, plain),
+        bias_values=jnp.full_like(slots.bias_values, 50.0),
     )
+    assert drawn(0, needs_logprobs=False) == plain
+    for slot in range(1, count):
+        assert drawn(slot, needs_logprobs=False) != plain, CHANGES[slot - 1]
+
+
+def _slots_of(model: Model, requests: Sequence[Request]) -> SlotState:
+    """Slots of these requests and one for padding, with random histories and logits."""
+    rng, count = np.random.default_rng(3), len(requests)
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
+    slots = init_state(Program(model, limits, platform="cpu"))[1]
+    return slots._replace(
+        settings=slots.settings.at[:count].set(settings_of(requests)),
+        token_ids=jnp.asarray(rng.integers(0, 300, slots.token_ids.shape), jnp.int32),
+        drawn_from=jnp.asarray(rng.standard_normal(slots.drawn_from.shape), jnp.float32),
+    )
+
+
+def _request(number: int, **extras: Any) -> Request:
+    own = {"frequency_penalty": 0.1 * (number % 7)} | extras
+    sampling = SamplingParams(temperature=0.5 + number % 3, top_k=number % 5, **own)
     return Request(
         request_id=str(number),
         prompt_token_ids=(1, 2),

@@ -1,4 +1,4 @@
-"""The native attention for CPUs: what the sweep over its definition cannot see."""
+"""The native kernels for CPUs: what the sweep over their definitions cannot see."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
+from pallas_kernels.sample import native, ref
+from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 
 VARIANTS = library.variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=library.MISSING)
@@ -60,3 +62,13 @@ def test_pools_are_changed_in_place() -> None:
     assert " copy(" not in compiled.as_text().replace("copy(f32[2,", "")
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < k.nbytes
+
+
+@pytest.mark.parametrize("spread", [3.0, 1e8])  # the noise is lost beside 1e8, so sums are equal
+def test_each_variant_draws_the_tokens_of_the_definition(variant: int, spread: float) -> None:
+    """Many rows of few different logits, so that an error in a threshold moves some tokens."""
+    both = tuple(Draw(3.0, top_k=k, top_p=p) for k in (300, 700, 900) for p in (0.3, 0.6))
+    rows = (*MIXED, *HARD, *both)
+    case = SampleCase("many", 1001, rows, 200, spread, grid=spread / 12, masked=0.02)
+    arrays = [jnp.asarray(array) for array in build(case, 5).args]
+    np.testing.assert_array_equal(jax.jit(native.sample)(*arrays), ref.sample(*arrays))

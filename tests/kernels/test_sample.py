@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
+from pallas_kernels.native.library import MISSING, library
 from pallas_kernels.sample import launch
 from pallas_kernels.sample.api import OP, sample
 from pallas_kernels.sample.cases import MIXED, PLAIN, SampleCase, build
@@ -46,19 +48,24 @@ def test_argmax_takes_the_first_of_equals() -> None:
     np.testing.assert_array_equal(argmax(jnp.asarray(logits)), [1, 0, 0])
 
 
-@pytest.mark.parametrize("impl", ["xla", "ref"])
+@pytest.mark.parametrize("impl", ["native", "xla", "ref"])
 def test_rows_do_not_depend_on_their_neighbours(impl: str) -> None:
-    run = jax.jit(OP.ref if impl == "ref" else sample)
+    if impl == "native" and library() is None:
+        pytest.skip(MISSING)
+    run = jax.jit(OP.ref if impl == "ref" else partial(sample, impl=impl))
     args = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
     in_a_batch = np.asarray(run(*args))
     for row in range(8):
         assert run(*(x[row : row + 1] for x in args))[0] == in_a_batch[row]
 
 
-def test_rows_of_nan_yield_an_id() -> None:
-    args = list(build(SampleCase("nan", 320, MIXED, 8), 0).args)
-    args[0] = np.full_like(args[0], np.nan)
-    drawn = np.asarray(jax.jit(sample)(*args))
+@pytest.mark.parametrize("impl", [None, "xla"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rows_that_are_not_finite_yield_an_id(value: float, impl: str | None) -> None:
+    args = list(build(SampleCase("nan", 320, MIXED, 16), 0).args)
+    args[0][:8] = value
+    args[0][8:, 5:300] = value
+    drawn = np.asarray(jax.jit(partial(sample, impl=impl))(*args))
     assert (drawn >= 0).all() and (drawn < 320).all()
 
 

@@ -57,6 +57,10 @@ NO_REMATERIALIZATION = MappingProxyType({"xla_disable_hlo_passes": "rematerializ
 # much faster than the device runs them. A graph would not start sooner, and needs host memory.
 NO_GRAPH_TOKENS = 1024
 MIN_EXTRAS_ROWS = 8  # rows of a GPU's smallest executable that draws with extras; a CPU's has 1
+# Rows of a CPU's largest one. More rows are several calls: the arrays of one for 32 rows of 49,152
+# are 42 MB, which glibc maps anew for each call. With the zeroing of their pages a call took 17 ms,
+# four calls of 8 rows take 6 (two cores of an AMD EPYC).
+MAX_EXTRAS_ROWS_ON_CPU = 8
 EXTRAS_ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 # The first executable of a split prompt step has 1/4 of the layers (``forward``), which keep the
 # device busy while the host launches the others. Qwen3-4B, H200, 512 tokens: 7.7 ms (a sixth of
@@ -170,7 +174,9 @@ class Program:
         if self.limits.pooling:
             return ()
         most = self.limits.max_num_seqs
-        first = 1 if self.platform == "cpu" else min(MIN_EXTRAS_ROWS, most)
+        first = min(MIN_EXTRAS_ROWS, most)
+        if self.platform == "cpu":
+            first, most = 1, min(MAX_EXTRAS_ROWS_ON_CPU, most)
         sizes = ladder(first, most, EXTRAS_ROWS_FACTOR)
         return tuple(size if size <= BLOCK else round_up(size, BLOCK) for size in sizes)
 
@@ -197,7 +203,8 @@ class Program:
         kind, count = _kind_and_count(name)
         head = head_params(self.params)
         if kind == EXTRAS:
-            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins)
+            on_cpu = self.platform == "cpu"
+            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins, branches=on_cpu)
             wire = pack_extras((), count, limits.max_num_seqs)
             masks = jax.ShapeDtypeStruct((count, self.mask_words), jnp.uint32)
             return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire, masks)

@@ -325,8 +325,10 @@ class Executor:
     ) -> ExtrasCall:
         """Queue a call for these rows, of ``count`` rows or the smallest number that holds them."""
         count = count or next(n for n in self._program.extras_rows if n >= len(rows))
-        named = [self._requests[row.slot].sampling.logprob_token_ids for row in rows]
-        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, named)
+        sampling = [self._requests[row.slot].sampling for row in rows]
+        named = [one.logprob_token_ids for one in sampling]
+        needs_logprobs = any([one.logprobs is not None for one in sampling])
+        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, named, needs_logprobs)
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)

@@ -63,6 +63,23 @@ def sample(
     return jnp.where(jnp.isfinite(logits).all(axis=-1), token_ids, NOT_FINITE)
 
 
+def needs_extras(
+    slots: SlotState,
+    seq_slots: jax.Array,  # int32[B]
+    seq_lens: jax.Array,  # int32[B]: 0 for padding
+) -> jax.Array:  # bool[]
+    """Whether ``with_extras`` changes the logits of any row."""
+    ints, floats = read_settings(slots, seq_slots)
+    of_rows = (
+        (ints.num_biases > 0)
+        | (seq_lens < ints.min_length)
+        | (floats.presence_penalty != 0)
+        | (floats.frequency_penalty != 0)
+        | (floats.repetition_penalty != 1)
+    )
+    return jnp.any(of_rows & (seq_lens > 0))
+
+
 def with_extras(
     logits: jax.Array,  # float32[B, V]
     slots: SlotState,
