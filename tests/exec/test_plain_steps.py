@@ -216,7 +216,8 @@ def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
         (after, expected), (lean_after, found) = (f({}, slots, wire, masks) for f in (whole, lean))
         np.testing.assert_array_equal(lean_after.token_ids, after.token_ids)
         logprobs = np.asarray(expected.logprobs) * needs_logprobs
-        for one, other in zip(read_logprobs(np.asarray(found.logprobs)), read_logprobs(logprobs)):
+        pair = (read_logprobs(one) for one in (np.asarray(found.logprobs), logprobs))
+        for one, other in zip(*pair, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
         token_id = int(found.token_ids[1])
         assert masks[1, token_id // 32] >> token_id % 32 & 1
