@@ -24,8 +24,9 @@ MMA_KEYS = 64  # M of a wgmma: the smallest block of keys
 PAGE_SIZES = (8, 16, 32, 64)  # TMA writes swizzled tiles of 8 rows
 CTAS_PER_SM = 2  # one attends while the other begins or ends
 MAX_SPLITS = 8  # a cluster of 8 runs on every Hopper GPU; 16 were slower at 16,416 keys
-# With 32 CTAs one row of 16,416 keys took 36.2 us (24.7 with 64); Triton has more splits (H200).
-MIN_CTAS = 64
+# One row of Qwen3-30B-A3B, 32 CTAs: 10.0 and 20.6 us at 1,056 and 16,416 keys; the fastest Triton
+# launches took 20.7 and 29.8 us (H100). Fewer were not timed.
+MIN_CTAS = 32
 IN_FLIGHT_BYTES = 192 << 10  # of an SM, for keys and values in flight
 LARGE_BLOCKS_BYTES = 128 << 10  # the same with large blocks, for one CTA per SM
 

@@ -125,13 +125,23 @@ class _Loader:
         return (params, *pages_and_slots), seconds
 
     def _pages_and_slots(self) -> tuple[layer_state.State, SlotState]:
-        make = self._state_maker()
+        make = compile_init_state(self.plan.program)
         self._claimed.result()  # XLA's default allocator takes 2 s for 130 GB, without the GIL
-        return make()
+        made = make()
+        self._read_tokenizer()
+        return made
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
-        _ = self.plan.tokenizer  # read on this thread, while weights load
-        return compile_init_state(self.plan.program)
+        make = compile_init_state(self.plan.program)
+        self._read_tokenizer()
+        return make
+
+    def _read_tokenizer(self) -> None:
+        """Read it last on this thread, when executables and weights load in others.
+
+        It holds the GIL for up to 0.5 s, in which no other load would begin.
+        """
+        _ = self.plan.tokenizer
 
     @cached_property
     def folder(self) -> Path:
