@@ -177,9 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
     @property
     def needs_extras(self) -> bool:
-        """True if it has extras (logit_bias, min_tokens, penalties or logprobs), for which a second
-        executable draws its tokens after the step.
-        """
+        """True if it has logit_bias, min_tokens, penalties or logprobs."""
         return bool(
             self.logit_bias or self.min_tokens or self.has_penalties or self.logprobs is not None
         )
@@ -239,12 +237,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_root(self) -> bytes:
-        """The root of its page hashes, besides its tokens: the salt, and the steering.
-
-        The byte between them is in no text.
-        """
+        """The root of its page hashes: salt, a byte that is in no text, and steering."""
         salt = self.cache_salt.encode()
         return salt if self.steering is None else salt + b"\xff" + self.steering.digest
+
+    @property
+    def has_extras(self) -> bool:
+        """True if an executable after the step draws each of its tokens."""
+        return self.sampling.needs_extras or self.constraint is not None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

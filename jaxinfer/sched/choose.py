@@ -163,7 +163,7 @@ def _num_query_tokens(seq: Sequence, limits: Limits) -> int:
     Drafts do not pass its last position. A row with extras has no drafts, as an executable after
     the step draws one token again; nor has a constrained one, as its masks are for one token each.
     """
-    if seq.request.sampling.needs_extras or seq.request.constraint is not None:
+    if seq.request.has_extras:
         return 1
     return min(limits.query_tokens, seq.max_num_tokens - 1 - seq.num_computed_tokens)
 

@@ -203,17 +203,19 @@ CHANGES = (
 def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
     """The tokens and logprobs of all branches, and of the native kernel, are those of plain XLA."""
     model, rng, count = tiny_model("llama")[0], np.random.default_rng(4), 1 + len(CHANGES)
-    slots = _slots_of(model, [_request(0), *(_request(0, **change) for change in CHANGES)])
+    requests = [_request(0), *(_request(0, **change) for change in CHANGES)]
+    slots, marked = (_slots_of(model, requests, draws_once=once) for once in (False, True))
     masks = rng.integers(0, 2**32, (8, cdiv(model.config.vocab_size, 32)), np.uint32)
     masks[:, 0] |= 1  # token 0 may be drawn
     whole = jax.jit(ExtrasFunction(model, 8, keeps_logits=True, pins=ALL_XLA))
-    lean = jax.jit(ExtrasFunction(model, 8, keeps_logits=True, branches=True))
+    lean = jax.jit(ExtrasFunction(model, 8, keeps_logits=True, draws_once=True))
 
     def drawn(slot: int, needs_logprobs: bool) -> int:
         """The token of a slot, in a call with slot 0, which has no extras."""
         rows = [ScheduledSeq("r", 0, one, 30, 1, IntLog()) for one in (0, slot)]
         wire = pack_extras(rows, 8, count, needs_logprobs=needs_logprobs)
-        (after, expected), (lean_after, found) = (f({}, slots, wire, masks) for f in (whole, lean))
+        after, expected = whole({}, slots, wire, masks)
+        lean_after, found = lean({}, slots._replace(settings=marked.settings), wire, masks)
         np.testing.assert_array_equal(lean_after.token_ids, after.token_ids)
         logprobs = np.asarray(expected.logprobs) * needs_logprobs
         pair = (read_logprobs(one) for one in (np.asarray(found.logprobs), logprobs))
@@ -237,13 +239,13 @@ def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
         assert drawn(slot, needs_logprobs=False) != plain, CHANGES[slot - 1]
 
 
-def _slots_of(model: Model, requests: Sequence[Request]) -> SlotState:
+def _slots_of(model: Model, requests: Sequence[Request], draws_once: bool = False) -> SlotState:
     """Slots of these requests and one for padding, with random histories and logits."""
     rng, count = np.random.default_rng(3), len(requests)
     limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
     slots = init_state(Program(model, limits, platform="cpu"))[1]
     return slots._replace(
-        settings=slots.settings.at[:count].set(settings_of(requests)),
+        settings=slots.settings.at[:count].set(settings_of(requests, draws_once)),
         token_ids=jnp.asarray(rng.integers(0, 300, slots.token_ids.shape), jnp.int32),
         drawn_from=jnp.asarray(rng.standard_normal(slots.drawn_from.shape), jnp.float32),
     )

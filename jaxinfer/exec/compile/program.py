@@ -57,9 +57,7 @@ NO_REMATERIALIZATION = MappingProxyType({"xla_disable_hlo_passes": "rematerializ
 # much faster than the device runs them. A graph would not start sooner, and needs host memory.
 NO_GRAPH_TOKENS = 1024
 MIN_EXTRAS_ROWS = 8  # rows of a GPU's smallest executable that draws with extras; a CPU's has 1
-# Rows of a CPU's largest one. More rows are several calls: the arrays of one for 32 rows of 49,152
-# are 42 MB, which glibc maps anew for each call. With the zeroing of their pages a call took 17 ms,
-# four calls of 8 rows take 6 (two cores of an AMD EPYC).
+# Of a CPU's largest one. With 32 rows of 49,152 glibc maps 37 MB anew at each call: 14 ms, not 5.
 MAX_EXTRAS_ROWS_ON_CPU = 8
 EXTRAS_ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 # The first executable of a split prompt step has 1/4 of the layers (``forward``), which keep the
@@ -160,6 +158,11 @@ class Program:
         """
         return self.platform == "cpu"
 
+    @property
+    def draws_once(self) -> bool:
+        """True if draws with extras do only what is needed: ``ExtrasFunction.draws_once``."""
+        return self.platform == "cpu"
+
     @cached_property
     def mask_words(self) -> int:
         """W: the uint32 words of a mask of the vocabulary."""
@@ -203,8 +206,7 @@ class Program:
         kind, count = _kind_and_count(name)
         head = head_params(self.params)
         if kind == EXTRAS:
-            on_cpu = self.platform == "cpu"
-            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins, branches=on_cpu)
+            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins, self.draws_once)
             wire = pack_extras((), count, limits.max_num_seqs)
             masks = jax.ShapeDtypeStruct((count, self.mask_words), jnp.uint32)
             return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire, masks)

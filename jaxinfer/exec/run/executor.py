@@ -238,17 +238,16 @@ class Executor:
         with_extras = [
             index
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
-            if row.samples and (request.sampling.needs_extras or request.constraint is not None)
+            if row.samples and request.has_extras
         ]
-        settings = settings_of(requests[len(plan.decodes) :]) if prefills else NO_SETTINGS
+        once, new = self._program.draws_once, requests[len(plan.decodes) :]
+        settings = settings_of(new, once) if prefills else NO_SETTINGS
         steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
         prepared = Prepared(
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered),
-            extras=tuple(batched(with_extras, self._program.extras_rows[-1]))
-            if with_extras
-            else (),
+            extras=tuple(batched(with_extras, max(self._program.extras_rows, default=1))),
             is_constrained=any([requests[i].constraint is not None for i in with_extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
             needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),

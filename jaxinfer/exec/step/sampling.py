@@ -43,6 +43,7 @@ def sample(
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; also the drawn token's position
     impl: str | None = None,
     changed: jax.Array | None = None,  # float32[B, V]: the logits after ``with_extras``
+    draws_once: bool = False,  # see ``slots.settings_of``; only for draws with extras
 ) -> jax.Array:  # int32[B]
     """Draw one token per row from the raw logits, or from the ``changed`` ones.
 
@@ -51,7 +52,7 @@ def sample(
     ints, floats = read_settings(slots, seq_slots)
     token_ids = draw(
         logits if changed is None else changed,
-        floats.temperature,
+        jnp.abs(floats.temperature) if draws_once else floats.temperature,
         ints.top_k,
         floats.top_p,
         floats.min_p,

@@ -53,6 +53,7 @@ class SlotInts[A](NamedTuple):
 class SlotFloats[A](NamedTuple):
     """The other columns of ``SlotState.settings``, as float32 bits."""
 
+    # 0: greedy. Negative: also, but draws with extras are at the opposite: see ``settings_of``
     temperature: A
     top_p: A
     min_p: A
@@ -119,12 +120,20 @@ def init_slots(
     )
 
 
-def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETTINGS]
-    """The settings of one or more requests, a row each."""
+def settings_of(
+    requests: Sequence[Request], draws_once: bool = False
+) -> np.ndarray:  # int32[N, NUM_SETTINGS]
+    """The settings of one or more requests, a row each.
+
+    With ``draws_once`` the temperature of requests with extras is negative, so that the step, whose
+    tokens they do not use, takes the likeliest one. For 32 rows of SmolLM2 this takes a CPU 0.2 ms,
+    a random draw 1 ms.
+    """
     ints: list[SlotInts[int]] = []
     floats: list[SlotFloats[float]] = []
     for request in requests:
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        temperature = 0.0 if sampling.greedy else sampling.temperature
         ints.append(
             SlotInts(
                 seed_low=request.seed & 0xFFFF_FFFF,
@@ -137,7 +146,7 @@ def settings_of(requests: Sequence[Request]) -> np.ndarray:  # int32[N, NUM_SETT
         )
         floats.append(
             SlotFloats(
-                temperature=0.0 if sampling.greedy else sampling.temperature,
+                temperature=-temperature if draws_once and request.has_extras else temperature,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
                 presence_penalty=sampling.presence_penalty,
