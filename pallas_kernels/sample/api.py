@@ -42,6 +42,7 @@ def sample(
     seed_low: jax.Array,  # int32[B]
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
+    masks: jax.Array | None = None,  # uint32[B, W]
     *,
     impl: str | None = None,
 ) -> jax.Array:  # int32[B]
@@ -54,7 +55,8 @@ def sample(
     likely remaining tokens that has ``top_p`` of their probability (1: none). Entries equal to a
     threshold are kept. The token is the Gumbel maximum of the rest: the first of the largest sums
     of logit and noise, where noise is a function of (seed, position, token id). A logit of -inf is
-    drawn only if all are -inf.
+    drawn only if all are -inf, and so is that of a token t for which bit t % 32 of word t // 32 of
+    the row's mask is 0.
 
     Two implementations may differ by the rounding of a sum of probabilities and of a logarithm,
     about 1e-6 each: in whether the token at the edge of top_p's set belongs to it, and in which of
@@ -79,4 +81,7 @@ def sample(
     for name, values in rows.items():
         if values.shape != logits.shape[:1]:
             raise ValueError(f"sample: {name} {values.shape} does not fit logits {logits.shape}")
-    return dispatch(OP, (logits, *rows.values()), {}, impl)
+    if masks is not None and (len(masks) != len(logits) or 32 * masks.shape[1] < logits.shape[1]):
+        raise ValueError(f"sample: masks {masks.shape} do not fit logits {logits.shape}")
+    given = () if masks is None else (masks,)
+    return dispatch(OP, (logits, *rows.values(), *given), {}, impl)

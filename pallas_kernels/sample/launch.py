@@ -44,8 +44,11 @@ def supports(
     seed_low: jax.Array,  # int32[B]
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
+    masks: jax.Array | None = None,  # uint32[B, W]
 ) -> str | None:
     """Why the Triton kernels cannot run the call, or None."""
+    if masks is not None:
+        return "there are masks"
     del temperature, top_k, top_p, min_p, seed_low, seed_high, positions
     if logits.shape[1] > MAX_VOCAB:
         return f"a vocabulary of {logits.shape[1]} is above {MAX_VOCAB}"

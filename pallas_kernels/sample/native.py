@@ -30,7 +30,8 @@ def sample(
     seed_low: jax.Array,  # int32[B]
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
+    masks: jax.Array | None = None,  # uint32[B, W]
 ) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
-    arrays = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions)
+    arrays = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions, masks)
     return call(SAMPLE, jax.ShapeDtypeStruct(positions.shape, jnp.int32), *arrays)  # type: ignore[no-any-return]

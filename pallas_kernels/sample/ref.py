@@ -17,8 +17,13 @@ def sample(
     seed_low: jax.Array,  # int32[B]
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
+    masks: jax.Array | None = None,  # uint32[B, W]
 ) -> jax.Array:  # int32[B]
     """See ``sample.api``; computed row by row."""
+    if masks is not None:
+        tokens = jnp.arange(logits.shape[1])
+        bits = masks[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32)
+        logits = jnp.where(bits & 1, logits, -jnp.inf)
     rows = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions)
     return jax.lax.map(lambda row: _sample_row(*row), rows)
 

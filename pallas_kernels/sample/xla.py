@@ -21,8 +21,11 @@ def sample(
     seed_low: jax.Array,  # int32[B]
     seed_high: jax.Array,  # int32[B]
     positions: jax.Array,  # int32[B]
+    masks: jax.Array | None = None,  # uint32[B, W]
 ) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
+    if masks is not None:
+        logits = jnp.where(allowed(masks, logits.shape[1]), logits, -jnp.inf)
     random = temperature > 0
 
     def draw(logits: jax.Array) -> jax.Array:
@@ -33,6 +36,12 @@ def sample(
         return argmax(jnp.where(random[:, None], noisy, logits))
 
     return lax.cond(jnp.any(random), draw, argmax, logits)
+
+
+def allowed(masks: jax.Array, vocab_size: int) -> jax.Array:  # uint32[B, W] -> bool[B, V]
+    """Whether bit t % 32 of word t // 32 is 1, for each token t."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
+    return (bits & 1).reshape(masks.shape[0], -1)[:, :vocab_size] > 0
 
 
 def argmax(logits: jax.Array) -> jax.Array:  # [B, V] -> int32[B]

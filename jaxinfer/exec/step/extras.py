@@ -30,7 +30,7 @@ from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
 from jaxinfer.exec.step.sampling import (
     LOGPROBS_WIDTH,
-    needs_extras,
+    any_extras,
     sample,
     token_logprobs,
     with_extras,
@@ -80,41 +80,39 @@ class ExtrasFunction:
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
 
+        impl = self.pins.of("sample")
+
         def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
             seq_slots, seq_lens, masks = of_rows
             biased = with_extras(logits, slots, seq_slots, seq_lens)
             return with_masks(logits, biased, masks)
 
-        def masked(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
-            return with_masks(logits, logits, of_rows[-1])
+        def drawn() -> jax.Array:
+            biased = _by_blocks(changed, logits, seq_slots, seq_lens, masks)
+            return draw(changed=biased)
 
-        def no_logprobs(*of_rows: jax.Array) -> jax.Array:
-            return jnp.zeros((self.rows, LOGPROBS_WIDTH + named.shape[1]), jnp.int32)
-
-        wanted = partial(needs_extras, slots, seq_slots, seq_lens)
-        arrays = (logits, seq_slots, seq_lens, masks)
-        biased = self._if(wanted, changed, masked, *arrays)
-        impl = self.pins.of("sample")
-        token_ids = sample(logits, slots, seq_slots, seq_lens, impl, biased, self.draws_once)
+        draw = partial(sample, logits, slots, seq_slots, seq_lens, impl, draws_once=self.draws_once)
+        wanted = partial(any_extras, slots, seq_slots, seq_lens)
+        token_ids = self._if(wanted, drawn, partial(draw, masks=masks))
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
-        temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
-        arrays = (logits, token_ids, temperature, named)
-        logprobs = self._if(lambda: wire[0, LOGPROBS] > 0, token_logprobs, no_logprobs, *arrays)
+
+        def of_tokens() -> jax.Array:
+            temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
+            return _by_blocks(token_logprobs, logits, token_ids, temperature, named)
+
+        nothing = partial(jnp.zeros, (self.rows, LOGPROBS_WIDTH + named.shape[1]), jnp.int32)
+        logprobs = self._if(lambda: wire[0, LOGPROBS] > 0, of_tokens, nothing)
         history = slots.token_ids.at[seq_slots, seq_lens].set(token_ids, mode="drop")
         return slots._replace(token_ids=history), ExtrasOutput(token_ids, logprobs)
 
     def _if(
         self,
         wanted: Callable[[], jax.Array],  # bool[]
-        function: Callable[..., jax.Array],
-        other: Callable[..., jax.Array],
-        *arrays: jax.Array,
+        function: Callable[[], jax.Array],
+        other: Callable[[], jax.Array],
     ) -> jax.Array:
-        """Map a function over arrays [N, ...]; with branches the other one if it is not wanted."""
-        function = partial(_by_blocks, function)
-        return (
-            lax.cond(wanted(), function, other, *arrays) if self.draws_once else function(*arrays)
-        )
+        """What ``function`` returns; with ``draws_once`` the other one's result if not wanted."""
+        return lax.cond(wanted(), function, other) if self.draws_once else function()
 
 
 def pack_extras(

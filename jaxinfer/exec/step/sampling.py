@@ -43,6 +43,7 @@ def sample(
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; also the drawn token's position
     impl: str | None = None,
     changed: jax.Array | None = None,  # float32[B, V]: the logits after ``with_extras``
+    masks: jax.Array | None = None,  # uint32[B, W]: see ``with_masks``, if they are not applied yet
     draws_once: bool = False,  # see ``slots.settings_of``; only for draws with extras
 ) -> jax.Array:  # int32[B]
     """Draw one token per row from the raw logits, or from the ``changed`` ones.
@@ -59,12 +60,13 @@ def sample(
         ints.seed_low,
         ints.seed_high,
         seq_lens,
+        masks,
         impl=impl,
     )
     return jnp.where(jnp.isfinite(logits).all(axis=-1), token_ids, NOT_FINITE)
 
 
-def needs_extras(
+def any_extras(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: 0 for padding

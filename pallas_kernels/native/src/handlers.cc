@@ -292,9 +292,11 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
                   ffi::Buffer<ffi::F32> temperature, ffi::Buffer<ffi::S32> top_k,
                   ffi::Buffer<ffi::F32> top_p, ffi::Buffer<ffi::F32> min_p,
                   ffi::Buffer<ffi::S32> seed_low, ffi::Buffer<ffi::S32> seed_high,
-                  ffi::Buffer<ffi::S32> positions, ffi::ResultBuffer<ffi::S32> token_ids) {
+                  ffi::Buffer<ffi::S32> positions, ffi::AnyBuffer masks,
+                  ffi::ResultBuffer<ffi::S32> token_ids) {
   const Variant& variant = *Variants()[chosen];
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  const auto* mask = static_cast<const uint32_t*>(DataOrNull(masks));
   ParallelFor(pool, rows, [&](int64_t row) {
     DrawCall call;
     call.logits = logits.typed_data() + row * vocab;
@@ -306,6 +308,7 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
     call.seed_low = static_cast<uint32_t>(seed_low.typed_data()[row]);
     call.seed_high = static_cast<uint32_t>(seed_high.typed_data()[row]);
     call.position = static_cast<uint32_t>(positions.typed_data()[row]);
+    call.mask = mask == nullptr ? nullptr : mask + row * masks.dimensions()[1];
     token_ids->typed_data()[row] = variant.draw(call);
   });
   return ffi::Error::Success();
@@ -390,6 +393,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -106,6 +106,7 @@ struct DrawCall {
   int32_t top_k;
   float top_p, min_p;
   uint32_t seed_low, seed_high, position;
+  const uint32_t* mask;  // or null; bit t % 32 of word t / 32 is 0 if token t may not be drawn
 };
 using DrawFunction = int32_t (*)(const DrawCall&);
 
