@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.structured import Thinking
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.text.grammar.constraint import Grammar
 from kit.engines import EOS, run, tiny_engine, tiny_limits, tokens
 from kit.schemas import schemas
 
@@ -325,9 +326,25 @@ def test_a_failing_constraint_ends_its_own_request(engine: Engine, where: str) -
     last = deltas["broken"][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert last.error == "the answer's constraint cannot be continued: it broke"
+    assert isinstance(last.failure(), EngineError)
     drawn = [token for delta in deltas["broken"] for token in delta.token_ids]
     assert drawn == [97] * {"begin": 0, "push": 2, "fill": 3}[where]
     assert [token for delta in deltas["plain"] for token in delta.token_ids] == before[0]
+
+
+def test_a_grammar_beyond_the_bounds_ends_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rehearsal has not found it."""
+    monkeypatch.setattr(Grammar, "rehearse", lambda *_: "")
+    exploding = "(" * 8 + "a" + "{0,9})" * 8
+    engine.add_request("x", [1], structured({"regex": exploding}, ignore_eos=True))
+    deltas: list[Delta] = []
+    while engine.has_work:
+        deltas += engine.step().deltas
+    failure = deltas[-1].failure("prompt 0: ")
+    assert isinstance(failure, RequestError)
+    assert str(failure).startswith("prompt 0: structured_outputs cannot be followed to the end: ")
 
 
 def test_without_a_tokenizer_a_form_is_refused() -> None:

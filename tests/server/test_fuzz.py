@@ -165,8 +165,6 @@ def reconcile(body: dict[str, Any]) -> None:
     if [name for name in FORMS if body.pop(name, None) is not None]:
         # random ones are hardly ever schemas or grammars, and only one may be set
         body["structured_outputs"] = VALID_FORMS[len(str(body)) % len(VALID_FORMS)]
-        for name in ("allowed_token_ids", "bad_words"):  # they may leave no token of the form
-            body.pop(name, None)
     if body.get("best_of") not in (None, body.get("n", 1)):
         body.pop("best_of")
     if isinstance(body.get("timeout"), int | float):  # else 408 is the right answer

@@ -103,7 +103,8 @@ class Stream:
         """The deltas since the last call, possibly none.
 
         After all deltas have been taken it raises ``RequestError`` if the engine refused the
-        request, and ``EngineError`` if the answer could not be completed.
+        request or it asks for what turned out to be impossible, and ``EngineError`` if the answer
+        could not be completed.
         """
         arrived, self._arrived = self._arrived, []
         self._max_arrived = MAX_UNJOINED_DELTAS
@@ -132,7 +133,7 @@ class Stream:
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
         if delta.error:
-            self.fail(EngineError(delta.error))
+            self.fail(delta.failure())
             return
         self._arrived.append(delta)
         if len(self._arrived) > self._max_arrived:

@@ -2,7 +2,8 @@
 
 A mask depends on the token before, so it is known once the step before has been collected. An error
 of a filter is the result of its row and ends that request; its later rows get a mask too, since the
-device may wait for one, and their tokens are never used.
+device may wait for one, and their tokens are never used. A ``RequestError`` stays one: the request
+asks for what turned out to be impossible.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.core.constraint import TokenFilter
+from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
 from jaxinfer.exec.run.in_flight import LOGGER, RowKey
 from jaxinfer.exec.step.sampling import NOT_FINITE
@@ -28,7 +30,7 @@ class _Followed:
 
     key: RowKey
     filter: TokenFilter | None = None
-    error: str = ""
+    error: JaxinferError | None = None
 
 
 class Constraints:
@@ -82,12 +84,12 @@ class Constraints:
 
     def push(
         self, rows: Sequence[ScheduledSeq], token_ids: Sequence[tuple[int, ...]]
-    ) -> dict[RowKey, str]:
+    ) -> dict[RowKey, JaxinferError]:
         """Pass each row's tokens to its filter; returns the errors of rows.
 
         A row whose mask could not be written has an error too, so its token is never used.
         """
-        errors: dict[RowKey, str] = {}
+        errors: dict[RowKey, JaxinferError] = {}
         if not self._slots:
             return errors
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
@@ -110,7 +112,9 @@ class Constraints:
         return followed if followed and followed.key == (row.request_id, row.epoch) else None
 
 
-def _reported(key: RowKey, error: Exception) -> str:
-    """Log an error of a filter; returns the sentence for the request."""
+def _reported(key: RowKey, error: Exception) -> JaxinferError:
+    """Log an error of a filter; returns that of the request."""
     logging.getLogger(LOGGER).warning("request %s: its constraint failed: %s", key[0], error)
-    return f"the answer's constraint cannot be continued: {error}"
+    if isinstance(error, RequestError):
+        return error
+    return EngineError(f"the answer's constraint cannot be continued: {error}")

@@ -23,6 +23,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
@@ -215,17 +216,18 @@ class Executor:
                 token_ids[index] = (token_id,)
         return token_ids
 
-    def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
+    def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, EngineError]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
         try:
             return self._prepare(plan), {}
         except Exception:
-            failed: dict[RowKey, str] = {}
+            failed: dict[RowKey, EngineError] = {}
             for row in plan.rows:
                 try:
                     self._prepare(only_rows(plan, {(row.request_id, row.epoch)}))
                 except Exception as error:
-                    failed[row.request_id, row.epoch] = f"the request cannot be prepared: {error}"
+                    words = f"the request cannot be prepared: {error}"
+                    failed[row.request_id, row.epoch] = EngineError(words)
                     logging.getLogger(LOGGER).exception("request %s", row.request_id)
             if not failed:
                 raise
@@ -255,7 +257,7 @@ class Executor:
         )
         return with_prompts(prepared, self._program) if prefills else prepared
 
-    def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
+    def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, EngineError]) -> InFlight:
         bucket = prepared.plan.bucket
         place = self._next_place()
         prepared.batch[: len(place)] = place
@@ -304,7 +306,7 @@ class Executor:
             if not is_intact(self._own_arrays):
                 raise device_failed(plan, error) from error
             logging.getLogger(LOGGER).exception("step %s", plan.step_id)
-            reason = f"step {plan.step_id} failed: {error}"
+            reason = EngineError(f"step {plan.step_id} failed: {error}")
             rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
             step.errors.update({(row.request_id, row.epoch): reason for row in rows})
 
