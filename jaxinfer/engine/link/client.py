@@ -176,6 +176,8 @@ class EngineClient:
         self._pongs: list[asyncio.Future[None]] = []
         self._num_controls = 0
         self._controls: dict[int, asyncio.Future[EngineState]] = {}
+        # why the engine answers no more, once it does not
+        self.ended: asyncio.Future[JaxinferError] = self._loop.create_future()
         link.connect(self.receive)
 
     @property
@@ -322,6 +324,8 @@ class EngineClient:
                 failure = answer.failure
                 self._end_control(answer.number, failure.error if failure else answer.state)
             case Failed():
+                if not self.ended.done():
+                    self.ended.set_result(answer.error)
                 for number in tuple(self._controls):
                     self._end_control(number, answer.error)
                 for stream in self._streams.values():
