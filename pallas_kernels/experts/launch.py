@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +32,17 @@ FEW_TOKENS = 64  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
 MAX_STAGES = 8
-# Of few tokens and quantised weights, the fastest first, of down and of gate_up. Timed on an H100.
-WARPGROUPS = (3, 4, 2, 1, 6), (4, 2, 1, 3, 6)
-MOST_LONG_STEPS = 4  # warpgroups; more have too few registers for steps of 128 inputs
+# Of few tokens and quantised weights, of down and of gate_up: tiles of outputs of an item,
+# warpgroups for each of them, and tiles of inputs of each warpgroup in a K step. The first one that
+# fits is the fastest. us on an H100 at 1, 8 and 64 tokens, of the 3 fastest of 12 combinations:
+QUANTISED_TILES = (
+    # Qwen3-30B-A3B, int4: 13.0, 24.2, 48.2 (12.5, 25.2, 52.1 with the next; 13.1, 25.1, 54.0)
+    # gpt-oss-20b: 17.5, 49.7, 72.4 with the third (16.9, 54.9, 76.9; 17.5, 53.8, 74.2)
+    ((2, 2, 2), (2, 1, 2), (1, 3, 3), (1, 1, 1)),
+    # Qwen3-30B-A3B, int4: 12.8, 37.4, 84.2 (13.0, 37.7, 85.5; 12.9, 37.1, 84.0)
+    # gpt-oss-20b: 24.8, 86.4, 125.3 with the second (27.5, 87.0, 127.5; 29.3, 88.8, 130.5)
+    ((1, 2, 2), (2, 1, 3), (1, 2, 1)),
+)
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
@@ -236,16 +243,17 @@ def decode_config(sizes: GemmSizes) -> DecodeConfig:
 
 @dataclass(frozen=True)
 class QuantisedConfig:
-    """Tile sizes of ``decode_quantised``: those of a K step of an item of 64 outputs (of gate_up 64
-    gates and 64 ups).
+    """Tile sizes of ``decode_quantised``: an item has ``outputs`` times 64 outputs (of gate_up as
+    many gates and ups), and ``step`` describes the K steps of each 64.
     """
 
     step: TiledConfig
+    outputs: int = 1
 
     @property
     def block_n(self) -> int:
         """Outputs of a CTA's item."""
-        return TILE
+        return TILE * self.outputs
 
     @property
     def block_k(self) -> int:
@@ -260,10 +268,10 @@ class QuantisedConfig:
     @property
     def warpgroups(self) -> int:
         """Compute warpgroups."""
-        return self.step.warpgroups
+        return self.step.warpgroups * self.outputs
 
     def fits(self, sizes: GemmSizes) -> bool:
-        """True if the tiles divide a call of these sizes."""
+        """True if the K steps divide a call of these sizes."""
         whole = self.step.block_t == sizes.columns and self.step.split_k == 1
         return sizes.form is not None and whole and self.step.fits(sizes.tiled)
 
@@ -271,19 +279,23 @@ class QuantisedConfig:
 def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
     """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
     found = []
-    for warpgroups, span in product(WARPGROUPS[sizes.halves - 1], (2 * TILE, 3 * TILE, TILE)):
-        if warpgroups > MOST_LONG_STEPS and span > TILE:
-            continue
+    for outputs, warpgroups, inputs in QUANTISED_TILES[sizes.halves - 1]:
         by_half = sizes.halves == 2 and warpgroups > 1
-        step = TiledConfig(sizes.columns, span, warpgroups, 2, 1, by_half)
-        weights = sizes.halves * step.block_k // TILE * sizes.tiled.tile_bytes
-        factors = sizes.halves * TILE * 4 * step.rows(sizes.tiled.group)
-        step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
-        stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
-        config = QuantisedConfig(replace(step, stages=stages))
+        step = TiledConfig(sizes.columns, inputs * TILE, warpgroups, 2, 1, by_half)
+        config = quantised_config(sizes, step, outputs)
         if config.fits(sizes):
             found.append(config)
     return found
+
+
+def quantised_config(sizes: GemmSizes, step: TiledConfig, outputs: int = 1) -> QuantisedConfig:
+    """As many stages as may be in flight."""
+    tiles = sizes.halves * outputs
+    weights = tiles * step.block_k // TILE * sizes.tiled.tile_bytes
+    factors = tiles * TILE * 4 * step.rows(sizes.tiled.group)
+    step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
+    stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
+    return QuantisedConfig(replace(step, stages=stages), outputs)
 
 
 @dataclass(frozen=True)
