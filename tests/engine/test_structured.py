@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -287,6 +289,30 @@ def test_no_bad_word(engine: Engine) -> None:
     for output in run(engine, PROMPTS, sampling):
         text = output.outputs[0].text
         assert "ab" not in text and "c" not in text and len(text) == 60
+
+
+def test_a_filter_is_freed_when_its_request_ends(engine: Engine) -> None:
+    filters: list[weakref.ref[Failing]] = []
+
+    class Followed(Failing):
+        def begin(self, drawn: Sequence[int]) -> Failing:
+            begun = super().begin(drawn)
+            filters.append(weakref.ref(begun))
+            return begun
+
+    for name, max_tokens in (("short", 3), ("aborted", 50)):
+        sampling = SamplingParams(allowed_token_ids=(97,), max_tokens=max_tokens)
+        engine.add_request(name, [1], sampling, constraint=Followed(99, ""))
+    while engine.stats().num_running != 1:
+        engine.step()
+    gc.collect()
+    short, aborted = filters
+    assert short() is None and aborted() is not None
+    engine.abort("aborted")
+    while engine.has_work:
+        engine.step()
+    gc.collect()
+    assert aborted() is None
 
 
 class Failing:

@@ -34,7 +34,7 @@ class _Followed:
 
 
 class Constraints:
-    """The constrained sequences of an engine, by slot; a new owner of a slot replaces the last."""
+    """The constrained sequences of an engine, by slot."""
 
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words  # W: words of a mask
@@ -55,6 +55,12 @@ class Constraints:
                 followed.filter = constraint.begin(drawn)
             except Exception as error:
                 followed.error = _reported(followed.key, error)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Free the filters of requests that have ended."""
+        ended = [slot for slot, one in self._slots.items() if one.key[0] in request_ids]
+        for slot in ended:
+            del self._slots[slot]
 
     def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
         """The masks of rows that draw next, and of padding; all tokens for rows without filter.
@@ -107,7 +113,7 @@ class Constraints:
         return errors
 
     def _of(self, row: ScheduledSeq) -> _Followed | None:
-        """The sequence of a row, unless its slot has a later owner."""
+        """The sequence of a row, unless it has ended."""
         followed = self._slots.get(row.slot)
         return followed if followed and followed.key == (row.request_id, row.epoch) else None
 

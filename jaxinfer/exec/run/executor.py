@@ -93,6 +93,10 @@ class Executor:
         self._weights, self._head = flat, head_params(params or {})
         self.params = params
 
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """See ``StepExecutor``."""
+        self._constraints.forget(request_ids)
+
     def free_state(self) -> None:
         """See ``StepExecutor``."""
         for array in jax.tree.leaves(self._own_arrays):
@@ -119,10 +123,7 @@ class Executor:
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
 
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
-        """Add executables that were compiled later, and run those of steps once.
-
-        Returns the buckets that are complete with them.
-        """
+        """Add later executables and run their steps once; returns the buckets now complete."""
         before = self.buckets
         self._by_name |= loaded
         added = tuple(bucket for bucket in self.buckets if bucket not in before)
@@ -173,10 +174,8 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        for new in plan.admissions:
-            self._requests[new.slot] = new.request
-        if plan.admissions:
-            self._constraints.admit(plan.admissions)
+        self._requests |= {new.slot: new.request for new in plan.admissions}
+        self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
             step = self._launch_prepared(prepared, failed)
