@@ -174,8 +174,9 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        self._requests |= {new.slot: new.request for new in plan.admissions}
-        self._constraints.admit(plan.admissions)
+        if plan.admissions:
+            self._requests |= {new.slot: new.request for new in plan.admissions}
+            self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
             step = self._launch_prepared(prepared, failed)
