@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -49,15 +51,29 @@ STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
 FEW_ROWS = 8, 16  # of a tile of few tokens
 WIDTHS = 64, 128  # rows of a prompt's tile
 MANY_ROWS = 96  # of an expert on average, from which tiles are wide
+# With quantised weights, which are unpacked for each tile: rows of a tile, and its relative time on
+# an H100 (5.2, 6.7, 7.7 and 9.4 us for gates and ups of gpt-oss-20b).
+TILE_COSTS = MappingProxyType({64: 112, 96: 144, 128: 176, 160: 216})
+MOST_ROWS = max(*WIDTHS, *TILE_COSTS)
 TILES_TOGETHER = 8  # tiles of rows whose blocks are computed at a time
 STEP_BYTES = 40 << 10  # of a decode step's copies, at most
 
 
-def width_of(tokens: int, chosen: int, experts: int) -> int:
-    """Rows of a tile."""
+def width_of(tokens: int, chosen: int, experts: int, forms: Sequence[Tiled | None]) -> int:
+    """Rows of a tile; ``forms`` are those of the weights of gate_up and of down."""
     if tokens <= FEW_TOKENS:
         return FEW_ROWS[tokens > FEW_ROWS[0]]
-    return WIDTHS[tokens * chosen > MANY_ROWS * experts]
+    if None in forms:
+        return WIDTHS[tokens * chosen > MANY_ROWS * experts]
+    rows, most = tokens * chosen / experts, min(form.most_rows for form in forms if form)
+    widths = (width for width in TILE_COSTS if width <= most)
+    return min(widths, key=lambda width: TILE_COSTS[width] * _mean_tiles(rows, width))
+
+
+def _mean_tiles(rows: float, width: int) -> float:
+    """Tiles of an expert with so many rows on average, whose number varies by its root."""
+    beyond = (count * width for count in range(2 + int(2 * rows / width)))
+    return sum(math.erfc((bound - rows) / math.sqrt(2 * rows)) for bound in beyond) / 2
 
 
 class Tiled(NamedTuple):
@@ -69,6 +85,13 @@ class Tiled(NamedTuple):
     zeros: bool
     offsets: bool
     scales_weights: bool = False  # see ``tiled.step``
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a prompt's tile at most; with more, registers would be spilled."""
+        if self.scales_weights:
+            return max(TILE_COSTS)
+        return next(rows for group, rows in large_launch.MOST_TOKENS if self.group >= group)
 
     @classmethod
     def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
@@ -142,15 +165,15 @@ def sizes_of(
     """The sizes of both GEMMs of a call of the op."""
     (tokens, chosen), width = choices.shape, x.shape[1]
     experts, hidden, _ = size_of(kinds[0], arrays[:NUM_ARRAYS])
-    rows = width_of(tokens, chosen, experts)
-    tiles = max_tiles(choices.size, experts, rows)
-    common = (tokens, chosen, tiles, rows)
     forms = [
         Tiled.of(kind, one)
         for kind, one in zip(
             kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
         )
     ]
+    rows = width_of(tokens, chosen, experts, forms)
+    tiles = max_tiles(choices.size, experts, rows)
+    common = (tokens, chosen, tiles, rows)
     most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
     all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
     dtype = str(x.dtype)

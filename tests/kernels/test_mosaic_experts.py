@@ -50,6 +50,7 @@ INTERPRETED = {
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
+    "mxfp4_wide_prompt": replace(TILES, tokens=100, form="mxfp4", inner=192),
 }
 NIGHTLY = (
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
@@ -152,3 +153,14 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
 def test_refusals(case: ExpertsCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (HOPPER.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(256, 64), (512, 96), (768, 128), (1024, 160), (8192, 128)]
+)
+def test_rows_of_a_prompts_tile(tokens: int, rows: int) -> None:
+    """One tile holds most experts' rows, or the unused rows of the last of many cost little."""
+    mxfp4 = launch.Tiled("fp4", 32, 0, zeros=False, offsets=False, scales_weights=True)
+    assert launch.width_of(tokens, 4, 32, (mxfp4, mxfp4)) == rows  # as timed for gpt-oss-20b
+    small_groups = mxfp4._replace(scales_weights=False, group=16)
+    assert launch.width_of(tokens, 4, 32, (mxfp4, small_groups)) <= 96  # else registers spill
