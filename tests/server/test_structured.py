@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kit.cpu_time import cpu_seconds
 from kit.engines import EOS, tiny_engine
@@ -139,7 +143,38 @@ def test_a_dead_end_is_an_error_of_the_request(server: Serving) -> None:
         assert other.result().json()["choices"] == before
 
 
-def test_a_complete_answer_may_end_whatever_is_allowed(server: Serving) -> None:
+PATTERNS = ("[a-d]{2,9}-", "(ab|cd)*x?", "a+b+c+", "yes|no|abcd", "[a-z]{3}[0-9]?")
+LETTERS = st.text("abcdnoxyes-", min_size=1, max_size=12)
+
+
+@pytest.mark.nightly
+@given(st.sampled_from(PATTERNS), st.none() | LETTERS, st.lists(LETTERS.map(lambda s: s[:2])))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_conditions_within_a_form(
+    server: Serving,
+    caplog: pytest.LogCaptureFixture,
+    pattern: str,
+    letters: str | None,
+    bad_words: list[str],
+) -> None:
+    """The answer follows all of them, or the request is refused."""
+    conditions = {"allowed_token_ids": list(letters.encode())} if letters else {}
+    fields = {**PROMPT, "guided_regex": pattern, "bad_words": bad_words, **conditions}
+    response = server.post("/v1/completions", **fields)
+    if response.status_code == 200:
+        (choice,) = response.json()["choices"]
+        text = choice["text"]
+        # what may go on may do so until it is cut off
+        assert re.fullmatch(pattern, text) or choice["finish_reason"] == "length", text
+        assert letters is None or set(text) <= set(letters)
+        assert not any(word in text for word in bad_words), text
+    else:
+        param = "allowed_token_ids" if letters else "bad_words"
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
+
+
+def test_a_complete_answer_that_cannot_go_on_ends(server: Serving) -> None:
     assert completion(server, guided_regex="a{3}", allowed_token_ids=[97]) == "aaa"
     biased = {**PROMPT, "logit_bias": {"98": -100}, "guided_regex": "ab+"}  # no token is impossible
     answer = server.post("/v1/completions", **biased).json()["choices"][0]

@@ -167,7 +167,8 @@ class SequenceFilter:
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
         """Write the mask of the next token; raises ``RequestError`` if no token is allowed.
 
-        A text that is complete may always end, whatever allowed ids and bad words say.
+        A complete text may end where allowed ids and bad words leave nothing else, whatever they
+        say of the tokens that end it.
         """
         constraint, thoughts = self._constraint, self._thoughts
         if thoughts is not None and thoughts.forced is not None:
