@@ -30,7 +30,7 @@ MMA_TOKENS = 8  # multiple of N of a wgmma
 ITEM_BYTES = 2
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 DTYPES = ("bfloat16", "float16")
-FEW_TOKENS = 64  # at most so many are multiplied by ``decode``
+FEW_TOKENS = 128  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
 MAX_STAGES = 8
@@ -48,7 +48,7 @@ QUANTISED_TILES = (
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
-FEW_ROWS = 8, 16  # of a tile of few tokens
+FEW_ROWS = 8, 16, 32  # of a tile of few tokens
 WIDTHS = 64, 128  # rows of a prompt's tile
 MANY_ROWS = 96  # of an expert on average, from which tiles are wide
 # With quantised weights, which are unpacked for each tile: rows of a tile, and its relative time on
@@ -61,11 +61,12 @@ STEP_BYTES = 40 << 10  # of a decode step's copies, at most
 
 def width_of(tokens: int, chosen: int, experts: int, forms: Sequence[Tiled | None]) -> int:
     """Rows of a tile; ``forms`` are those of the weights of gate_up and of down."""
-    if tokens <= FEW_TOKENS:
-        return FEW_ROWS[tokens > FEW_ROWS[0]]
+    rows = tokens * chosen / experts  # of an expert on average
+    if tokens <= FEW_TOKENS:  # with two standard deviations a second tile is rare
+        return next((n for n in FEW_ROWS if n >= rows + 2 * math.sqrt(rows)), FEW_ROWS[-1])
     if None in forms:
-        return WIDTHS[tokens * chosen > MANY_ROWS * experts]
-    rows, most = tokens * chosen / experts, min(form.most_rows for form in forms if form)
+        return WIDTHS[rows > MANY_ROWS]
+    most = min(form.most_rows for form in forms if form)
     widths = (width for width in TILE_COSTS if width <= most)
     return min(widths, key=lambda width: TILE_COSTS[width] * _mean_tiles(rows, width))
 

@@ -50,7 +50,6 @@ INTERPRETED = {
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
-    "mxfp4_wide_prompt": replace(TILES, tokens=100, form="mxfp4", inner=192),
 }
 NIGHTLY = (
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
