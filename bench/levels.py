@@ -73,6 +73,9 @@ class Device:
         self.steps.append((start, ms, plan))
         return plan, self._free_at
 
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing: nothing is kept."""
+
     def collect(self, step: tuple[StepPlan, float]) -> StepResult:
         """Advance the clock to the end of the step."""
         plan, done = step

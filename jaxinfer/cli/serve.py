@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.link.client import Link
     from jaxinfer.engine.link.spawn import Spawned
+    from jaxinfer.server.http.run import Served
     from jaxinfer.server.routes.service import Service
 
     type Start = Callable[[EngineConfig], Link]
@@ -220,11 +221,12 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
 
 
 @asynccontextmanager
-async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[str]:
-    """The engine, attached to the service; yields the summary for the ready line."""
+async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[Served]:
+    """The engine, attached to the service."""
     import asyncio
 
     from jaxinfer.engine.link.client import EngineClient
+    from jaxinfer.server.http.run import Served
     from jaxinfer.server.metrics.registry import Metrics
 
     link = await asyncio.to_thread(start, config)
@@ -234,11 +236,12 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
     try:
         service.attach(client, metrics)
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
-        yield (
+        summary = (
             f"model {name}, context of {limits.max_model_len} tokens, "
             f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
             "tokens of KV cache"
         )
+        yield Served(summary, client.ended)
     finally:
         await client.shutdown()
         if service.traces is not None:

@@ -21,7 +21,8 @@ class TokenFilter(Protocol):
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
         """Write the mask of the next token: bit t % 32 of word t // 32 is 1 if t may be next.
 
-        Raises ``ValueError`` if no token may be.
+        Raises ``RequestError`` if no token may be because of what the request asks for; any other
+        error is the engine's.
         """
         ...
 

@@ -178,7 +178,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
     entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps``:
     [num_scheduled_tokens, W], for each token its activations at ``SamplingParams.taps``, a view of
-    what the device has returned.
+    what the device has returned. ``is_request_error``: the error is a ``RequestError``.
     """
 
     request_id: str
@@ -189,6 +189,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     pooled: np.ndarray | None = None
     taps: memoryview = NO_TAPS
     error: str = ""
+    is_request_error: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
@@ -249,3 +250,4 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     pooled: np.ndarray | None = None  # float32[D]
     taps: memoryview = NO_TAPS  # as in ``RowResult``, of the tokens computed since the last event
     error: str = ""
+    is_request_error: bool = False  # what the request asks for is to blame, not the engine

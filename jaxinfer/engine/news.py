@@ -41,8 +41,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_iterations: int = 0
     num_preemptions: int = 0
     num_late_compiles: int = 0
-    num_compiled: int = 0  # executables compiled at start; the rest came from the bundle
-    num_executables: int = 0
+    num_compiled: int = 0  # of the executables; the rest came from the bundle
+    num_executables: int = 0  # loaded; a server's first start goes on to compile others
     load_seconds: float = 0.0
     compile_seconds: float = 0.0
     # present values

@@ -9,6 +9,7 @@ from itertools import chain
 import msgspec
 import numpy as np
 
+from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import NO_TAPS
@@ -76,8 +77,14 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pooled: bytes = b""  # float32[D]: the vector of a request that pools
     taps: memoryview = NO_TAPS  # of newly computed tokens: see ``core.step.RowResult``
     error: str = ""
+    is_request_error: bool = False  # what the request asks for is to blame, not the engine
     times: SequenceTimes | None = None
     weight_versions: tuple[WeightSpan, ...] = ()  # of ``token_ids``
+
+    def failure(self, where: str = "") -> RequestError | EngineError:
+        """``error`` as an exception; ``where`` comes before its words."""
+        kind = RequestError if self.is_request_error else EngineError
+        return kind(where + self.error)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

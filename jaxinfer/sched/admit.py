@@ -29,7 +29,12 @@ def arrive(draft: Draft, request: Request) -> None:
     token_ids = IntLog(request.prompt_token_ids)
     num_prompt_tokens = len(token_ids)
     if error := refusal(num_prompt_tokens, request.max_tokens, draft.limits):
-        event = TokenEvent(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+        event = TokenEvent(
+            request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            is_request_error=True,
+        )
         draft.events.append(event)
         return
     seq = Sequence(

@@ -35,7 +35,12 @@ def commit_step(draft: Draft, result: StepResult) -> None:
             continue
         found = results.get(row.request_id)
         if found is not None and found.epoch == row.epoch and found.error:
-            draft.end(row.request_id, FinishReason.ERROR, found.error)
+            draft.end(
+                row.request_id,
+                FinishReason.ERROR,
+                found.error,
+                is_request_error=found.is_request_error,
+            )
             continue
         if (
             found is None

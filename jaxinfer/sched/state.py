@@ -269,7 +269,14 @@ class Draft:
             )
         )
 
-    def end(self, request_id: str, reason: FinishReason, error: str = "") -> None:
+    def end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        error: str = "",
+        *,
+        is_request_error: bool = False,
+    ) -> None:
         """End an unfinished request with one event, and free its slot and pages."""
         seq = self.running.get(request_id) or self._pop_waiting(request_id)
         self.remove(seq)
@@ -279,6 +286,7 @@ class Draft:
                 num_cached_tokens=seq.num_cached_tokens or 0,
                 finish_reason=reason,
                 error=error,
+                is_request_error=is_request_error,
             )
         )
 

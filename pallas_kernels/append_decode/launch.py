@@ -20,7 +20,7 @@ HEAD_DIMS = (16, 256)  # smallest and largest
 MAX_GROUP = 64
 
 CTAS = 256  # about two per SM of an H100 or H200 (132 SMs); a power of two
-# A row of 4 kv heads: 42.2 and 47.1 us at 1,056 and 16,416 keys with 64 splits, 22.8 and 29.8 with 32
+# A row of 4 kv heads: 42.2 and 47.1 us at 1,056 and 16,416 keys with 64, 22.8 and 29.8 with 32
 # (H100): the last CTA to arrive merges the results of all.
 MAX_SPLITS = 32
 BLOCK_BYTES = 16384  # of keys per block, in the dtype of queries: 64 keys of a bf16 head of 128

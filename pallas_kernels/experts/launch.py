@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,28 +30,51 @@ MMA_TOKENS = 8  # multiple of N of a wgmma
 ITEM_BYTES = 2
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 DTYPES = ("bfloat16", "float16")
-FEW_TOKENS = 64  # at most so many are multiplied by ``decode``
+FEW_TOKENS = 128  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
 MAX_STAGES = 8
-# Of few tokens and quantised weights, the fastest first, of down and of gate_up. Timed on an H100.
-WARPGROUPS = (3, 4, 2, 1, 6), (4, 2, 1, 3, 6)
-MOST_LONG_STEPS = 4  # warpgroups; more have too few registers for steps of 128 inputs
+# Of few tokens and quantised weights, of down and of gate_up: tiles of outputs of an item,
+# warpgroups for each of them, and tiles of inputs of each warpgroup in a K step. The first one that
+# fits is the fastest. us on an H100 at 1, 8 and 64 tokens, of the 3 fastest of 12 combinations:
+QUANTISED_TILES = (
+    # Qwen3-30B-A3B, int4: 13.0, 24.2, 48.2 (12.5, 25.2, 52.1 with the next; 13.1, 25.1, 54.0)
+    # gpt-oss-20b: 17.5, 49.7, 72.4 with the third (16.9, 54.9, 76.9; 17.5, 53.8, 74.2)
+    ((2, 2, 2), (2, 1, 2), (1, 3, 3), (1, 1, 1)),
+    # Qwen3-30B-A3B, int4: 12.8, 37.4, 84.2 (13.0, 37.7, 85.5; 12.9, 37.1, 84.0)
+    # gpt-oss-20b: 24.8, 86.4, 125.3 with the second (27.5, 87.0, 127.5; 29.3, 88.8, 130.5)
+    ((1, 2, 2), (2, 1, 3), (1, 2, 1)),
+)
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
-FEW_ROWS = 8, 16  # of a tile of few tokens
+FEW_ROWS = 8, 16, 32  # of a tile of few tokens
 WIDTHS = 64, 128  # rows of a prompt's tile
 MANY_ROWS = 96  # of an expert on average, from which tiles are wide
+# With quantised weights, which are unpacked for each tile: rows of a tile, and its relative time on
+# an H100 (5.2, 6.7, 7.7 and 9.4 us for gates and ups of gpt-oss-20b).
+TILE_COSTS = MappingProxyType({64: 112, 96: 144, 128: 176, 160: 216})
+MOST_ROWS = max(*WIDTHS, *TILE_COSTS)
 TILES_TOGETHER = 8  # tiles of rows whose blocks are computed at a time
 STEP_BYTES = 40 << 10  # of a decode step's copies, at most
 
 
-def width_of(tokens: int, chosen: int, experts: int) -> int:
-    """Rows of a tile."""
-    if tokens <= FEW_TOKENS:
-        return FEW_ROWS[tokens > FEW_ROWS[0]]
-    return WIDTHS[tokens * chosen > MANY_ROWS * experts]
+def width_of(tokens: int, chosen: int, experts: int, forms: Sequence[Tiled | None]) -> int:
+    """Rows of a tile; ``forms`` are those of the weights of gate_up and of down."""
+    rows = tokens * chosen / experts  # of an expert on average
+    if tokens <= FEW_TOKENS:  # with two standard deviations a second tile is rare
+        return next((n for n in FEW_ROWS if n >= rows + 2 * math.sqrt(rows)), FEW_ROWS[-1])
+    if None in forms:
+        return WIDTHS[rows > MANY_ROWS]
+    most = min(form.most_rows for form in forms if form)
+    widths = (width for width in TILE_COSTS if width <= most)
+    return min(widths, key=lambda width: TILE_COSTS[width] * _mean_tiles(rows, width))
+
+
+def _mean_tiles(rows: float, width: int) -> float:
+    """Tiles of an expert with so many rows on average, whose number varies by its root."""
+    beyond = (count * width for count in range(2 + int(2 * rows / width)))
+    return sum(math.erfc((bound - rows) / math.sqrt(2 * rows)) for bound in beyond) / 2
 
 
 class Tiled(NamedTuple):
@@ -62,6 +86,13 @@ class Tiled(NamedTuple):
     zeros: bool
     offsets: bool
     scales_weights: bool = False  # see ``tiled.step``
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of a prompt's tile at most; with more, registers would be spilled."""
+        if self.scales_weights:
+            return max(TILE_COSTS)
+        return next(rows for group, rows in large_launch.MOST_TOKENS if self.group >= group)
 
     @classmethod
     def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
@@ -135,15 +166,15 @@ def sizes_of(
     """The sizes of both GEMMs of a call of the op."""
     (tokens, chosen), width = choices.shape, x.shape[1]
     experts, hidden, _ = size_of(kinds[0], arrays[:NUM_ARRAYS])
-    rows = width_of(tokens, chosen, experts)
-    tiles = max_tiles(choices.size, experts, rows)
-    common = (tokens, chosen, tiles, rows)
     forms = [
         Tiled.of(kind, one)
         for kind, one in zip(
             kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
         )
     ]
+    rows = width_of(tokens, chosen, experts, forms)
+    tiles = max_tiles(choices.size, experts, rows)
+    common = (tokens, chosen, tiles, rows)
     most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
     all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
     dtype = str(x.dtype)
@@ -236,16 +267,17 @@ def decode_config(sizes: GemmSizes) -> DecodeConfig:
 
 @dataclass(frozen=True)
 class QuantisedConfig:
-    """Tile sizes of ``decode_quantised``: those of a K step of an item of 64 outputs (of gate_up 64
-    gates and 64 ups).
+    """Tile sizes of ``decode_quantised``: an item has ``outputs`` times 64 outputs (of gate_up as
+    many gates and ups), and ``step`` describes the K steps of each 64.
     """
 
     step: TiledConfig
+    outputs: int = 1
 
     @property
     def block_n(self) -> int:
         """Outputs of a CTA's item."""
-        return TILE
+        return TILE * self.outputs
 
     @property
     def block_k(self) -> int:
@@ -260,10 +292,10 @@ class QuantisedConfig:
     @property
     def warpgroups(self) -> int:
         """Compute warpgroups."""
-        return self.step.warpgroups
+        return self.step.warpgroups * self.outputs
 
     def fits(self, sizes: GemmSizes) -> bool:
-        """True if the tiles divide a call of these sizes."""
+        """True if the K steps divide a call of these sizes."""
         whole = self.step.block_t == sizes.columns and self.step.split_k == 1
         return sizes.form is not None and whole and self.step.fits(sizes.tiled)
 
@@ -271,19 +303,23 @@ class QuantisedConfig:
 def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
     """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
     found = []
-    for warpgroups, span in product(WARPGROUPS[sizes.halves - 1], (2 * TILE, 3 * TILE, TILE)):
-        if warpgroups > MOST_LONG_STEPS and span > TILE:
-            continue
+    for outputs, warpgroups, inputs in QUANTISED_TILES[sizes.halves - 1]:
         by_half = sizes.halves == 2 and warpgroups > 1
-        step = TiledConfig(sizes.columns, span, warpgroups, 2, 1, by_half)
-        weights = sizes.halves * step.block_k // TILE * sizes.tiled.tile_bytes
-        factors = sizes.halves * TILE * 4 * step.rows(sizes.tiled.group)
-        step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
-        stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
-        config = QuantisedConfig(replace(step, stages=stages))
+        step = TiledConfig(sizes.columns, inputs * TILE, warpgroups, 2, 1, by_half)
+        config = quantised_config(sizes, step, outputs)
         if config.fits(sizes):
             found.append(config)
     return found
+
+
+def quantised_config(sizes: GemmSizes, step: TiledConfig, outputs: int = 1) -> QuantisedConfig:
+    """As many stages as may be in flight."""
+    tiles = sizes.halves * outputs
+    weights = tiles * step.block_k // TILE * sizes.tiled.tile_bytes
+    factors = tiles * TILE * 4 * step.rows(sizes.tiled.group)
+    step_bytes = weights + factors + step.block_k * sizes.columns * ITEM_BYTES
+    stages = max(2, min(QUANTISED_IN_FLIGHT_BYTES // step_bytes, MAX_STAGES))
+    return QuantisedConfig(replace(step, stages=stages), outputs)
 
 
 @dataclass(frozen=True)

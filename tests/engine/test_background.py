@@ -130,6 +130,8 @@ def test_requests_are_served_before_all_is_compiled(
         first = answers(engine)
         assert engine.is_compiling
         assert set(seen) <= {*FIRST}
+        early = engine.stats()
+        assert early.num_compiled == early.num_executables == len(plan.program.first_names)
         proceed.set()
         until_compiled(engine)
     seen.clear()
@@ -137,6 +139,7 @@ def test_requests_are_served_before_all_is_compiled(
     assert {*seen} - {*FIRST}, "smaller buckets are used once they are there"
     assert engine.stats().num_late_compiles == 0
     assert engine.stats().num_compiled == engine.stats().num_executables
+    assert engine.stats().num_executables == len(plan.program.names())
     folder = next((plan.cache_dir / "executables").iterdir())
     assert [*open_bundle(folder).manifest.executables] == [*plan.program.names()]
     again = build_engine(plan, serves_early=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -39,6 +40,9 @@ class Scripted:
         self.in_flight += 1
         self.deepest = max(self.deepest, self.in_flight)
         return plan, self.fake.run(plan)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        pass
 
     def collect(self, step: tuple[StepPlan, StepResult]) -> StepResult:
         self.in_flight -= 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.structured import Thinking
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.text.grammar.constraint import Grammar
 from kit.engines import EOS, run, tiny_engine, tiny_limits, tokens
 from kit.schemas import schemas
 
@@ -288,6 +291,30 @@ def test_no_bad_word(engine: Engine) -> None:
         assert "ab" not in text and "c" not in text and len(text) == 60
 
 
+def test_a_filter_is_freed_when_its_request_ends(engine: Engine) -> None:
+    filters: list[weakref.ref[Failing]] = []
+
+    class Followed(Failing):
+        def begin(self, drawn: Sequence[int]) -> Failing:
+            begun = super().begin(drawn)
+            filters.append(weakref.ref(begun))
+            return begun
+
+    for name, max_tokens in (("short", 3), ("aborted", 50)):
+        sampling = SamplingParams(allowed_token_ids=(97,), max_tokens=max_tokens)
+        engine.add_request(name, [1], sampling, constraint=Followed(99, ""))
+    while engine.stats().num_running != 1:
+        engine.step()
+    gc.collect()
+    short, aborted = filters
+    assert short() is None and aborted() is not None
+    engine.abort("aborted")
+    while engine.has_work:
+        engine.step()
+    gc.collect()
+    assert aborted() is None
+
+
 class Failing:
     """A constraint whose masks fail from the given token on."""
 
@@ -325,9 +352,25 @@ def test_a_failing_constraint_ends_its_own_request(engine: Engine, where: str) -
     last = deltas["broken"][-1]
     assert last.finish_reason is FinishReason.ERROR
     assert last.error == "the answer's constraint cannot be continued: it broke"
+    assert isinstance(last.failure(), EngineError)
     drawn = [token for delta in deltas["broken"] for token in delta.token_ids]
     assert drawn == [97] * {"begin": 0, "push": 2, "fill": 3}[where]
     assert [token for delta in deltas["plain"] for token in delta.token_ids] == before[0]
+
+
+def test_a_grammar_beyond_the_bounds_ends_its_own_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the rehearsal has not found it."""
+    monkeypatch.setattr(Grammar, "rehearse", lambda *_: "")
+    exploding = "(" * 8 + "a" + "{0,9})" * 8
+    engine.add_request("x", [1], structured({"regex": exploding}, ignore_eos=True))
+    deltas: list[Delta] = []
+    while engine.has_work:
+        deltas += engine.step().deltas
+    failure = deltas[-1].failure("prompt 0: ")
+    assert isinstance(failure, RequestError)
+    assert str(failure).startswith("prompt 0: structured_outputs cannot be followed to the end: ")
 
 
 def test_without_a_tokenizer_a_form_is_refused() -> None:

@@ -29,6 +29,8 @@ HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
 CASES = {case.name: case for case in cases.CASES}
 BF16 = replace(CASES["seven_experts_bf16"], count=5)
 TILES = replace(CASES["int4_tiles"], width=64, inner=64, count=3, chosen=2, tokens=2)
+# Two tiles of outputs an item; in the last item of down one is missing.
+PAIRS: Any = {"width": 192, "inner": 256}
 MANY = launch.FEW_TOKENS + 1
 INTERPRETED = {
     "one_token": replace(BF16, tokens=1),
@@ -43,7 +45,7 @@ INTERPRETED = {
     "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
     "int8": replace(TILES, form="int8"),
-    "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED),
+    "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED, **PAIRS),
     "fp4": replace(TILES, form="fp4"),
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
@@ -150,3 +152,14 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
 def test_refusals(case: ExpertsCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (HOPPER.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(256, 64), (512, 96), (768, 128), (1024, 160), (8192, 128)]
+)
+def test_rows_of_a_prompts_tile(tokens: int, rows: int) -> None:
+    """One tile holds most experts' rows, or the unused rows of the last of many cost little."""
+    mxfp4 = launch.Tiled("fp4", 32, 0, zeros=False, offsets=False, scales_weights=True)
+    assert launch.width_of(tokens, 4, 32, (mxfp4, mxfp4)) == rows  # as timed for gpt-oss-20b
+    small_groups = mxfp4._replace(scales_weights=False, group=16)
+    assert launch.width_of(tokens, 4, 32, (mxfp4, small_groups)) <= 96  # else registers spill

@@ -9,6 +9,7 @@ shared or reused wrongly is an error at once.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -295,6 +296,9 @@ class FakeDevice:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.make_state()
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing: nothing is kept."""
 
     def free_state(self) -> None:
         """Lose all pages, slots and snapshots."""

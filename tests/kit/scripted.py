@@ -6,7 +6,7 @@ Owns: ``scripted_engine``. Its tokenizer is the tiny one with a real chat templa
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,6 +79,9 @@ class ScriptedDevice:
     def collect(self, step: StepResult) -> StepResult:
         """Its result."""
         return step
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing: nothing is kept."""
 
     def free_state(self) -> None:
         """See ``StepExecutor``."""

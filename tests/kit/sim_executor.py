@@ -68,6 +68,9 @@ class SimExecutor:
         self._free_at = max(launched, self._free_at) + seconds
         return plan, launched, self._free_at
 
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Nothing: nothing is kept."""
+
     def free_state(self) -> None:
         """Nothing: there is no state."""
 

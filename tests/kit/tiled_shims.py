@@ -1,8 +1,8 @@
 """Stand-ins for what JAX's interpreter cannot run of Mosaic kernels with weights in tiles.
 
-It has no wgmma with an operand in registers and cannot rename registers, so ``matmuls``,
-``load_words`` and ``fragment`` are replaced. The replacement of ``fragment`` is the layout of
-operand A as the PTX ISA defines it.
+It has no wgmma with an operand in registers, cannot rename registers and has no scattered accesses.
+So ``matmuls``, ``load_words``, ``fragment``, ``load_at`` and ``store_at`` are replaced. The
+replacement of ``fragment`` is the layout of operand A as the PTX ISA defines it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
+from pallas_kernels.experts import decode
 from pallas_kernels.quantised_gemm.tiled import fragments, step
 
 
@@ -26,6 +28,23 @@ def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "matmuls", _matmuls)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
+    monkeypatch.setattr(decode, "load_at", _load_at)
+    monkeypatch.setattr(decode, "store_at", _store_at)
+
+
+def _load_at(ref: Any, indices: jax.Array) -> jax.Array:
+    return jnp.stack([ref[indices[i]] for i in range(indices.size)])
+
+
+def _store_at(ref: Any, offsets: jax.Array, values: jax.Array) -> None:
+    for column in range(values.shape[1]):
+        first = offsets[0, column]
+
+        @pl.when(first >= 0)
+        def _write(first: Any = first, column: int = column) -> None:
+            row, output = jnp.divmod(first, ref.shape[-1])
+            rows = (row,) if len(ref.shape) == 2 else jnp.divmod(row, ref.shape[1])
+            ref.at[*rows, pl.ds(output, values.shape[0])][...] = values[:, column]
 
 
 def _dot(a: np.ndarray, x: np.ndarray) -> np.ndarray:

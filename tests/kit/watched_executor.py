@@ -6,7 +6,7 @@ Owns: ``WatchedExecutor`` and ``watched_engine``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,10 @@ class WatchedExecutor:
         if failure is not None:
             raise failure
         return result
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """See ``StepExecutor``."""
+        self._inner.forget(request_ids)
 
     def free_state(self) -> None:
         """See ``StepExecutor``."""

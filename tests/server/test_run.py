@@ -66,7 +66,7 @@ async def load():
     if options["fails"]:
         raise ValueError("the model is broken")
     ready = True
-    yield "a dummy"
+    yield run.Served("a dummy", asyncio.get_running_loop().create_future())
     print("engine ended", file=sys.stderr)
 
 options = json.loads(sys.argv[2])

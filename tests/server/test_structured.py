@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kit.cpu_time import cpu_seconds
 from kit.engines import EOS, tiny_engine
@@ -103,14 +108,77 @@ def test_tokens_that_are_allowed_or_not(server: Serving) -> None:
     assert set(response["choices"][0]["text"]) <= {"b"}
 
 
-def test_conditions_that_leave_no_first_token_are_refused(server: Serving) -> None:
+def test_conditions_that_leave_no_answer_are_refused(server: Serving) -> None:
     for name, value, form in (
         ("allowed_token_ids", [5, 6], {"regex": "[a-f]{1,9}"}),
         ("bad_words", ["y"], {"choice": ["yes"]}),
+        ("allowed_token_ids", list(b"noye"), {"choice": ["yes", "not"]}),
+        ("bad_words", ["es"], {"choice": ["yes"]}),
     ):
         fields = {"prompt": [1], "structured_outputs": form, name: value}
-        response = server.post("/v1/completions", **fields)
+        response = server.post("/v1/completions", **fields, stream=True)
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+    cut_off = {"structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": list(b"ye")}
+    response = server.post("/v1/completions", prompt=[1], **cut_off, max_tokens=2).json()
+    assert [response["choices"][0][name] for name in ("text", "finish_reason")] == ["ye", "length"]
+
+
+LATE = {"structured_outputs": {"regex": "[a-z]{2,9}-"}, "allowed_token_ids": list(range(97, 123))}
+
+
+def test_a_dead_end_is_an_error_of_the_request(server: Serving) -> None:
+    """Too many beginnings lead there for it to be shown before."""
+    ordinary = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "seed": 3}
+    before = server.post("/v1/completions", **ordinary).json()["choices"]
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(server.post, "/v1/completions", **ordinary)
+        for path, prompt in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+            response = server.post(path, **prompt, **LATE)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "allowed_token_ids")
+            stream = server.post(path, **prompt, **LATE, stream=True).text
+            *events, last, done = stream.removesuffix("\n\n").split("\n\n")
+            assert events and done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["error"] == error
+        assert other.result().json()["choices"] == before
+
+
+PATTERNS = ("[a-d]{2,9}-", "(ab|cd)*x?", "a+b+c+", "yes|no|abcd", "[a-z]{3}[0-9]?")
+LETTERS = st.text("abcdnoxyes-", min_size=1, max_size=12)
+
+
+@pytest.mark.nightly
+@given(st.sampled_from(PATTERNS), st.none() | LETTERS, st.lists(LETTERS.map(lambda s: s[:2])))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_conditions_within_a_form(
+    server: Serving,
+    caplog: pytest.LogCaptureFixture,
+    pattern: str,
+    letters: str | None,
+    bad_words: list[str],
+) -> None:
+    """The answer follows all of them, or the request is refused."""
+    conditions = {"allowed_token_ids": list(letters.encode())} if letters else {}
+    fields = {**PROMPT, "guided_regex": pattern, "bad_words": bad_words, **conditions}
+    response = server.post("/v1/completions", **fields)
+    if response.status_code == 200:
+        (choice,) = response.json()["choices"]
+        text = choice["text"]
+        # what may go on may do so until it is cut off
+        assert re.fullmatch(pattern, text) or choice["finish_reason"] == "length", text
+        assert letters is None or set(text) <= set(letters)
+        assert not any(word in text for word in bad_words), text
+    else:
+        param = "allowed_token_ids" if letters else "bad_words"
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR], caplog.text
+
+
+def test_a_complete_answer_that_cannot_go_on_ends(server: Serving) -> None:
+    assert completion(server, guided_regex="a{3}", allowed_token_ids=[97]) == "aaa"
+    biased = {**PROMPT, "logit_bias": {"98": -100}, "guided_regex": "ab+"}  # no token is impossible
+    answer = server.post("/v1/completions", **biased).json()["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == ("ab", "stop")
 
 
 def test_logprobs_of_named_tokens(server: Serving) -> None:

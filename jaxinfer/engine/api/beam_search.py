@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import batched
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.errors import RequestError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.beam_search import BeamSearch, BeamSearchOutput, round_params
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
@@ -88,7 +88,7 @@ def _search(
         found: dict[int, PositionLogprobs] = {}
         for number, delta in run(flat, [sampling] * len(flat)):
             if delta.error:
-                raise EngineError(f"beam search: {delta.error}")
+                raise delta.failure("beam search: ")
             found[number] = delta.logprobs[0]
         numbers = iter(range(len(flat)))
         for search, several in zip(searches, beams, strict=True):

@@ -313,7 +313,7 @@ class LLM(PoolingMethods, BeamMethods):
                     collectors[number] = Collector(str(number), *given)
                 collectors[number].add(delta)
                 if delta.error:
-                    raise EngineError(f"prompt {number}: {delta.error}")
+                    raise delta.failure(f"prompt {number}: ")
                 if collectors[number].output.finished:
                     advance(1)
         return [collectors[number].output for number in range(len(prompts))]

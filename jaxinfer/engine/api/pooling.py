@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from msgspec.structs import replace
 
-from jaxinfer.core.errors import EngineError, RequestError
+from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.facts import check_task
@@ -182,7 +182,7 @@ class PoolingMethods(ABC):
         with progress.task("embed" if pools else "score", len(prompts)) as advance:
             for number, delta in self.stream(prompts, params, pools=pools):
                 if delta.error:
-                    raise EngineError(f"prompt {number}: {delta.error}")
+                    raise delta.failure(f"prompt {number}: ")
                 found[number] = delta
                 advance(1)
         return [found[number] for number in range(len(prompts))]

@@ -103,7 +103,8 @@ class Stream:
         """The deltas since the last call, possibly none.
 
         After all deltas have been taken it raises ``RequestError`` if the engine refused the
-        request, and ``EngineError`` if the answer could not be completed.
+        request or it asks for what turned out to be impossible, and ``EngineError`` if the answer
+        could not be completed.
         """
         arrived, self._arrived = self._arrived, []
         self._max_arrived = MAX_UNJOINED_DELTAS
@@ -132,7 +133,7 @@ class Stream:
         if delta.finish_reason is not None:
             self.num_unfinished -= 1
         if delta.error:
-            self.fail(EngineError(delta.error))
+            self.fail(delta.failure())
             return
         self._arrived.append(delta)
         if len(self._arrived) > self._max_arrived:
@@ -175,6 +176,8 @@ class EngineClient:
         self._pongs: list[asyncio.Future[None]] = []
         self._num_controls = 0
         self._controls: dict[int, asyncio.Future[EngineState]] = {}
+        # why the engine answers no more, once it does not
+        self.ended: asyncio.Future[JaxinferError] = self._loop.create_future()
         link.connect(self.receive)
 
     @property
@@ -321,6 +324,8 @@ class EngineClient:
                 failure = answer.failure
                 self._end_control(answer.number, failure.error if failure else answer.state)
             case Failed():
+                if not self.ended.done():
+                    self.ended.set_result(answer.error)
                 for number in tuple(self._controls):
                     self._end_control(number, answer.error)
                 for stream in self._streams.values():

@@ -293,7 +293,14 @@ class Engine:
     def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
         """The event of buckets that were loaded since the last step, if there are any."""
         if later.has_news:
-            return (BucketsLoaded(later.take()),)
+            before, loaded = later.num_taken, later.take()
+            num_new = later.num_taken - before
+            self._start = msgspec.structs.replace(
+                self._start,
+                num_executables=self._start.num_executables + num_new,
+                num_compiled=self._start.num_compiled + num_new,
+            )
+            return (BucketsLoaded(loaded),)
         if not later.unfinished:
             self._later = None
         return ()

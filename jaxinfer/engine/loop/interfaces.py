@@ -60,6 +60,11 @@ class LaterBuckets(Protocol):
         ...
 
     @property
+    def num_taken(self) -> int:
+        """Executables that were compiled and taken."""
+        ...
+
+    @property
     def unfinished(self) -> bool:
         """True until all executables were taken."""
         ...

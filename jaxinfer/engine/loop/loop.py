@@ -15,6 +15,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.step import Bucket, Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
 from jaxinfer.sched.schedule import (
+    ScheduleOutput,
     SchedulerState,
     all_preempted,
     initial_state,
@@ -38,6 +39,10 @@ class StepExecutor[Handle](Protocol):
 
     def collect(self, step: Handle) -> StepResult:
         """Wait for a launched step; steps are collected in launch order."""
+        ...
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Free what is kept for requests that have ended; rows of theirs may be in flight."""
         ...
 
     def free_state(self) -> None:
@@ -135,9 +140,7 @@ class EngineLoop[Handle]:
         ended = () if self._ended is None else (self._ended,)
         self._ended = None
         events = (*events, *ended, *self._drain())
-        self._state, output = schedule(self._state, events, plans=False)
-        if output.duplicates:
-            raise _came_twice(output.duplicates)
+        output = self._schedule(events, plans=False)
         collected, self._collected = tuple(self._collected), []
         return Iteration(output.events, (), collected)
 
@@ -147,9 +150,7 @@ class EngineLoop[Handle]:
         """Schedule until a step is launched or none can be planned; returns events and the step."""
         news: tuple[TokenEvent, ...] = ()
         while True:
-            self._state, output = schedule(self._state, events)
-            if output.duplicates:
-                raise _came_twice(output.duplicates)
+            output = self._schedule(events)
             news += output.events
             if output.step is None:
                 return news, ()
@@ -164,6 +165,16 @@ class EngineLoop[Handle]:
             self._in_flight.append((output.step, handle))
             return news, (output.step,)
 
+    def _schedule(self, events: tuple[Event, ...], *, plans: bool = True) -> ScheduleOutput:
+        """Apply events, and plan a step if ``plans``. The executor forgets what has ended."""
+        self._state, output = schedule(self._state, events, plans=plans)
+        if output.duplicates:
+            raise EngineError(f"request ids {output.duplicates} came twice")
+        ended = [event.request_id for event in output.events if event.finish_reason is not None]
+        if ended:
+            self._executor.forget(ended)
+        return output
+
     def _collect(self) -> StepDone | StepFailed:
         plan, handle = self._in_flight.popleft()
         self._collected.append(plan)
@@ -177,10 +188,6 @@ class EngineLoop[Handle]:
     def _drain(self) -> tuple[Event, ...]:
         """Collect all steps in flight, since failures are reported in launch order too."""
         return tuple(self._collect() for _ in range(len(self._in_flight)))
-
-
-def _came_twice(duplicates: tuple[str, ...]) -> EngineError:
-    return EngineError(f"request ids {duplicates} came twice")
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepFailed:

@@ -60,6 +60,7 @@ class SequenceProcessor:
             pooled=b"" if event.pooled is None else event.pooled.tobytes(),
             taps=event.taps,
             error=event.error,
+            is_request_error=event.is_request_error,
             weight_versions=(WeightSpan(weight_version, start, start + kept),) if kept else (),
         )
 

@@ -274,7 +274,7 @@ def build_engine(
     if executables.later is not None:
         later = LaterExecutables(executables.later, executor, executor.buckets)
     start_stats = EngineStats(
-        num_executables=len(plan.program.names()),
+        num_executables=len(executables.by_name),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,

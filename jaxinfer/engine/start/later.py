@@ -10,13 +10,14 @@ from jaxinfer.exec.compile.build import Later
 from jaxinfer.exec.run.executor import Executor
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaterExecutables:
     """Implements ``engine.loop.interfaces.LaterBuckets``."""
 
     building: Later
     executor: Executor
     first: Sequence[Bucket]
+    num_taken: int = 0
 
     @property
     def unfinished(self) -> bool:
@@ -30,7 +31,9 @@ class LaterExecutables:
 
     def take(self) -> tuple[Bucket, ...]:
         """See ``LaterBuckets``."""
-        return self.executor.add(self.building.take())
+        taken = self.building.take()
+        self.num_taken += len(taken)
+        return self.executor.add(taken)
 
     def close(self) -> None:
         """See ``LaterBuckets``."""

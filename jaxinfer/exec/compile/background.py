@@ -65,7 +65,7 @@ def begin_executables(
     except BaseException:  # also Ctrl-C
         building.close()
         raise
-    return Executables(first, len(program.names()), building.workspace_bytes, building)
+    return Executables(first, building.num_compiled, building.workspace_bytes, building)
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Building:
     progress: Progress
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
+    num_compiled: int = 0  # of the first executables; other bundles had the rest of them
     _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
     _closed: bool = False
 
@@ -135,6 +136,7 @@ class Building:
         stored = take_cached(program, self.folder.parent, folder, progress)
         first = [name for name in program.first_names if name not in stored]
         stored |= compile_all(program, first, folder, progress, self._check_saved)
+        self.num_compiled = len(first)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             loaded = pool.map(load_executable, [folder / one.file for one in stored.values()])
             self.first.set_result(dict(zip(stored, loaded, strict=True)))

@@ -53,7 +53,7 @@ class Later(Protocol):
         ...
 
     def take(self) -> dict[str, Compiled]:
-        """The executables that were loaded since the last call."""
+        """The executables that were compiled and loaded since the last call."""
         ...
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Executables:
     """The executables of an engine."""
 
     by_name: Mapping[str, Compiled]  # see ``Program.names``
-    compiled: int  # number of executables that are compiled for this engine
+    compiled: int  # number of those of ``by_name`` that were compiled for this engine
     workspace_bytes: int  # the largest workspace: see ``bundle.StoredExecutable``
     later: Later | None = None  # compiles those that ``by_name`` does not have yet
 

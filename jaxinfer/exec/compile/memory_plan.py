@@ -26,7 +26,7 @@ from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
-from pallas_kernels.experts.launch import WIDTHS
+from pallas_kernels.experts.launch import MOST_ROWS
 from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
@@ -345,7 +345,7 @@ def _experts_padding(config: DecoderSpec) -> int:
     outputs, and hidden values.
     """
     of_layers = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    each = (ffn.count * WIDTHS[-1] * (ffn.width + config.hidden_size) for ffn in of_layers)
+    each = (ffn.count * MOST_ROWS * (ffn.width + config.hidden_size) for ffn in of_layers)
     return max(each, default=0)
 
 

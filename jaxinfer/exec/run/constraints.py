@@ -2,7 +2,8 @@
 
 A mask depends on the token before, so it is known once the step before has been collected. An error
 of a filter is the result of its row and ends that request; its later rows get a mask too, since the
-device may wait for one, and their tokens are never used.
+device may wait for one, and their tokens are never used. A ``RequestError`` stays one: the request
+asks for what turned out to be impossible.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.core.constraint import TokenFilter
+from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
 from jaxinfer.exec.run.in_flight import LOGGER, RowKey
 from jaxinfer.exec.step.sampling import NOT_FINITE
@@ -28,11 +30,11 @@ class _Followed:
 
     key: RowKey
     filter: TokenFilter | None = None
-    error: str = ""
+    error: JaxinferError | None = None
 
 
 class Constraints:
-    """The constrained sequences of an engine, by slot; a new owner of a slot replaces the last."""
+    """The constrained sequences of an engine, by slot."""
 
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words  # W: words of a mask
@@ -53,6 +55,12 @@ class Constraints:
                 followed.filter = constraint.begin(drawn)
             except Exception as error:
                 followed.error = _reported(followed.key, error)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Free the filters of requests that have ended."""
+        ended = [slot for slot, one in self._slots.items() if one.key[0] in request_ids]
+        for slot in ended:
+            del self._slots[slot]
 
     def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
         """The masks of rows that draw next, and of padding; all tokens for rows without filter.
@@ -82,12 +90,12 @@ class Constraints:
 
     def push(
         self, rows: Sequence[ScheduledSeq], token_ids: Sequence[tuple[int, ...]]
-    ) -> dict[RowKey, str]:
+    ) -> dict[RowKey, JaxinferError]:
         """Pass each row's tokens to its filter; returns the errors of rows.
 
         A row whose mask could not be written has an error too, so its token is never used.
         """
-        errors: dict[RowKey, str] = {}
+        errors: dict[RowKey, JaxinferError] = {}
         if not self._slots:
             return errors
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
@@ -105,12 +113,14 @@ class Constraints:
         return errors
 
     def _of(self, row: ScheduledSeq) -> _Followed | None:
-        """The sequence of a row, unless its slot has a later owner."""
+        """The sequence of a row, unless it has ended."""
         followed = self._slots.get(row.slot)
         return followed if followed and followed.key == (row.request_id, row.epoch) else None
 
 
-def _reported(key: RowKey, error: Exception) -> str:
-    """Log an error of a filter; returns the sentence for the request."""
+def _reported(key: RowKey, error: Exception) -> JaxinferError:
+    """Log an error of a filter; returns that of the request."""
     logging.getLogger(LOGGER).warning("request %s: its constraint failed: %s", key[0], error)
-    return f"the answer's constraint cannot be continued: {error}"
+    if isinstance(error, RequestError):
+        return error
+    return EngineError(f"the answer's constraint cannot be continued: {error}")

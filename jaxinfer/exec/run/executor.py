@@ -23,6 +23,7 @@ import jax
 import msgspec
 import numpy as np
 
+from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
@@ -92,6 +93,10 @@ class Executor:
         self._weights, self._head = flat, head_params(params or {})
         self.params = params
 
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """See ``StepExecutor``."""
+        self._constraints.forget(request_ids)
+
     def free_state(self) -> None:
         """See ``StepExecutor``."""
         for array in jax.tree.leaves(self._own_arrays):
@@ -118,10 +123,7 @@ class Executor:
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
 
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
-        """Add executables that were compiled later, and run those of steps once.
-
-        Returns the buckets that are complete with them.
-        """
+        """Add later executables and run their steps once; returns the buckets now complete."""
         before = self.buckets
         self._by_name |= loaded
         added = tuple(bucket for bucket in self.buckets if bucket not in before)
@@ -172,9 +174,8 @@ class Executor:
         its result is an error. If a call fails and the device's state is intact, its exception is
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
-        for new in plan.admissions:
-            self._requests[new.slot] = new.request
         if plan.admissions:
+            self._requests |= {new.slot: new.request for new in plan.admissions}
             self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
@@ -215,17 +216,18 @@ class Executor:
                 token_ids[index] = (token_id,)
         return token_ids
 
-    def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, str]]:
+    def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, EngineError]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
         try:
             return self._prepare(plan), {}
         except Exception:
-            failed: dict[RowKey, str] = {}
+            failed: dict[RowKey, EngineError] = {}
             for row in plan.rows:
                 try:
                     self._prepare(only_rows(plan, {(row.request_id, row.epoch)}))
                 except Exception as error:
-                    failed[row.request_id, row.epoch] = f"the request cannot be prepared: {error}"
+                    words = f"the request cannot be prepared: {error}"
+                    failed[row.request_id, row.epoch] = EngineError(words)
                     logging.getLogger(LOGGER).exception("request %s", row.request_id)
             if not failed:
                 raise
@@ -254,7 +256,7 @@ class Executor:
         )
         return with_prompts(prepared, self._program) if prefills else prepared
 
-    def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, str]) -> InFlight:
+    def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, EngineError]) -> InFlight:
         bucket = prepared.plan.bucket
         place = self._next_place()
         prepared.batch[: len(place)] = place
@@ -303,7 +305,7 @@ class Executor:
             if not is_intact(self._own_arrays):
                 raise device_failed(plan, error) from error
             logging.getLogger(LOGGER).exception("step %s", plan.step_id)
-            reason = f"step {plan.step_id} failed: {error}"
+            reason = EngineError(f"step {plan.step_id} failed: {error}")
             rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
             step.errors.update({(row.request_id, row.epoch): reason for row in rows})
 

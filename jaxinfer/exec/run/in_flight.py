@@ -16,7 +16,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxinfer.core.errors import EngineError
+from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import NO_TAPS, RowResult, ScheduledSeq, StepPlan, TokenLogprobs
@@ -32,7 +32,7 @@ NOT_FINITE_ERROR = (
 )
 
 type RowKey = tuple[str, int]  # (request_id, epoch)
-NO_ERRORS: Mapping[RowKey, str] = MappingProxyType({})
+NO_ERRORS: Mapping[RowKey, JaxinferError] = MappingProxyType({})
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
@@ -70,10 +70,11 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     number: int  # number of the call on the token board, if there is one
     extras: list[ExtrasCall]  # launched later if masks of the step's rows are not known yet
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
-    failed: dict[RowKey, str]  # the errors of rows that could not be prepared
+    failed: dict[RowKey, EngineError]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[R, D] of the prefill rows, if any of them pools
     taps: jax.Array | None = None  # [T, W of all points], if any are read
-    errors: dict[RowKey, str] = msgspec.field(default_factory=dict)  # of rows not drawn with extras
+    # of rows that were not drawn with extras
+    errors: dict[RowKey, EngineError] = msgspec.field(default_factory=dict)
 
 
 def tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
@@ -100,7 +101,7 @@ def only_rows(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
 def row_results(
     step: InFlight,
     token_ids: Sequence[tuple[int, ...]],
-    errors: Mapping[RowKey, str] = NO_ERRORS,
+    errors: Mapping[RowKey, JaxinferError] = NO_ERRORS,
     points: Sequence[Point] = (),
 ) -> tuple[RowResult, ...]:
     """The result of each row of a finished step; ``token_ids`` are the tokens of each row.
@@ -112,7 +113,7 @@ def row_results(
     vectors = None if step.pooled is None else np.array(step.pooled)
     first = len(step.prepared.plan.decodes)
     results = [
-        RowResult(row.request_id, row.epoch, (), error=errors[row.request_id, row.epoch])
+        _failed((row.request_id, row.epoch), errors[row.request_id, row.epoch])
         if (row.request_id, row.epoch) in errors
         else _row_result(
             reader,
@@ -124,8 +125,13 @@ def row_results(
         )
         for i, row in enumerate(rows)
     ]
-    results += [RowResult(*key, (), error=error) for key, error in step.failed.items()]
+    results += [_failed(key, error) for key, error in step.failed.items()]
     return tuple(results)
+
+
+def _failed(key: RowKey, error: JaxinferError) -> RowResult:
+    """The result of a row that ends with an error."""
+    return RowResult(*key, (), error=str(error), is_request_error=isinstance(error, RequestError))
 
 
 def _row_result(

@@ -8,32 +8,29 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all structs: frozen, and not tracked by the garbage collector."""
+from jaxinfer.server.openai.responses import AnswerStruct
 
 
-class _Tagged(_Struct, frozen=True, kw_only=True, gc=False, tag_field="type"):
+class _Tagged(AnswerStruct, frozen=True, kw_only=True, tag_field="type"):
     """Base of structs with a ``type``."""
 
 
-class TextBlock(_Tagged, frozen=True, kw_only=True, gc=False, tag="text"):
+class TextBlock(_Tagged, frozen=True, kw_only=True, tag="text"):
     """Text for the user."""
 
     text: str
 
 
-class ThinkingBlock(_Tagged, frozen=True, kw_only=True, gc=False, tag="thinking"):
+class ThinkingBlock(_Tagged, frozen=True, kw_only=True, tag="thinking"):
     """Thoughts of the model. Clients send them back only with a signature."""
 
     thinking: Annotated[str, Meta(description="The thoughts.")]
     signature: Annotated[str, Meta(description="A digest of the thoughts; it is not verified.")]
 
 
-class ToolUseBlock(_Tagged, frozen=True, kw_only=True, gc=False, tag="tool_use"):
+class ToolUseBlock(_Tagged, frozen=True, kw_only=True, tag="tool_use"):
     """A call of one of the request's tools."""
 
     id: Annotated[str, Meta(description="The id of the call.")]
@@ -54,7 +51,7 @@ class MessageStopReason(StrEnum):
     CONTEXT = "model_context_window_exceeded"
 
 
-class MessageUsage(_Struct, frozen=True, kw_only=True, gc=False):
+class MessageUsage(AnswerStruct, frozen=True, kw_only=True):
     """Tokens of a request. The prompt's are the sum of the three counts of input."""
 
     input_tokens: Annotated[
@@ -69,7 +66,7 @@ class MessageUsage(_Struct, frozen=True, kw_only=True, gc=False):
     output_tokens: Annotated[int, Meta(description="Tokens that were generated.")]
 
 
-class MessageEnd(_Struct, frozen=True, kw_only=True, gc=False):
+class MessageEnd(AnswerStruct, frozen=True, kw_only=True):
     """How an answer ended; null in a stream until then."""
 
     stop_reason: Annotated[MessageStopReason | None, Meta(description="Why the answer ended.")] = (
@@ -80,7 +77,7 @@ class MessageEnd(_Struct, frozen=True, kw_only=True, gc=False):
     ] = None
 
 
-class AnswerMessage(_Tagged, frozen=True, kw_only=True, gc=False, tag="message"):
+class AnswerMessage(_Tagged, frozen=True, kw_only=True, tag="message"):
     """The answer of ``/v1/messages``."""
 
     id: str
@@ -96,7 +93,7 @@ class AnswerMessage(_Tagged, frozen=True, kw_only=True, gc=False, tag="message")
     usage: Annotated[MessageUsage, Meta(description="Tokens of the request.")]
 
 
-class TokenCount(_Struct, frozen=True, kw_only=True, gc=False):
+class TokenCount(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/messages/count_tokens``."""
 
     input_tokens: Annotated[int, Meta(description="Tokens of the prompt.")]
@@ -105,25 +102,25 @@ class TokenCount(_Struct, frozen=True, kw_only=True, gc=False):
 # the events of a stream
 
 
-class TextDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="text_delta"):
+class TextDelta(_Tagged, frozen=True, kw_only=True, tag="text_delta"):
     """More of a text."""
 
     text: str
 
 
-class ThinkingDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="thinking_delta"):
+class ThinkingDelta(_Tagged, frozen=True, kw_only=True, tag="thinking_delta"):
     """More of the thoughts."""
 
     thinking: Annotated[str, Meta(description="More of the thoughts.")]
 
 
-class SignatureDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="signature_delta"):
+class SignatureDelta(_Tagged, frozen=True, kw_only=True, tag="signature_delta"):
     """The signature of a block of thoughts, before its end."""
 
     signature: Annotated[str, Meta(description="The signature of the whole block.")]
 
 
-class InputJsonDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="input_json_delta"):
+class InputJsonDelta(_Tagged, frozen=True, kw_only=True, tag="input_json_delta"):
     """The input of a call, all at once."""
 
     partial_json: Annotated[str, Meta(description="The input, a JSON object as text.")]
@@ -132,44 +129,44 @@ class InputJsonDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="input_js
 type BlockDelta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
-class MessageStart(_Tagged, frozen=True, kw_only=True, gc=False, tag="message_start"):
+class MessageStart(_Tagged, frozen=True, kw_only=True, tag="message_start"):
     """The first event: the message without content."""
 
     message: AnswerMessage
 
 
-class Ping(_Tagged, frozen=True, kw_only=True, gc=False, tag="ping"):
+class Ping(_Tagged, frozen=True, kw_only=True, tag="ping"):
     """An event without meaning."""
 
 
-class BlockStart(_Tagged, frozen=True, kw_only=True, gc=False, tag="content_block_start"):
+class BlockStart(_Tagged, frozen=True, kw_only=True, tag="content_block_start"):
     """A block begins; its content is empty."""
 
     index: int
     content_block: Annotated[Block, Meta(description="The empty block.")]
 
 
-class BlockMore(_Tagged, frozen=True, kw_only=True, gc=False, tag="content_block_delta"):
+class BlockMore(_Tagged, frozen=True, kw_only=True, tag="content_block_delta"):
     """More of a block."""
 
     index: int
     delta: BlockDelta
 
 
-class BlockStop(_Tagged, frozen=True, kw_only=True, gc=False, tag="content_block_stop"):
+class BlockStop(_Tagged, frozen=True, kw_only=True, tag="content_block_stop"):
     """A block is complete."""
 
     index: int
 
 
-class MessageDelta(_Tagged, frozen=True, kw_only=True, gc=False, tag="message_delta"):
+class MessageDelta(_Tagged, frozen=True, kw_only=True, tag="message_delta"):
     """The end of the message, with the tokens of the whole request."""
 
     delta: MessageEnd
     usage: Annotated[MessageUsage, Meta(description="Tokens of the request.")]
 
 
-class MessageStop(_Tagged, frozen=True, kw_only=True, gc=False, tag="message_stop"):
+class MessageStop(_Tagged, frozen=True, kw_only=True, tag="message_stop"):
     """The last event."""
 
 

@@ -20,12 +20,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import ConfigError, JaxinferError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.protocol import BoundedHeads
 
@@ -40,7 +40,16 @@ OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
 
 # refuses new requests, and ends those that are still open after some seconds
 type Drain = Callable[[float], Awaitable[None]]
-type Load = Callable[[], AbstractAsyncContextManager[str]]
+
+
+class Served(NamedTuple):
+    """A loaded model."""
+
+    summary: str  # for the ready line
+    ended: asyncio.Future[JaxinferError]  # why its engine answers no more, once it does not
+
+
+type Load = Callable[[], AbstractAsyncContextManager[Served]]
 
 
 def run(
@@ -53,11 +62,11 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; open requests have ``shutdown_timeout`` seconds to end.
 
-    ``load`` is entered once the app listens (the app responds 503 until the model is loaded),
-    returns a summary of the served model, and is exited at the end. ``report`` prints the ready
-    line. ``reload`` is called on SIGHUP. Raises ``ConfigError`` for an address or TLS files that
-    cannot be used, and the exceptions of ``load``. A second SIGTERM or SIGINT, and any of them
-    during loading, ends the process at once.
+    ``load`` is entered once the app listens (the app responds 503 until the model is loaded), and
+    exited at the end. ``report`` prints the ready line. ``reload`` is called on SIGHUP. Raises
+    ``ConfigError`` for an address or TLS files that cannot be used, the exceptions of ``load``, and
+    the error of an engine that has ended, once its requests have been told. A second SIGTERM or
+    SIGINT, and any of them during loading, ends the process at once.
     """
     server = Server(uvicorn_config(config, app))
     asyncio.run(
@@ -156,17 +165,20 @@ async def _serve(
         async with AsyncExitStack() as stack:  # the engine is closed after the last response
             try:
                 loading = stack.enter_async_context(load())
-                summary = await signals.run_unless_signalled(loading)
-                report(f"ready on {address} in {time.monotonic() - start:.1f} s ({summary})")
-                await asyncio.wait((signals.first, listening), return_when="FIRST_COMPLETED")
-                seconds = config.shutdown_timeout
-                report(
-                    f"shutting down: open requests have {seconds:g} s; a second signal ends them"
-                )
+                served = await signals.run_unless_signalled(loading)
+                report(f"ready on {address} in {time.monotonic() - start:.1f} s ({served.summary})")
+                ends = (signals.first, listening, served.ended)
+                await asyncio.wait(ends, return_when="FIRST_COMPLETED")
+                failure = served.ended.result() if served.ended.done() else None
+                seconds = config.shutdown_timeout if failure is None else FLUSH_SECONDS
+                why = "shutting down" if failure is None else "the engine has ended"
+                report(f"{why}: open requests have {seconds:g} s; a second signal ends them")
                 await drain(seconds)
             finally:
                 await _close(server, listening)
         report("ended")
+    if failure is not None:
+        raise failure
 
 
 async def _close(server: Server, listening: asyncio.Task[None]) -> None:

@@ -73,7 +73,7 @@ def _gauges(tally: Tally) -> Iterator[_Reading]:
     )
     yield _Reading(
         "jaxinfer:executables",
-        "Executables at start: compiled then, or read from the bundle.",
+        "Loaded executables: compiled for this server, or read from a bundle.",
         tally.executables,
         "source",
     )

@@ -86,7 +86,7 @@ class Tally:
 
     @property
     def executables(self) -> dict[str, int]:
-        """Executables at start, by their source."""
+        """Loaded executables, by their source."""
         num_compiled = self.engine.num_compiled
         return {"compiled": num_compiled, "bundle": self.engine.num_executables - num_compiled}
 

@@ -7,7 +7,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from jaxinfer.core.pooling import PoolingParams
@@ -21,7 +20,7 @@ from jaxinfer.server.openai.fields import (
     TokenId,
     field_error,
 )
-from jaxinfer.server.openai.responses import Usage
+from jaxinfer.server.openai.responses import AnswerStruct, Usage
 from jaxinfer.server.openai.schema import MAX_PROMPTS, prompt_list
 
 ENCODINGS = ("float", "base64")
@@ -204,11 +203,7 @@ class RerankRequest(TemplateFields, frozen=True, kw_only=True, dict=True):
         _ = self.texts
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all structs: frozen, and not tracked by the garbage collector."""
-
-
-class EmbeddingData(_Struct, frozen=True, kw_only=True, gc=False):
+class EmbeddingData(AnswerStruct, frozen=True, kw_only=True):
     """One vector; as bytes it is float32, little endian, which JSON has in base64."""
 
     index: int
@@ -216,7 +211,7 @@ class EmbeddingData(_Struct, frozen=True, kw_only=True, gc=False):
     embedding: list[float] | bytes
 
 
-class EmbeddingList(_Struct, frozen=True, kw_only=True, gc=False):
+class EmbeddingList(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/embeddings``."""
 
     id: str
@@ -227,7 +222,7 @@ class EmbeddingList(_Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
 
 
-class PoolingData(_Struct, frozen=True, kw_only=True, gc=False):
+class PoolingData(AnswerStruct, frozen=True, kw_only=True):
     """One vector of ``/pooling``."""
 
     index: int
@@ -235,7 +230,7 @@ class PoolingData(_Struct, frozen=True, kw_only=True, gc=False):
     data: list[float] | bytes
 
 
-class PoolingList(_Struct, frozen=True, kw_only=True, gc=False):
+class PoolingList(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/pooling``."""
 
     id: str
@@ -246,7 +241,7 @@ class PoolingList(_Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
 
 
-class ScoreData(_Struct, frozen=True, kw_only=True, gc=False):
+class ScoreData(AnswerStruct, frozen=True, kw_only=True):
     """The score of one document."""
 
     index: int
@@ -254,7 +249,7 @@ class ScoreData(_Struct, frozen=True, kw_only=True, gc=False):
     score: float
 
 
-class ScoreList(_Struct, frozen=True, kw_only=True, gc=False):
+class ScoreList(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/score``."""
 
     id: str
@@ -265,13 +260,13 @@ class ScoreList(_Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
 
 
-class RerankedDocument(_Struct, frozen=True, kw_only=True, gc=False):
+class RerankedDocument(AnswerStruct, frozen=True, kw_only=True):
     """A document that was ranked."""
 
     text: str
 
 
-class RerankResult(_Struct, frozen=True, kw_only=True, gc=False):
+class RerankResult(AnswerStruct, frozen=True, kw_only=True):
     """One document's place in the request, and its score."""
 
     index: int
@@ -279,7 +274,7 @@ class RerankResult(_Struct, frozen=True, kw_only=True, gc=False):
     relevance_score: float
 
 
-class Reranking(_Struct, frozen=True, kw_only=True, gc=False):
+class Reranking(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/rerank``: the best document first."""
 
     id: str

@@ -18,17 +18,17 @@ from jaxinfer.engine.outputs import PositionLogprobs
 type StopReason = int | str | None
 
 
-class _Struct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all structs: frozen, and not tracked by the garbage collector."""
+class AnswerStruct(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of what the server sends: frozen, and not tracked by the garbage collector."""
 
 
-class PromptTokensDetails(_Struct, frozen=True, kw_only=True, gc=False):
+class PromptTokensDetails(AnswerStruct, frozen=True, kw_only=True):
     """How many of the prompt's tokens came from the prefix cache."""
 
     cached_tokens: int
 
 
-class Usage(_Struct, frozen=True, kw_only=True, gc=False):
+class Usage(AnswerStruct, frozen=True, kw_only=True):
     """Tokens of one request, over all of its prompts and completions."""
 
     prompt_tokens: int
@@ -37,7 +37,7 @@ class Usage(_Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
 
 
-class TappedActivations(_Struct, frozen=True, kw_only=True, gc=False):
+class TappedActivations(AnswerStruct, frozen=True, kw_only=True):
     """The activations at one point, of all tokens but the last one."""
 
     dtype: Literal["float32"] = "float32"  # little endian
@@ -51,7 +51,7 @@ type Taps = dict[str, TappedActivations]  # by the names of the request's taps
 # completions
 
 
-class CompletionLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
+class CompletionLogprobs(AnswerStruct, frozen=True, kw_only=True):
     """Four lists, one entry a token; an echoed prompt's first token has None in two of them."""
 
     text_offset: list[int]  # the token's offset in the choice's text, in characters
@@ -60,7 +60,7 @@ class CompletionLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(_Struct, frozen=True, kw_only=True, gc=False):
+class CompletionChoice(AnswerStruct, frozen=True, kw_only=True):
     """One completion."""
 
     index: int
@@ -74,7 +74,7 @@ class CompletionChoice(_Struct, frozen=True, kw_only=True, gc=False):
     taps: Taps | UnsetType = UNSET
 
 
-class Completion(_Struct, frozen=True, kw_only=True, gc=False):
+class Completion(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/completions``."""
 
     id: str
@@ -86,7 +86,7 @@ class Completion(_Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage
 
 
-class CompletionChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
+class CompletionChunkChoice(AnswerStruct, frozen=True, kw_only=True):
     """New tokens of one completion."""
 
     index: int
@@ -98,7 +98,7 @@ class CompletionChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
     prompt_token_ids: list[int] | UnsetType = UNSET  # only in the first chunk
 
 
-class CompletionChunk(_Struct, frozen=True, kw_only=True, gc=False):
+class CompletionChunk(AnswerStruct, frozen=True, kw_only=True):
     """One event of a streamed ``/v1/completions``.
 
     With include_usage, ``usage`` is null until the last event, which has no choices.
@@ -116,7 +116,7 @@ class CompletionChunk(_Struct, frozen=True, kw_only=True, gc=False):
 # chats
 
 
-class TopLogprob(_Struct, frozen=True, kw_only=True, gc=False):
+class TopLogprob(AnswerStruct, frozen=True, kw_only=True):
     """One of the likeliest tokens at a position."""
 
     token: str
@@ -124,7 +124,7 @@ class TopLogprob(_Struct, frozen=True, kw_only=True, gc=False):
     bytes: list[int] | None  # UTF-8, also of a token that is only part of a character
 
 
-class TokenLogprob(_Struct, frozen=True, kw_only=True, gc=False):
+class TokenLogprob(AnswerStruct, frozen=True, kw_only=True):
     """The chosen token at a position."""
 
     token: str
@@ -133,7 +133,7 @@ class TokenLogprob(_Struct, frozen=True, kw_only=True, gc=False):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatLogprobs(AnswerStruct, frozen=True, kw_only=True):
     """One entry for each token."""
 
     content: list[TokenLogprob]
@@ -149,14 +149,14 @@ class ChatFinishReason(StrEnum):
     ERROR = "error"
 
 
-class CalledFunction(_Struct, frozen=True, kw_only=True, gc=False):
+class CalledFunction(AnswerStruct, frozen=True, kw_only=True):
     """A function that the model calls; in a stream the name comes first, then the arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str  # a JSON object as text
 
 
-class ToolCall(_Struct, frozen=True, kw_only=True, gc=False):
+class ToolCall(AnswerStruct, frozen=True, kw_only=True):
     """A call of one of the request's tools."""
 
     id: str
@@ -164,7 +164,7 @@ class ToolCall(_Struct, frozen=True, kw_only=True, gc=False):
     function: CalledFunction
 
 
-class ToolCallDelta(_Struct, frozen=True, kw_only=True, gc=False):
+class ToolCallDelta(AnswerStruct, frozen=True, kw_only=True):
     """A part of a call; the first has the id and the name."""
 
     index: int  # of the call
@@ -173,7 +173,7 @@ class ToolCallDelta(_Struct, frozen=True, kw_only=True, gc=False):
     function: CalledFunction
 
 
-class ChatMessage(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
     """A message of the model. ``content`` is null in a message of calls alone."""
 
     role: str
@@ -184,7 +184,7 @@ class ChatMessage(_Struct, frozen=True, kw_only=True, gc=False):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatChoice(AnswerStruct, frozen=True, kw_only=True):
     """One completion of a chat."""
 
     index: int
@@ -196,7 +196,7 @@ class ChatChoice(_Struct, frozen=True, kw_only=True, gc=False):
     taps: Taps | UnsetType = UNSET
 
 
-class ChatCompletion(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatCompletion(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/chat/completions``."""
 
     id: str
@@ -210,7 +210,7 @@ class ChatCompletion(_Struct, frozen=True, kw_only=True, gc=False):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatDelta(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatDelta(AnswerStruct, frozen=True, kw_only=True):
     """The new part of a message; only the first one has the role."""
 
     role: str | UnsetType = UNSET
@@ -220,7 +220,7 @@ class ChatDelta(_Struct, frozen=True, kw_only=True, gc=False):
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
-class ChatChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatChunkChoice(AnswerStruct, frozen=True, kw_only=True):
     """New tokens of one completion of a chat."""
 
     index: int
@@ -231,7 +231,7 @@ class ChatChunkChoice(_Struct, frozen=True, kw_only=True, gc=False):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(_Struct, frozen=True, kw_only=True, gc=False):
+class ChatChunk(AnswerStruct, frozen=True, kw_only=True):
     """One event of a streamed ``/v1/chat/completions``; ``usage`` as in ``CompletionChunk``."""
 
     id: str
@@ -247,7 +247,7 @@ class ChatChunk(_Struct, frozen=True, kw_only=True, gc=False):
 # our own endpoints, and small ones
 
 
-class Generated(_Struct, frozen=True, kw_only=True, gc=False):
+class Generated(AnswerStruct, frozen=True, kw_only=True):
     """One output of ``/v1/generate``."""
 
     index: int
@@ -259,7 +259,7 @@ class Generated(_Struct, frozen=True, kw_only=True, gc=False):
     taps: Taps | UnsetType = UNSET
 
 
-class GenerateResponse(_Struct, frozen=True, kw_only=True, gc=False):
+class GenerateResponse(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/generate``, and each event of its stream."""
 
     id: str
@@ -271,7 +271,7 @@ class GenerateResponse(_Struct, frozen=True, kw_only=True, gc=False):
     latency_ms: float | UnsetType = UNSET  # from the request's arrival to its last token
 
 
-class WeightVersion(_Struct, frozen=True, kw_only=True, gc=False):
+class WeightVersion(AnswerStruct, frozen=True, kw_only=True):
     """Tokens [start, end) of a choice were drawn with weights of this version."""
 
     version: int
@@ -279,7 +279,7 @@ class WeightVersion(_Struct, frozen=True, kw_only=True, gc=False):
     end: int
 
 
-class TokensChoice(_Struct, frozen=True, kw_only=True, gc=False):
+class TokensChoice(AnswerStruct, frozen=True, kw_only=True):
     """One output of ``/inference/v1/generate``; in an event of its stream the new tokens."""
 
     index: int
@@ -290,7 +290,7 @@ class TokensChoice(_Struct, frozen=True, kw_only=True, gc=False):
     taps: Taps | UnsetType = UNSET
 
 
-class TokensResponse(_Struct, frozen=True, kw_only=True, gc=False):
+class TokensResponse(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/inference/v1/generate``, and each event of its stream, in vLLM's form."""
 
     request_id: str
@@ -300,7 +300,7 @@ class TokensResponse(_Struct, frozen=True, kw_only=True, gc=False):
     usage: Usage | UnsetType = UNSET  # of a stream, in its last event
 
 
-class ModelCard(_Struct, frozen=True, kw_only=True, gc=False):
+class ModelCard(AnswerStruct, frozen=True, kw_only=True):
     """One name under which the model answers."""
 
     id: str
@@ -312,14 +312,14 @@ class ModelCard(_Struct, frozen=True, kw_only=True, gc=False):
     max_model_len: int
 
 
-class ModelList(_Struct, frozen=True, kw_only=True, gc=False):
+class ModelList(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Tokenized(_Struct, frozen=True, kw_only=True, gc=False):
+class Tokenized(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/tokenize``."""
 
     count: int
@@ -328,13 +328,13 @@ class Tokenized(_Struct, frozen=True, kw_only=True, gc=False):
     token_strs: list[str] | None = None
 
 
-class Detokenized(_Struct, frozen=True, kw_only=True, gc=False):
+class Detokenized(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/detokenize``."""
 
     prompt: str
 
 
-class Version(_Struct, frozen=True, kw_only=True, gc=False):
+class Version(AnswerStruct, frozen=True, kw_only=True):
     """The answer of ``/version``."""
 
     version: str

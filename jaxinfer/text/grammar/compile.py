@@ -18,13 +18,14 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
-from jaxinfer.text.grammar.constraint import Constraint, Grammar
+from jaxinfer.text.grammar.constraint import Constraint, Grammar, token_ids_of
 from jaxinfer.text.grammar.source import grammar_source, load_llguidance, unusable
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_GRAMMARS = 128  # compiled ones that are kept; a large schema takes some MB
+MAX_BEGINNINGS = 64  # of answers that are tried with a request's conditions; a mask takes 0.1 ms
 
 
 class ConstraintCompiler:
@@ -62,18 +63,32 @@ class ConstraintCompiler:
             thinking=sampling.thinking,
         )
         if found.allowed is not None or found.bad_words:
-            self._check_first_token(found)
+            # a stop string or token may end an answer after any token
+            may_stop = bool(sampling.stop or sampling.stop_token_ids)
+            self._check_some_answer(found, 1 if may_stop else sampling.max_tokens)
         return found
 
-    def _check_first_token(self, constraint: Constraint) -> None:
-        """Raise ``RequestError`` if a request's conditions leave no first token."""
-        try:
-            constraint.begin(()).fill(np.zeros(cdiv(self._vocab_size, BITS), np.uint32))
-        except ValueError:
-            name = "bad_words" if constraint.allowed is None else "allowed_token_ids"
-            raise RequestError(
-                f"{name} leaves no token to begin with; change it, or the form of the answer"
-            ) from None
+    def _check_some_answer(self, constraint: Constraint, longest: int | None) -> None:
+        """Raise ``RequestError`` if each of a few beginnings leads to a token after which none is
+        allowed. An answer may end after ``longest`` tokens, None if that is not known yet.
+
+        With many beginnings nothing is proven, and a dead end is an error where it is met.
+        """
+        beginnings: list[tuple[int, ...]] = [()]
+        mask = np.zeros(cdiv(self._vocab_size, BITS), np.uint32)
+        for _ in range(MAX_BEGINNINGS):
+            drawn = beginnings.pop()
+            try:
+                constraint.begin(drawn).fill(mask)
+            except RequestError:
+                if not beginnings:
+                    raise
+                continue
+            following = token_ids_of(mask)
+            may_end = len(drawn) + 1 == longest or np.isin(following, self._eos_token_ids).any()
+            if may_end or len(following) > MAX_BEGINNINGS:
+                return
+            beginnings += [(*drawn, token_id) for token_id in following.tolist()]
 
     def _grammar(self, params: StructuredOutputsParams) -> Grammar:
         with self._lock:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.core.constraint import BITS, TokenFilter
+from jaxinfer.core.errors import RequestError
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.structured import Thinking
+from jaxinfer.core.structured import FIELD, Thinking
 from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
@@ -58,7 +59,7 @@ class Grammar:
             for _ in range(REHEARSED_TOKENS):
                 for token_id in eos_token_ids:
                     _clear(mask, token_id)
-                choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                choices = token_ids_of(mask)
                 if not choices.size:
                     break
                 try:
@@ -71,15 +72,17 @@ class Grammar:
 
 
 def fill_mask(matcher: Any, mask: np.ndarray) -> None:  # uint32[W]
-    """Write a matcher's mask; raises ``ValueError`` if it has failed or no token can follow."""
+    """Write a matcher's mask; raises ``RequestError`` if it has failed or no token can follow."""
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     _check(matcher)
 
 
 def _check(matcher: Any) -> None:
-    """Raise ``ValueError`` if a matcher has failed."""
+    """Raise ``RequestError`` if a matcher could not write its mask: its grammar takes more than
+    llguidance's bounds.
+    """
     if matcher.is_error():
-        raise ValueError(_reason(matcher))
+        raise RequestError(f"{FIELD} cannot be followed to the end: {_reason(matcher)}")
 
 
 def _reason(matcher: Any) -> str:
@@ -95,7 +98,7 @@ class Constraint:
     allowed: np.ndarray | None  # uint32[W]
     bad_words: tuple[tuple[int, ...], ...]  # token ids, none of which may be completed
     eos_token_ids: tuple[int, ...]  # of the model; not allowed before the grammar begins
-    avoids_end: bool  # with ``ignore_eos``: they are allowed only where nothing else is
+    avoids_end: bool  # with ``ignore_eos``: they end a complete text only where it cannot go on
     vocab_size: int
     thinking: Thinking | None = None  # the grammar holds after the thoughts
 
@@ -162,7 +165,11 @@ class SequenceFilter:
         return None if is_forced or self._is_at_start else self._matcher
 
     def fill(self, mask: np.ndarray) -> None:  # uint32[W]
-        """Write the mask of the next token; raises ``ValueError`` if no token is allowed."""
+        """Write the mask of the next token; raises ``RequestError`` if no token is allowed.
+
+        A complete text may end where allowed ids and bad words leave nothing else, whatever they
+        say of the tokens that end it.
+        """
         constraint, thoughts = self._constraint, self._thoughts
         if thoughts is not None and thoughts.forced is not None:
             mask[:] = 0
@@ -194,30 +201,36 @@ class SequenceFilter:
         opening = None if thoughts is None else thoughts.opening
         if opening is not None:
             _set(mask, opening)
+        ends = () if self._matcher is None else _held(mask, constraint.eos_token_ids)
         if constraint.allowed is not None:
             mask &= constraint.allowed
         for word in constraint.bad_words:
             before = word[:-1]
             if not before or self._last[-len(before) :] == before:
                 _clear(mask, word[-1])
-        if constraint.avoids_end and self._matcher is not None:
-            self._avoid_ends(mask)
+        if constraint.avoids_end:
+            for token_id in ends:
+                _clear(mask, token_id)
         if not mask.any():
-            raise ValueError("no token is allowed")
+            for token_id in ends:
+                _set(mask, token_id)
+        if not mask.any():
+            raise RequestError(self._dead_end)
+
+    @property
+    def _dead_end(self) -> str:
+        """Why no token is allowed, and the remedy."""
+        constraint = self._constraint
+        if constraint.allowed is None and not constraint.bad_words:
+            return f"{FIELD} allows no further token here; check it for contradictions"
+        name = "bad_words" if constraint.allowed is None else "allowed_token_ids"
+        remedy = "" if constraint.grammar is None else ", or the form of the answer"
+        return f"{name} leaves no token that the answer can go on with; change it{remedy}"
 
     def _begin_grammar(self) -> None:
         grammar = self._constraint.grammar
         if grammar is not None:
             self._matcher, self._is_at_start = grammar.prototype.deep_copy(), True
-
-    def _avoid_ends(self, mask: np.ndarray) -> None:  # uint32[W]
-        """Forbid the tokens that end a text, unless the grammar allows nothing else."""
-        ends = [(i, int(mask[i // BITS])) for i in self._constraint.eos_token_ids]
-        for token_id, _ in ends:
-            _clear(mask, token_id)
-        if not mask.any():
-            for token_id, word in ends:
-                mask[token_id // BITS] |= np.uint32(word & (1 << token_id % BITS))
 
 
 def fill_masks(
@@ -254,6 +267,17 @@ def fill_masks(
 def _threads() -> Any:
     """llguidance's threads, which are started once."""
     return load_llguidance().LLExecutor()
+
+
+def token_ids_of(mask: np.ndarray) -> np.ndarray:  # uint32[W] -> int64[N]
+    """The tokens that a mask allows, ascending."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+
+
+def _held(mask: np.ndarray, token_ids: Sequence[int]) -> tuple[int, ...]:  # mask: uint32[W]
+    """Those of the tokens that a mask allows."""
+    known = [i for i in token_ids if i // BITS < len(mask)]
+    return tuple([i for i in known if int(mask[i // BITS]) >> i % BITS & 1])
 
 
 def _set(mask: np.ndarray, token_id: int) -> None:  # uint32[W]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -133,19 +134,20 @@ def copy_weights(
     where: tuple[Any, Any],  # the halves and tiles of outputs
     step: jax.Array,
     stage: jax.Array,
+    place: Any = slice(None),  # among the tiles of a stage
 ) -> None:
     """Issue the copies of a K step's weights and their factors."""
     block_k, barrier = spec.config.block_k, scratch.barriers.at[stage]
     tiles = pl.ds(step * (block_k // TILE), block_k // TILE)
     values = gmem.values.at[*where, tiles]
-    plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage], barrier)
+    plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage, place], barrier)
     for part, smem, group in zip(gmem.parts, scratch.parts_smem, groups_of(spec), strict=True):
         if part is not None:
             count = smem.shape[3]
             first = lax.div(step * block_k, jnp.int32(group))  # group of the step
             row = first * (count // spec.config.rows(group))  # supers have one or two rows
             rows = part.at[*where, pl.ds(row, count)]
-            plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0], barrier)
+            plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0, place], barrier)
 
 
 def zeros(shape: tuple[int, ...]) -> jax.Array:
@@ -292,7 +294,7 @@ class Step:
         if self.scales_weights:
             tiles: dict[tuple[int, int], Any] = {}
             whole = [
-                chain.from_iterable(self.weights(tiles, result, i) for i in range(segments))
+                chain.from_iterable(map(partial(self.weights, tiles, result), range(segments)))
                 for result in results
             ]
             products = matmuls(whole, spec.config.block_t)
