@@ -25,7 +25,7 @@ def sample(
 ) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
     if masks is not None:
-        logits = jnp.where(allowed(masks, logits.shape[1]), logits, -jnp.inf)
+        logits = jnp.where(allowed_tokens(masks, logits.shape[1]), logits, -jnp.inf)
     random = temperature > 0
 
     def draw(logits: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def sample(
     return lax.cond(jnp.any(random), draw, argmax, logits)
 
 
-def allowed(masks: jax.Array, vocab_size: int) -> jax.Array:  # uint32[B, W] -> bool[B, V]
+def allowed_tokens(masks: jax.Array, vocab_size: int) -> jax.Array:  # uint32[B, W] -> bool[B, V]
     """Whether bit t % 32 of word t // 32 is 1, for each token t."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
     return (bits & 1).reshape(masks.shape[0], -1)[:, :vocab_size] > 0

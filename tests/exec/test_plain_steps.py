@@ -178,7 +178,8 @@ def test_many_rows_with_extras_are_drawn_by_blocks() -> None:
         number = 3 * BLOCK if len(rows) > 1 else 1
         draw = jax.jit(ExtrasFunction(model, number, keeps_logits=True))
         masks = np.full((number, cdiv(model.config.vocab_size, 32)), 0xFFFF_FFFF, np.uint32)
-        return draw({}, slots, pack_extras(rows, number, count), masks)
+        sampling = [SamplingParams(logprobs=0)] * len(rows)
+        return draw({}, slots, pack_extras(rows, number, count, sampling), masks)
 
     after, output = drawn(rows)
     for slot in (0, BLOCK - 1, BLOCK, count - 1):
@@ -213,7 +214,8 @@ def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
     def drawn(slot: int, needs_logprobs: bool) -> int:
         """The token of a slot, in a call with slot 0, which has no extras."""
         rows = [ScheduledSeq("r", 0, one, 30, 1, IntLog()) for one in (0, slot)]
-        wire = pack_extras(rows, 8, count, needs_logprobs=needs_logprobs)
+        sampling = [SamplingParams(logprobs=0 if needs_logprobs else None)]
+        wire = pack_extras(rows, 8, count, sampling)
         after, expected = whole({}, slots, wire, masks)
         lean_after, found = lean({}, slots._replace(settings=marked.settings), wire, masks)
         np.testing.assert_array_equal(lean_after.token_ids, after.token_ids)

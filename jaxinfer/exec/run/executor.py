@@ -242,8 +242,8 @@ class Executor:
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
             if row.samples and request.has_extras
         ]
-        once, new = self._program.draws_once, requests[len(plan.decodes) :]
-        settings = settings_of(new, once) if prefills else NO_SETTINGS
+        once, first = self._program.draws_once, len(plan.decodes)
+        settings = settings_of(requests[first:], once) if prefills else NO_SETTINGS
         steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
         prepared = Prepared(
             plan,
@@ -327,9 +327,7 @@ class Executor:
         """Queue a call for these rows, of ``count`` rows or the smallest number that holds them."""
         count = count or next(n for n in self._program.extras_rows if n >= len(rows))
         sampling = [self._requests[row.slot].sampling for row in rows]
-        named = [one.logprob_token_ids for one in sampling]
-        needs_logprobs = any([one.logprobs is not None for one in sampling])
-        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, named, needs_logprobs)
+        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, sampling)
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import MAX_LOGPROBS
+from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
@@ -119,20 +119,19 @@ def pack_extras(
     rows: Sequence[ScheduledSeq],
     count: int,
     sink_slot: int,
-    named: Sequence[tuple[int, ...]] = (),  # ``logprob_token_ids`` of each row
-    needs_logprobs: bool = True,  # else those of the result are undefined
+    sampling: Sequence[SamplingParams] = (),  # of each row
 ) -> np.ndarray:  # int32[WIRE_ROWS * W]
-    """The flat array of a call of ``count`` rows: place (not set here) and whether logprobs are
-    needed, slots, lengths, and up to ``MAX_LOGPROBS`` tokens that each row names. Each part is
+    """The flat array of a call of ``count`` rows: place (not set here) and whether any row needs
+    logprobs, slots, lengths, and up to ``MAX_LOGPROBS`` tokens that each row names. Each part is
     aligned for kernels.
     """
     wire = np.zeros((WIRE_ROWS, round_up(count, ALIGN)), np.int32)
-    wire[0, LOGPROBS] = needs_logprobs
+    wire[0, LOGPROBS] = any([one.logprobs is not None for one in sampling])
     wire[1] = sink_slot
     wire[1, : len(rows)] = [row.slot for row in rows]
     wire[2, : len(rows)] = [row.num_computed_tokens + row.num_scheduled_tokens for row in rows]
-    for column, token_ids in enumerate(named):
-        if token_ids:
+    for column, one in enumerate(sampling):
+        if token_ids := one.logprob_token_ids:
             wire[3 : 3 + len(token_ids), column] = token_ids
     return wire.ravel()
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.constraint import BITS
 from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.sample.api import sample as draw
+from pallas_kernels.sample.xla import allowed_tokens
 
 CHUNK = 128  # logits per chunk in ``_most_likely``
 # The token of a row whose logits are NaN or infinite, because of damaged weights or an overflow.
@@ -104,8 +104,7 @@ def with_masks(
 
     min_tokens gives way where it leaves no token: a complete answer ends.
     """
-    bits = masks[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)
-    allowed = (bits & 1).reshape(masks.shape[0], -1)[:, : logits.shape[1]] > 0
+    allowed = allowed_tokens(masks, logits.shape[1])
     masked = jnp.where(allowed, changed, -jnp.inf)
     any_left = (masked > -jnp.inf).any(axis=1, keepdims=True)
     return jnp.where(any_left, masked, jnp.where(allowed, logits, -jnp.inf))
