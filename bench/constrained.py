@@ -102,7 +102,8 @@ def measured(llm: LLM, rows: int, repeats: int) -> list[dict[str, Any]]:
     for (kind, special), samples in found.items():
         quietest = sorted(samples, key=lambda one: one.others)[:repeats]
         columns = Sample(*np.round(np.transpose(quietest), 3).tolist())._asdict()
-        medians = {name: median(values) for name, values in columns.items()}
+        medians = {name: round(median(values), 3) for name, values in columns.items()}
+        medians["least_ms_per_token"] = min(columns["ms_per_token"])
         load = {"rows": rows, "kind": kind, "special_rows": special}
         print({**load, **medians}, flush=True)
         results.append({**load, **medians, "samples": columns})
