@@ -125,7 +125,9 @@ CASES = (
     replace(_BF16, name="int8_tiles", form="int8", tiled=True),
     replace(_BF16, name="fp4_tiles", form="fp4", tiled=True, biases=True, activation=CLAMPED),
     replace(_BF16, name="mxfp4_tiles", form="mxfp4", tiled=True, tokens=9),
+    replace(_BF16, name="mxfp4_tiles_t100", form="mxfp4", tiled=True, tokens=100, load="holes"),
     replace(_BF16, name="mxfp4_tiles_t200", form="mxfp4", tiled=True, tokens=200, biases=True),
+    replace(_BF16, name="holes_bf16_t100", tokens=100, load="holes"),
     replace(_BF16, name="fp8_bf16", form="fp8", group=0),
     *(case for model in (QWEN3_30B, INT4, GPT_OSS_20B, V2_LITE) for case in _steps(model)),
 )
