@@ -40,7 +40,6 @@ class SampleCase:
     spread: float = 3.0
     grid: float = 0.0
     masked: float = 0.0
-    banned: float = 0.0  # share of tokens that masks forbid; 0: there are no masks
     tags: tuple[str, ...] = ("ci",)
 
 
@@ -84,8 +83,6 @@ CASES = (
     SampleCase("equal_logits", 320, MIXED, 24, grid=1.0),
     SampleCase("all_equal", 1001, MIXED, 8, spread=0.0),
     SampleCase("mostly_masked", 1001, MIXED, 16, masked=0.97),
-    SampleCase("half_banned", 1001, MIXED, 16, banned=0.5),
-    SampleCase("mostly_banned", SMOLLM2, (*MIXED, *HARD), 14, banned=0.999),
     SampleCase("all_masked", 320, MIXED, 8, masked=1.0),
     SampleCase("hard_odd", 1001, HARD, 6, spread=1.0),
     SampleCase("smollm2", SMOLLM2, (GREEDY, NUCLEUS, CHAT), 3),
@@ -119,12 +116,7 @@ def build(case: SampleCase, seed: int) -> Inputs:
     draws = [np.array(column, kind) for column, kind in zip(columns, types, strict=True)]
     seeds = rng.integers(-(2**31), 2**31, (2, case.batch)).astype(np.int32)
     positions = rng.integers(0, 40_960, case.batch).astype(np.int32)
-    masks = []
-    if case.banned:
-        may = np.ones((case.batch, -(-case.vocab // 32) * 32), bool)
-        may[:, : case.vocab] = rng.random(shape) >= case.banned
-        masks = [np.packbits(may, axis=1, bitorder="little").view(np.uint32)]
-    return Inputs((logits, *draws, *seeds, positions, *masks), {})
+    return Inputs((logits, *draws, *seeds, positions), {})
 
 
 def cost(case: SampleCase) -> Cost:

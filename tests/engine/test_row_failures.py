@@ -83,7 +83,7 @@ FAULTS = {
         executor_module,
         "settings_of",
         settings_of,
-        lambda some: any(r.seed == BAD_SEED for r in some),
+        lambda some, *_: any(r.seed == BAD_SEED for r in some),
     ),
     "admission": (
         program_module,

@@ -72,3 +72,9 @@ def test_each_variant_draws_the_tokens_of_the_definition(variant: int, spread: f
     case = SampleCase("many", 1001, rows, 200, spread, grid=spread / 12, masked=0.02)
     arrays = [jnp.asarray(array) for array in build(case, 5).args]
     np.testing.assert_array_equal(jax.jit(native.sample)(*arrays), ref.sample(*arrays))
+    rng = np.random.default_rng(6)  # the last bits are of no token
+    for share in (0.5, 0.01):
+        bits = rng.random((200, 1024)) < share
+        masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
+        expected = ref.sample(*arrays, masks)
+        np.testing.assert_array_equal(jax.jit(native.sample)(*arrays, masks), expected)

@@ -59,6 +59,17 @@ def test_rows_do_not_depend_on_their_neighbours(impl: str) -> None:
         assert run(*(x[row : row + 1] for x in args))[0] == in_a_batch[row]
 
 
+@pytest.mark.parametrize("impl", ["xla", "ref"])
+def test_tokens_that_a_mask_forbids_have_logits_of_minus_infinity(impl: str) -> None:
+    run = jax.jit(OP.ref if impl == "ref" else partial(sample, impl=impl))
+    logits, *others = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
+    bits = np.random.default_rng(0).random((8, 320)) < 0.1
+    masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
+    drawn = run(jnp.where(bits, logits, -jnp.inf), *others)
+    np.testing.assert_array_equal(run(logits, *others, masks), drawn)
+    assert bits[np.arange(8), drawn].all()
+
+
 @pytest.mark.parametrize("impl", [None, "xla"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_rows_that_are_not_finite_yield_an_id(value: float, impl: str | None) -> None:

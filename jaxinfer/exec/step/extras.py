@@ -7,8 +7,8 @@ its tokens replace the step's in the slots before the next step reads them. ``sc
 prompt logprobs from the hidden states that buckets that score return.
 
 So no request changes the shape of a step that it shares with others, and extras take time only if a
-row needs them: with Qwen3-4B on an H100 0.26 ms, to read the head's weights again. On a CPU, what a
-row pays for is also only what rows of its call need: see ``ExtrasFunction.draws_once``.
+row needs them: with Qwen3-4B on an H100 0.26 ms, to read the head's weights again. On a CPU a call
+computes only what its rows need, and their draw in the step is cheap: see ``draws_once``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,11 @@ def sample(
         masks,
         impl=impl,
     )
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), token_ids, NOT_FINITE)
+    if draws_once:  # the step has looked at the logits: 0.1 ms for 8 rows of SmolLM2
+        finite = slots.token_ids[seq_slots, seq_lens] != NOT_FINITE
+    else:
+        finite = jnp.isfinite(logits).all(axis=-1)
+    return jnp.where(finite, token_ids, NOT_FINITE)
 
 
 def any_extras(

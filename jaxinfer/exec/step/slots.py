@@ -53,7 +53,7 @@ class SlotInts[A](NamedTuple):
 class SlotFloats[A](NamedTuple):
     """The other columns of ``SlotState.settings``, as float32 bits."""
 
-    # 0: greedy. Negative: also, but draws with extras are at the opposite: see ``settings_of``
+    # 0: greedy; negative: greedy in the step, and draws with extras take the absolute value
     temperature: A
     top_p: A
     min_p: A
