@@ -110,10 +110,10 @@ def host_split(
     seconds: defaultdict[str, float] = defaultdict(float)
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             started = time.perf_counter()
             try:
-                return function(*args)
+                return function(*args, **named)
             finally:
                 seconds[part] += time.perf_counter() - started
 

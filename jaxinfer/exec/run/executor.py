@@ -74,6 +74,7 @@ class Executor:
         self._slots = slots
         self._steering = no_steering(program)
         self._requests: dict[int, Request] = {}  # of each slot
+        self._slots_with_extras: set[int] = set()
         self._constraints = Constraints(program.mask_words)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
         rows = max([*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows])
@@ -175,7 +176,9 @@ class Executor:
         raised. If the state was donated to the failed call, it is lost: ``EngineError``.
         """
         if plan.admissions:
-            self._requests |= {new.slot: new.request for new in plan.admissions}
+            self._requests |= (admitted := {new.slot: new.request for new in plan.admissions})
+            self._slots_with_extras -= admitted.keys()
+            self._slots_with_extras |= {i for i, request in admitted.items() if request.has_extras}
             self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
@@ -237,21 +240,19 @@ class Executor:
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows, prefills = plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
-        with_extras = [
-            index
-            for index, (row, request) in enumerate(zip(rows, requests, strict=True))
-            if row.samples and request.has_extras
-        ]
-        once, first = self._program.draws_once, len(plan.decodes)
-        settings = settings_of(requests[first:], once) if prefills else NO_SETTINGS
+        slots = self._slots_with_extras
+        extras = [i for i, row in enumerate(rows) if row.samples and row.slot in slots]
+        settings = NO_SETTINGS
+        if prefills:
+            settings = settings_of(requests[len(plan.decodes) :], self._program.draws_once)
         steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
         prepared = Prepared(
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered),
-            extras=tuple(batched(with_extras, max(self._program.extras_rows, default=1))),
-            is_constrained=any([requests[i].constraint is not None for i in with_extras]),
-            needs_logprobs=any([requests[i].sampling.logprobs is not None for i in with_extras]),
+            extras=tuple(batched(extras, self._program.extras_rows[-1])) if extras else (),
+            is_constrained=any([requests[i].constraint is not None for i in extras]),
+            needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),
             needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
         )
         return with_prompts(prepared, self._program) if prefills else prepared
