@@ -30,8 +30,8 @@ CASES = {case.name: case for case in cases.CASES}
 BF16 = replace(CASES["seven_experts_bf16"], count=5)
 TILES = replace(CASES["int4_tiles"], width=64, inner=64, count=3, chosen=2, tokens=2)
 # Two tiles of outputs an item; in the last item of down one is missing. With 256 inputs of down a
-# CTA would have five warpgroups: those that wait at barriers block XLA's threads, of which a machine
-# with two cores has too few.
+# CTA would have five warpgroups: those that wait at barriers block threads of XLA, of which a
+# machine with two cores has too few.
 PAIRS: Any = {"width": 192, "inner": 128}
 MANY = launch.FEW_TOKENS + 1
 INTERPRETED = {
