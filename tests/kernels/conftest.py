@@ -4,6 +4,7 @@ the definitions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,11 @@ from jax._src import callback as jax_callback
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# A barrier of an interpreted Mosaic kernel blocks a thread of XLA's pool until the other warpgroups
+# arrive, whose operations need threads of the same pool. XLA makes a thread for each core unless
+# this variable says otherwise: with two cores, three of five runs of some tests did not end.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 
 @pytest.fixture(scope="package", autouse=True)

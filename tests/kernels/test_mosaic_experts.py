@@ -29,16 +29,15 @@ HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
 CASES = {case.name: case for case in cases.CASES}
 BF16 = replace(CASES["seven_experts_bf16"], count=5)
 TILES = replace(CASES["int4_tiles"], width=64, inner=64, count=3, chosen=2, tokens=2)
-# Two tiles of outputs an item; in the last item of down one is missing. With 256 inputs of down a
-# CTA would have five warpgroups: those that wait at barriers block threads of XLA, of which a
-# machine with two cores has too few.
-PAIRS: Any = {"width": 192, "inner": 128}
+# Two tiles of outputs an item; in the last item of down one is missing.
+PAIRS: Any = {"width": 192, "inner": 256}
 MANY = launch.FEW_TOKENS + 1
 INTERPRETED = {
     "one_token": replace(BF16, tokens=1),
     "outside": replace(BF16, tokens=33, load="holes"),
     "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
     "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),
+    "many_of_few": CASES["holes_bf16_t100"],
     "several_steps": replace(BF16, tokens=8, width=320, inner=192),
     "prompt": replace(BF16, tokens=MANY, load="holes", split=False),
     "prompt_few_experts": replace(BF16, tokens=150, count=3, load="few", inner=128),
@@ -48,6 +47,7 @@ INTERPRETED = {
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
     "int8": replace(TILES, form="int8"),
     "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED, **PAIRS),
+    "mxfp4_many_of_few": CASES["mxfp4_tiles_t100"],
     "fp4": replace(TILES, form="fp4"),
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
