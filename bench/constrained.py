@@ -47,7 +47,7 @@ TRIES = 10  # for each sample; then the quietest ones count
 
 
 class Sample(NamedTuple):
-    """Times of a batch, and how many cores other processes used meanwhile."""
+    """Times of a batch, and the number of cores that other processes used in that time."""
 
     ms_per_token: float
     cpu_ms_per_token: float

@@ -73,7 +73,7 @@ class _Role(NamedTuple):
 
     @classmethod
     def of(cls, spec: _Spec, warpgroup: jax.Array) -> _Role:
-        """That of a warpgroup of the CTA."""
+        """The place of a warpgroup of the CTA."""
         outputs = jnp.int32(spec.config.outputs)
         return cls(lax.rem(warpgroup, outputs), lax.div(warpgroup, outputs))
 
@@ -83,11 +83,13 @@ class _Step(tiled.Step):
     """Its part of a K step."""
 
     role: _Role
+    outputs: int  # tiles of an item
 
     def half(self, result: int) -> jax.Array | int:
         """The tile of weights of one of the warpgroup's results."""
-        outputs = self.scratch.sums_smem.shape[0]
-        return super().half(result) if outputs == 1 else result * outputs + self.role.output
+        if self.outputs == 1:
+            return super().half(result)
+        return result * self.outputs + self.role.output
 
 
 def _copy_all(spec: _Spec, gmem: decode.Gmem, views: tiled.Gmem, scratch: _Scratch) -> None:
@@ -118,7 +120,8 @@ def _accumulate(
     def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         stage = decode.stage_of(spec, item.first_step + step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        totals = _Step(spec.step, stage, role.member, scratch, role).add(totals)
+        k_step = _Step(spec.step, stage, role.member, scratch, role, spec.config.outputs)
+        totals = k_step.add(totals)
         plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
 

@@ -210,7 +210,7 @@ def supports(
         if sizes.form is None:
             continue
         if sizes.few:
-            fits = bool(quantised_configs(sizes))
+            fits = quantised_decode_config(sizes) is not None
         else:
             fits = quantised_prompt_config(sizes).fits(sizes)
         if not fits:
@@ -300,16 +300,15 @@ class QuantisedConfig:
         return sizes.form is not None and whole and self.step.fits(sizes.tiled)
 
 
-def quantised_configs(sizes: GemmSizes) -> list[QuantisedConfig]:
-    """The configurations of ``decode_quantised`` whose tiles divide the call, the best first."""
-    found = []
+def quantised_decode_config(sizes: GemmSizes) -> QuantisedConfig | None:
+    """The best configuration of ``decode_quantised`` whose tiles divide the call."""
     for outputs, warpgroups, inputs in QUANTISED_TILES[sizes.halves - 1]:
         by_half = sizes.halves == 2 and warpgroups > 1
         step = TiledConfig(sizes.columns, inputs * TILE, warpgroups, 2, 1, by_half)
         config = quantised_config(sizes, step, outputs)
         if config.fits(sizes):
-            found.append(config)
-    return found
+            return config
+    return None
 
 
 def quantised_config(sizes: GemmSizes, step: TiledConfig, outputs: int = 1) -> QuantisedConfig:

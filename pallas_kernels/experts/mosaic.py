@@ -12,7 +12,7 @@ from pallas_kernels.experts.launch import (
     GemmSizes,
     decode_config,
     prompt_config,
-    quantised_configs,
+    quantised_decode_config,
     quantised_prompt_config,
 )
 
@@ -67,7 +67,8 @@ def _launched(
     arrays["bias"] = None if bias is None else bias.reshape(outputs)
     if sizes.form is not None:
         if sizes.few:
-            config = quantised_configs(sizes)[0]
+            config = quantised_decode_config(sizes)
+            assert config is not None  # checked before the call was chosen
             return decode_quantised.launch_with(config, sizes, arrays, stack)
         return prompt_quantised.launch_with(quantised_prompt_config(sizes), sizes, arrays, stack)
     (w, *_) = stack

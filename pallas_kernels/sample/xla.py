@@ -39,7 +39,7 @@ def sample(
 
 
 def allowed_tokens(masks: jax.Array, vocab_size: int) -> jax.Array:  # uint32[B, W] -> bool[B, V]
-    """Whether bit t % 32 of word t // 32 is 1, for each token t."""
+    """True for each token t of which bit t % 32 of word t // 32 is 1."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
     return (bits & 1).reshape(masks.shape[0], -1)[:, :vocab_size] > 0
 

@@ -293,8 +293,7 @@ class Engine:
     def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
         """The event of buckets that were loaded since the last step, if there are any."""
         if later.has_news:
-            before, loaded = later.num_taken, later.take()
-            num_new = later.num_taken - before
+            num_new, loaded = later.take()
             self._start = msgspec.structs.replace(
                 self._start,
                 num_executables=self._start.num_executables + num_new,

@@ -60,11 +60,6 @@ class LaterBuckets(Protocol):
         ...
 
     @property
-    def num_taken(self) -> int:
-        """Executables that were compiled and taken."""
-        ...
-
-    @property
     def unfinished(self) -> bool:
         """True until all executables were taken."""
         ...
@@ -74,8 +69,11 @@ class LaterBuckets(Protocol):
         """True if ``take`` returns buckets now."""
         ...
 
-    def take(self) -> tuple[Bucket, ...]:
-        """Make the buckets ready that were loaded since the last call; on the engine's thread."""
+    def take(self) -> tuple[int, tuple[Bucket, ...]]:
+        """Make the buckets ready that were loaded since the last call; on the engine's thread.
+
+        Returns the number of their executables, and the buckets.
+        """
         ...
 
     def close(self) -> None:

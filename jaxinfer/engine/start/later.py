@@ -10,14 +10,13 @@ from jaxinfer.exec.compile.build import Later
 from jaxinfer.exec.run.executor import Executor
 
 
-@dataclass
+@dataclass(frozen=True)
 class LaterExecutables:
     """Implements ``engine.loop.interfaces.LaterBuckets``."""
 
     building: Later
     executor: Executor
     first: Sequence[Bucket]
-    num_taken: int = 0
 
     @property
     def unfinished(self) -> bool:
@@ -29,11 +28,10 @@ class LaterExecutables:
         """See ``LaterBuckets``."""
         return self.building.has_news
 
-    def take(self) -> tuple[Bucket, ...]:
+    def take(self) -> tuple[int, tuple[Bucket, ...]]:
         """See ``LaterBuckets``."""
         taken = self.building.take()
-        self.num_taken += len(taken)
-        return self.executor.add(taken)
+        return len(taken), self.executor.add(taken)
 
     def close(self) -> None:
         """See ``LaterBuckets``."""

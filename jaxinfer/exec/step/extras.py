@@ -111,7 +111,7 @@ class ExtrasFunction:
         function: Callable[[], jax.Array],
         other: Callable[[], jax.Array],
     ) -> jax.Array:
-        """What ``function`` returns; with ``draws_once`` the other one's result if not wanted."""
+        """The result of ``function``; with ``draws_once`` the other one's result if not wanted."""
         return lax.cond(wanted(), function, other) if self.draws_once else function()
 
 

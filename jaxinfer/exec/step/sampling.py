@@ -75,7 +75,7 @@ def any_extras(
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: 0 for padding
 ) -> jax.Array:  # bool[]
-    """Whether ``with_extras`` changes the logits of any row."""
+    """True if ``with_extras`` changes the logits of any row."""
     ints, floats = read_settings(slots, seq_slots)
     of_rows = (
         (ints.num_biases > 0)
