@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from jaxinfer.core.config import EngineConfig
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
@@ -26,6 +26,7 @@ from jaxinfer.exec.compile.build import compile_all
 from jaxinfer.exec.compile.bundle import open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
 from kit.checkpoints import tiny_llama_config
 
@@ -142,10 +143,68 @@ def test_requests_are_served_before_all_is_compiled(
     assert engine.stats().num_executables == len(plan.program.names())
     folder = next((plan.cache_dir / "executables").iterdir())
     assert [*open_bundle(folder).manifest.executables] == [*plan.program.names()]
-    again = build_engine(plan, serves_early=True)
-    assert not again.is_compiling
-    assert again.stats().num_compiled == 0
-    assert answers(again) == first
+
+
+def test_requests_are_served_before_all_is_loaded(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``paused``, but the bundle exists."""
+    first = answers(build_engine(plan))
+    proceed, load_all = threading.Event(), background.load_all
+    num_executables, needed = len(plan.program.names()), plan.program.first_names
+
+    def loaded(*arguments: Any) -> Any:
+        made = dict(load_all(*arguments))
+        yield from ((name, made[name]) for name in needed)
+        proceed.wait(SECONDS)
+        yield from ((name, made[name]) for name in made.keys() - {*needed})
+
+    monkeypatch.setattr(background, "load_all", loaded)
+    engine = build_engine(plan, serves_early=True)
+    assert answers(engine) == first
+    assert engine.stats().num_executables == len(plan.program.first_names)
+    proceed.set()
+    until_compiled(engine)
+    assert answers(engine) == first
+    assert engine.stats().num_executables == num_executables
+    assert engine.stats().num_compiled == engine.stats().num_late_compiles == 0
+
+
+def test_new_executables_run_once_while_no_request_is_there(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first run takes a GPU 25 ms, for which requests in flight would wait."""
+    build_engine(plan)
+    engine = build_engine(plan, serves_early=True)
+    later, run_once, warmed = engine._later, Executor.run_once, list[Bucket]()
+    assert later is not None
+
+    def recorded(executor: Executor, buckets: list[Bucket]) -> None:
+        assert engine._loop.idle
+        warmed.extend(buckets)
+        run_once(executor, buckets)
+
+    monkeypatch.setattr(Executor, "run_once", recorded)
+    answers(engine, lambda: until(lambda: not later.building.unfinished or later.has_news))
+    until_compiled(engine)
+    assert {*warmed} == {*plan.program.limits.buckets} - {*FIRST}
+
+
+def test_a_damaged_file_after_the_start_ends_no_request(
+    plan: EnginePlan, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_engine(plan)
+    (folder,) = (plan.cache_dir / "executables").iterdir()
+    name = next(name for name in plan.program.names() if name not in plan.program.first_names)
+    damaged = folder / f"{name}.bin"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with caplog.at_level(logging.ERROR):
+        engine = build_engine(plan, serves_early=True)
+        until_compiled(engine)
+    assert f"cannot be loaded (the executables in {folder} cannot be used" in caplog.text
+    assert all(len(tokens) == 6 for tokens in answers(engine))
+    with pytest.raises(CacheError, match="delete that folder"):
+        build_engine(plan)
 
 
 def test_executables_join_while_a_step_is_in_flight(

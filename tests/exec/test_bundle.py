@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -15,6 +16,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.exec.compile import bundle
 
 PROGRAM = """
+import os
 import sys
 import jax
 from jaxinfer.exec.compile import bundle
@@ -23,29 +25,36 @@ jax.default_backend = lambda: sys.argv[1]
 class Empty:
     class manifest:
         executables = {}
-bundle.load_bundle(Empty, NoProgress(), ())
-print("jax.experimental.mosaic.gpu" in sys.modules)
+list(bundle.load_all(Empty, NoProgress(), ()))
+print("jax_cuda13_plugin._mosaic_gpu_ext" in sys.modules)
+print(os.environ.get("MOSAIC_GPU_RUNTIME_LIB_PATH"))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Mosaic's library is only for Linux")
-@pytest.mark.parametrize(("platform", "loaded"), [("gpu", "True"), ("cpu", "False")])
-def test_the_kernel_library_is_loaded_before_executables(platform: str, loaded: str) -> None:
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_the_kernel_library_is_loaded_before_executables(platform: str, tmp_path: Path) -> None:
     """Without it a process that has compiled nothing cannot load a step with Mosaic kernels."""
+    plugin = tmp_path / "jax_cuda13_plugin"
+    plugin.mkdir()
+    for name in ("__init__.py", "_mosaic_gpu_ext.py"):
+        (plugin / name).touch()
     command = [sys.executable, "-c", PROGRAM, platform]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == loaded
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    runtime = str(plugin / "libmosaic_gpu_runtime.so")
+    expected = ["True", runtime] if platform == "gpu" else ["False", "None"]
+    assert done.stdout.split() == expected
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"junk", "UnpicklingError"), (None, "FileNotFoundError")],
-    ids=["junk", "missing"],
+    [(b"junk", "UnpicklingError"), (b"more", "not what its manifest says"), (None, "is missing")],
+    ids=["junk", "changed", "missing"],
 )
 def test_an_unusable_file_is_named(content: bytes | None, words: str, tmp_path: Path) -> None:
-    stored = {"d1": bundle.StoredExecutable("d1.bin", 0, sha256(b"junk").hexdigest(), 0)}
+    stored = {"d1": bundle.StoredExecutable("d1.bin", 4, sha256(b"junk").hexdigest(), 0)}
     manifest = SimpleNamespace(executables=stored)
     if content is not None:
         (tmp_path / "d1.bin").write_bytes(content)
     with pytest.raises(CacheError, match=f"d1.bin.*{words}"):
-        bundle.load_bundle(bundle.Bundle(tmp_path, manifest), NoProgress(), ["d1"])  # type: ignore[arg-type]
+        list(bundle.load_all(bundle.Bundle(tmp_path, manifest), NoProgress(), ["d1"]))  # type: ignore[arg-type]

@@ -81,7 +81,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if ``step`` has something to do."""
-        busy = self._pending or not self._loop.idle or (self._later and self._later.has_news)
+        later = self._later is not None and (self._later.has_news or self._later.warms_up)
+        busy = later or self._pending or not self._loop.idle
         return self._failure is None and bool(busy)
 
     @property
@@ -178,7 +179,9 @@ class Engine:
         iterate = self._loop.iterate if launches else self._loop.drain
         events, self._pending = tuple(self._pending), []
         try:
-            if self._later is not None and not self.asleep:  # new executables run once
+            if self._later is not None and not self.asleep:
+                if self._later.warms_up and self._loop.idle and not events:
+                    self._later.warm_up_next()
                 events = (*events, *self._loaded_buckets(self._later))
             with self._late_compiles:
                 iteration = iterate(events)
@@ -293,13 +296,13 @@ class Engine:
     def _loaded_buckets(self, later: LaterBuckets) -> tuple[Event, ...]:
         """The event of buckets that were loaded since the last step, if there are any."""
         if later.has_news:
-            num_new, loaded = later.take()
+            joined, start = later.take(), self._start
             self._start = msgspec.structs.replace(
-                self._start,
-                num_executables=self._start.num_executables + num_new,
-                num_compiled=self._start.num_compiled + num_new,
+                start,
+                num_executables=start.num_executables + joined.num_executables,
+                num_compiled=start.num_compiled + joined.num_compiled,
             )
-            return (BucketsLoaded(loaded),)
+            return (BucketsLoaded(joined.buckets),)
         if not later.unfinished:
             self._later = None
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxinfer.core.step import Bucket
 
@@ -51,8 +51,16 @@ class Weights(Protocol):
         ...
 
 
+class Joined(NamedTuple):
+    """Executables that joined an engine while it serves."""
+
+    buckets: tuple[Bucket, ...]  # that are complete now
+    num_executables: int
+    num_compiled: int  # of these
+
+
 class LaterBuckets(Protocol):
-    """Executables that are compiled while requests are served: ``engine.start.later``."""
+    """Executables that are compiled or loaded while requests are served: ``engine.start.later``."""
 
     @property
     def first(self) -> Sequence[Bucket]:
@@ -61,7 +69,7 @@ class LaterBuckets(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """True until all executables were taken."""
+        """True until all executables were taken and have run."""
         ...
 
     @property
@@ -69,10 +77,19 @@ class LaterBuckets(Protocol):
         """True if ``take`` returns buckets now."""
         ...
 
-    def take(self) -> tuple[int, tuple[Bucket, ...]]:
-        """Make the buckets ready that were loaded since the last call; on the engine's thread.
+    def take(self) -> Joined:
+        """Add what was loaded since the last call; on the engine's thread."""
+        ...
 
-        Returns the number of their executables, and the buckets.
+    @property
+    def warms_up(self) -> bool:
+        """True if ``warm_up_next`` has a bucket to run."""
+        ...
+
+    def warm_up_next(self) -> None:
+        """Run a taken bucket for the first time, which takes a GPU some 25 ms; when idle.
+
+        Otherwise the first request that needs the bucket waits for that, and no other does.
         """
         ...
 

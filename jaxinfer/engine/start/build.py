@@ -116,7 +116,7 @@ def plan_engine(
         use_generation_config=config.generation_config == "auto",
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))
-    load_kernel_runtime()  # before threads compile, since it changes the environment
+    load_kernel_runtime()
     return EnginePlan(
         config=config,
         source=source,
@@ -259,9 +259,9 @@ def build_engine(
     """Build a ready engine: weights are on the device, and every executable that a request may need
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
 
-    With ``serves_early`` it has only those that hold every step, and a thread compiles the others
-    (``exec.compile.background``). That is for engines that run for long: if the process exits
-    before, nothing is saved.
+    With ``serves_early`` it has only those that hold every step, and a thread compiles or loads the
+    others (``exec.compile.background``). That is for engines that run for long: if the process
+    exits before all are compiled, the bundle is not saved.
     """
     if (num_devices := plan.program.placement.num_devices) > 1:
         raise ConfigError(

@@ -15,13 +15,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.background import begin_executables
-from jaxinfer.exec.compile.build import (
-    Executables,
-    build_executables,
-    cached_bundle,
-    load_executables,
-)
-from jaxinfer.exec.compile.memory_plan import check_workspace
+from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
+from jaxinfer.exec.compile.bundle import load_kernel_compiler
 from jaxinfer.exec.run.device_memory import (
     allocating,
     check_host,
@@ -57,6 +52,7 @@ def load(
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return _beside(loader.state, loader.executables)
+    load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
@@ -83,22 +79,18 @@ class _Loader:
         ``executables`` opens it, while weights load.
         """
         # False for an invalid path; ``staging`` reports its error
-        return self.plan.bundle is not None or isdir(self.folder)
+        return isdir(self.folder)
 
     def executables(self) -> Timed[Executables]:
         """Load the executables; without a bundle, compile and save them before."""
         start, program, progress = time.perf_counter(), self.plan.program, self.progress
-        if self.plan.bundle is not None:
-            made = load_executables(program, self.plan.bundle, progress)
-            check_workspace(self.plan.memory, made.workspace_bytes)
-        else:
-            made = self.build(
-                program,
-                folder=self.folder,
-                memory=self.plan.memory,
-                progress=progress,
-                settings=self.plan.bundle_settings,
-            )
+        made = self.build(
+            program,
+            folder=self.folder,
+            memory=self.plan.memory,
+            progress=progress,
+            settings=self.plan.bundle_settings,
+        )
         progress.detail(self.plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
 
@@ -145,7 +137,9 @@ class _Loader:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of executables in the cache, for engines without the user's bundle."""
+        """The user's bundle, or the folder of executables in the cache."""
+        if self.plan.bundle is not None:
+            return self.plan.bundle.folder
         return cached_bundle(self.plan.program, self.plan.cache_dir / EXECUTABLES)
 
 

@@ -1,9 +1,10 @@
-"""Executables that are compiled while requests are served with the first ones.
+"""Executables that are compiled or loaded while requests are served with the first ones.
 
-A first start of a server on a GPU compiles some 35 executables, which takes half a minute. A few
-hold every step (``Program.first_names``), so requests are served once these are loaded. A thread
-compiles the others and writes the bundle, and the engine adds each when it is loaded. If the
-process ends before, the next start still finds the first ones.
+A server on a GPU has some 35 executables. To compile them takes half a minute, and to load them and
+run each once takes 1 to 2 s. A few hold every step (``Program.first_names``), so requests are
+served once these are loaded. A thread compiles the others and writes the bundle, or loads them from
+it, and the engine adds each when it is loaded. If the process ends while it compiles, the next
+start still finds the first ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from shutil import copyfile, rmtree
@@ -27,11 +29,12 @@ from jaxinfer.exec.compile.build import (
     build_executables,
     bundle_for,
     compile_all,
-    load_executables,
 )
 from jaxinfer.exec.compile.bundle import (
     NUM_THREADS,
+    Bundle,
     StoredExecutable,
+    load_all,
     load_executable,
     write_manifest,
 )
@@ -52,10 +55,10 @@ def begin_executables(
 ) -> Executables:
     """``build_executables`` that returns as soon as ``Program.first_names`` are there.
 
-    Where these are all, or the bundle ``folder`` exists, it returns all. The executables of
-    ``later`` must be added by the engine, and ``later`` be closed at its end.
+    Where these are all, it is ``build_executables``. The executables of ``later`` must be added by
+    the engine, and ``later`` be closed at its end.
     """
-    if folder.is_dir() or set(program.first_names) == set(program.names()):
+    if set(program.first_names) == set(program.names()):
         return build_executables(
             program, folder=folder, memory=memory, progress=progress, settings=settings
         )
@@ -70,7 +73,7 @@ def begin_executables(
 
 @dataclass
 class Building:
-    """A thread that compiles a bundle, and loads each executable as soon as it is saved."""
+    """A thread that loads the executables of a bundle; if there is none, it compiles them first."""
 
     program: Program
     folder: Path
@@ -80,6 +83,7 @@ class Building:
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
     num_compiled: int = 0  # of the first executables; other bundles had the rest of them
+    compiles: bool = False  # else the bundle exists
     _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
     _closed: bool = False
 
@@ -114,37 +118,53 @@ class Building:
 
     def _run(self) -> None:
         try:
-            if not build_once(self.folder, self._fill):  # another process has compiled it
-                bundle = bundle_for(self.program, self.folder)
-                made = load_executables(self.program, bundle, self.progress)
-                self._check(made.workspace_bytes)
-                self.first.set_result(dict(made.by_name))
-            rmtree(self._kept, ignore_errors=True)
+            if build_once(self.folder, self._fill):
+                rmtree(self._kept, ignore_errors=True)
+            else:
+                self._load(bundle_for(self.program, self.folder))
         except Exception as error:
             if not self.first.done():
                 self.first.set_exception(error)
             elif not self._closed:
                 logging.getLogger(LOGGER).error(
-                    "the other executables cannot be compiled (%s); requests are served with the "
-                    "first ones, more slowly",
+                    "the other executables cannot be %s (%s); requests are served with the first "
+                    "ones, more slowly",
+                    "compiled" if self.compiles else "loaded",
                     error,
                 )
 
+    def _load(self, bundle: Bundle) -> None:
+        """Load the first executables, then the others."""
+        self._check(bundle.manifest.workspace_bytes)
+        needed = self.program.first_names
+        others = [name for name in self.program.names() if name not in needed]
+        first: dict[str, Compiled] = {}
+        for name, loaded in load_all(bundle, self.progress, [*needed, *others]):
+            if self._closed:
+                return
+            if name in needed:
+                first[name] = loaded
+            else:
+                self._loaded.put((name, loaded))
+            if len(first) == len(needed) and not self.first.done():
+                self.first.set_result(first)
+
     def _fill(self, folder: Path) -> None:
         """Write the bundle into ``folder``: the first executables, then the others."""
+        self.compiles = True
         program, progress = self.program, self.progress
         stored = take_cached(program, self.folder.parent, folder, progress)
         first = [name for name in program.first_names if name not in stored]
         stored |= compile_all(program, first, folder, progress, self._check_saved)
         self.num_compiled = len(first)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            loaded = pool.map(load_executable, [folder / one.file for one in stored.values()])
+            loaded = pool.map(partial(load_executable, folder), stored.values())
             self.first.set_result(dict(zip(stored, loaded, strict=True)))
         self._keep(folder, stored)
 
         def load_saved(name: str, one: StoredExecutable) -> None:
             self._check_saved(name, one)
-            self._loaded.put((name, load_executable(folder / one.file)))
+            self._loaded.put((name, load_executable(folder, one)))
 
         others = [name for name in program.names() if name not in stored]
         stored |= compile_all(program, others, folder, progress, load_saved)

@@ -24,7 +24,8 @@ from jaxinfer.exec.compile.bundle import (
     Manifest,
     StoredExecutable,
     executable_file,
-    load_bundle,
+    load_all,
+    load_kernel_compiler,
     open_bundle,
     write_manifest,
 )
@@ -40,7 +41,12 @@ type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes 
 
 
 class Later(Protocol):
-    """Compiles further executables: ``exec.compile.background.Building``."""
+    """Compiles or loads further executables: ``exec.compile.background.Building``."""
+
+    @property
+    def compiles(self) -> bool:
+        """True if they are compiled for this engine."""
+        ...
 
     @property
     def unfinished(self) -> bool:
@@ -53,11 +59,11 @@ class Later(Protocol):
         ...
 
     def take(self) -> dict[str, Compiled]:
-        """The executables that were compiled and loaded since the last call."""
+        """The executables that were loaded since the last call."""
         ...
 
     def close(self) -> None:
-        """Compile no further."""
+        """Compile and load no further."""
         ...
 
 
@@ -68,7 +74,7 @@ class Executables:
     by_name: Mapping[str, Compiled]  # see ``Program.names``
     compiled: int  # number of those of ``by_name`` that were compiled for this engine
     workspace_bytes: int  # the largest workspace: see ``bundle.StoredExecutable``
-    later: Later | None = None  # compiles those that ``by_name`` does not have yet
+    later: Later | None = None  # loads those that ``by_name`` does not have yet
 
 
 def build_executables(
@@ -114,7 +120,7 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
 
 def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
     """Load every executable of a program from a bundle that fits."""
-    loaded = load_bundle(bundle, progress, program.names())
+    loaded = dict(load_all(bundle, progress, program.names()))
     release_free_heap()  # also memory of the compiler, if this process has compiled
     if program.platform == "cpu":  # before the weights are complete, so 0.1 GB less at the peak
         release_library_pages()
@@ -138,6 +144,7 @@ def compile_bundle(
     """
     if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
         raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
+    load_kernel_compiler()
     elsewhere = "choose another folder"
     if _compile_into(folder, program, memory, settings, progress, elsewhere=elsewhere, cache=cache):
         return open_bundle(folder).manifest, True
@@ -145,7 +152,7 @@ def compile_bundle(
         bundle = bundle_for(program, folder)
     except CacheError as error:
         raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
-    load_bundle(bundle, progress, program.names())
+    load_executables(program, bundle, progress)
     return bundle.manifest, False
 
 

@@ -12,11 +12,10 @@ import importlib
 import os
 import pickle
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,8 @@ from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 FORMAT = 4  # version of the folder's format; raise it when the manifest's meaning changes
 # that load executables or read their files; H200: 8 buckets load in 0.50 s with 8 (1.96 s with one)
 NUM_THREADS = min(16, os.cpu_count() or 1)
+# of JAX that contain Mosaic's library, beside which lies the runtime that it loads
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 class StoredExecutable(msgspec.Struct, frozen=True):
@@ -107,7 +108,7 @@ class Bundle:
 
     def load(self, name: str) -> jax.stages.Compiled:
         """Load one executable; raises ``CacheError``, with the file's name, if that fails."""
-        return load_executable(self.folder / self.manifest.executables[name].file)
+        return load_executable(self.folder, self.manifest.executables[name])
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -127,10 +128,9 @@ def tuned_choices(placement: Placement) -> dict[str, Any]:
 
 
 def open_bundle(folder: Path) -> Bundle:
-    """Read the manifest and check every file against it.
+    """Read the manifest. Each file's content is checked when it is loaded.
 
-    Raises ``CacheError``, with the file's name, if one is missing, truncated, changed or of another
-    format.
+    Raises ``CacheError``, with the file's name, if one is missing, truncated or of another format.
     """
     path = folder / BUNDLE_MANIFEST
     if not folder.is_dir():
@@ -148,36 +148,35 @@ def open_bundle(folder: Path) -> Bundle:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
-    # hashing does not hold the interpreter lock; one thread takes 0.4 s on an H200's host
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        list(pool.map(partial(check_file, folder), manifest.executables.values()))
+    for stored in manifest.executables.values():
+        check_size(folder, stored)
     return Bundle(folder, manifest)
 
 
-def load_executable(path: Path) -> jax.stages.Compiled:
-    """Load the file of an executable; raises ``CacheError``, with its name, if that fails."""
+def load_executable(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
+    """Load a file of a bundle; raises ``CacheError``, with its name, if that fails."""
+    content = checked_content(folder, stored)
     try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-    except Exception as error:  # pickle and XLA raise various exceptions for damaged content
-        raise _damaged(path.parent, f"{path}: {type(error).__name__}: {error}") from error
+        return serialize_executable.deserialize_and_load(*pickle.loads(content))
+    except Exception as error:  # pickle and XLA raise various exceptions for other versions' files
+        path = folder / stored.file
+        raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error
 
 
-def load_bundle(
+def load_all(
     bundle: Bundle, progress: Progress, names: Collection[str]
-) -> dict[str, jax.stages.Compiled]:
-    """Load executables of a bundle that fits; raises ``CacheError`` if a file cannot be used."""
+) -> Iterator[tuple[str, jax.stages.Compiled]]:
+    """Load executables of a bundle that fits, by name; raises ``CacheError`` if that fails."""
     load_kernel_runtime()
     pool = ThreadPoolExecutor(NUM_THREADS)
     names_of = {pool.submit(bundle.load, name): name for name in names}
-    loaded: dict[str, jax.stages.Compiled] = {}
     try:
         with progress.task(f"load {len(names)} executables", len(names)) as advance:
             for future in as_completed(names_of):
-                loaded[names_of[future]] = future.result()
+                yield names_of[future], future.result()
                 advance(1)
     finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
-    return loaded
 
 
 def executable_file(
@@ -218,15 +217,28 @@ def write_manifest(
 def load_kernel_runtime() -> None:
     """Load the libraries that executables call: on a CPU the native kernel, on a GPU Mosaic's.
 
-    Only Mosaic's Python module loads the latter. Without it, an executable with such kernels does
-    not load in a process that has compiled none ("Failed to materialize"). The module also changes
-    the environment, with which XLA starts ptxas, so call this before any thread compiles. (2 starts
-    in 16 ended with "Failed to launch ptxas", possibly for this reason.)
+    Without the latter, an executable with Mosaic kernels does not load in a process that has
+    compiled none ("Failed to materialize"). Mosaic's Python module loads it too, but takes 0.4 s.
     """
     if jax.default_backend() == "cpu":
         register()
     if jax.default_backend() == "gpu":
-        with suppress(ImportError):  # a jax without the module has compiled no such kernel
+        for plugin in PLUGINS:
+            with suppress(ImportError):  # a jax without the library has compiled no such kernel
+                library = importlib.import_module(f"{plugin}._mosaic_gpu_ext")
+                runtime = Path(str(library.__file__)).with_name("libmosaic_gpu_runtime.so")
+                os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)  # where the library looks
+                return
+
+
+def load_kernel_compiler() -> None:
+    """Import Mosaic's Python module; call this before any thread compiles.
+
+    The module changes the environment, with which XLA starts ptxas. (2 starts in 16 ended with
+    "Failed to launch ptxas", possibly for this reason.)
+    """
+    if jax.default_backend() == "gpu":
+        with suppress(ImportError):  # a jax without the module compiles no such kernel
             importlib.import_module("jax.experimental.mosaic.gpu")
 
 
@@ -243,12 +255,20 @@ def _damaged(folder: Path, what: str) -> CacheError:
     )
 
 
-def check_file(folder: Path, stored: StoredExecutable) -> None:
-    """Raise ``CacheError`` unless a file of a bundle is as its manifest says."""
+def check_size(folder: Path, stored: StoredExecutable) -> None:
+    """Raise ``CacheError`` if a file of a bundle is missing, or longer or shorter than it was."""
     path = folder / stored.file
     if not path.is_file():
         raise _damaged(folder, f"{path} is missing")
     if (size := path.stat().st_size) != stored.size_bytes:
         raise _damaged(folder, f"{path} has {size} of {stored.size_bytes} bytes")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != stored.sha256:
+
+
+def checked_content(folder: Path, stored: StoredExecutable) -> bytes:
+    """The content of a file of a bundle; raises ``CacheError`` if it is not as it was written."""
+    check_size(folder, stored)
+    path = folder / stored.file
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != stored.sha256:
         raise _damaged(folder, f"{path} is not what its manifest says")
+    return content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import msgspec
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
-from jaxinfer.exec.compile.bundle import FORMAT, Manifest, StoredExecutable, check_file
+from jaxinfer.exec.compile.bundle import FORMAT, Manifest, StoredExecutable, checked_content
 from jaxinfer.exec.compile.fingerprint import Fingerprint
 from jaxinfer.exec.compile.program import Program
 
@@ -36,11 +35,11 @@ def take_cached(
             if stored is None or name in taken:
                 continue
             try:
-                check_file(path, stored)
+                content = checked_content(path, stored)
             except CacheError as error:
                 progress.note(f"not taken from the cache: {error}")
                 continue
-            shutil.copyfile(path / stored.file, folder / stored.file)
+            (folder / stored.file).write_bytes(content)
             taken[name] = stored
     return taken
 

@@ -124,12 +124,10 @@ class Executor:
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
 
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
-        """Add later executables and run their steps once; returns the buckets now complete."""
+        """Add later executables; returns the buckets now complete."""
         before = self.buckets
         self._by_name |= loaded
-        added = tuple(bucket for bucket in self.buckets if bucket not in before)
-        self._run_once(added)
-        return added
+        return tuple(bucket for bucket in self.buckets if bucket not in before)
 
     def warm_up(self) -> None:
         """Run every executable on padding, so that no request waits for work of first runs.
@@ -141,9 +139,9 @@ class Executor:
         """
         buckets = sorted(self.buckets, key=lambda b: (b.num_tokens, b.taps), reverse=True)
         if self._program.platform == "cpu":
-            self._run_once(buckets[-1:])
+            self.run_once(buckets[-1:])
             return
-        self._run_once(buckets)
+        self.run_once(buckets)
         self._admit(self._program.admission_rows(()))
         if self._program.limits.num_snapshots:
             sink = self._program.limits.max_num_seqs
@@ -155,7 +153,7 @@ class Executor:
         for count in self._program.extras_rows:
             jax.block_until_ready(self._draw_with_extras((), (), count).output)
 
-    def _run_once(self, buckets: Sequence[Bucket]) -> None:
+    def run_once(self, buckets: Sequence[Bucket]) -> None:
         """Run the steps of these buckets on padding."""
         on_gpu = self._program.platform != "cpu"
         for bucket in buckets:
