@@ -23,7 +23,7 @@ from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile import background, memory_plan
 from jaxinfer.exec.compile.build import compile_all
-from jaxinfer.exec.compile.bundle import open_bundle
+from jaxinfer.exec.compile.bundle import Bundle, open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.executor import Executor
@@ -151,13 +151,12 @@ def test_requests_are_served_before_all_is_loaded(
     """As with ``paused``, but the bundle exists."""
     first = answers(build_engine(plan))
     proceed, load_all = threading.Event(), background.load_all
-    num_executables, needed = len(plan.program.names()), plan.program.first_names
+    num_executables = len(plan.program.names())
 
-    def loaded(*arguments: Any) -> Any:
-        made = dict(load_all(*arguments))
-        yield from ((name, made[name]) for name in needed)
-        proceed.wait(SECONDS)
-        yield from ((name, made[name]) for name in made.keys() - {*needed})
+    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
+        if not {*names} <= {*plan.program.first_names}:
+            proceed.wait(SECONDS)
+        return load_all(bundle, progress, names)
 
     monkeypatch.setattr(background, "load_all", loaded)
     engine = build_engine(plan, serves_early=True)

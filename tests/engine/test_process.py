@@ -131,6 +131,31 @@ def test_build_errors_keep_their_class_and_message(
     assert gone(link.pid) and not link.alive
 
 
+NEWS_AT_ONCE = """
+import threading
+from jaxinfer.engine.link import child
+from jaxinfer.engine.link.thread import EngineThread
+from jaxinfer.engine.loop.engine import Engine
+
+Engine.has_work = property(lambda engine: not told.is_set())
+told, connect = threading.Event(), EngineThread.connect
+
+def connect_and_wait(thread, listener):
+    connect(thread, lambda news: (listener(news), told.set()))
+    told.wait(10)
+
+EngineThread.connect = connect_and_wait
+child.main()
+"""
+
+
+def test_news_follow_the_message_that_the_engine_is_ready(config: EngineConfig) -> None:
+    """An executable that was loaded after the first ones is news before any request."""
+    link = EngineProcess(config, spawn((sys.executable, "-c", NEWS_AT_ONCE)))
+    assert link.ready().stats.num_executables
+    link.stop()
+
+
 def test_a_process_that_ends_while_it_starts(config: EngineConfig) -> None:
     link = EngineProcess(config, spawn((sys.executable, "-c", "raise SystemExit(3)")))
     with pytest.raises(EngineError, match="exited with code 3 while it was starting"):

@@ -128,9 +128,9 @@ class EngineChild:
 
         gc.freeze()  # scanning JAX's 140,000 objects takes 0.1 s of a full collection
         thread = EngineThread(engine)
-        thread.connect(self._channel.send)
         self._engine = thread
-        self._channel.send(Ready(engine.facts, engine.stats()))
+        self._channel.send(Ready(thread.facts, thread.stats))
+        thread.connect(self._channel.send)  # it may send news at once: of executables loaded late
         release_startup_memory()
         thread.wait()
 

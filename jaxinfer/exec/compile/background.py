@@ -136,18 +136,13 @@ class Building:
     def _load(self, bundle: Bundle) -> None:
         """Load the first executables, then the others."""
         self._check(bundle.manifest.workspace_bytes)
-        needed = self.program.first_names
-        others = [name for name in self.program.names() if name not in needed]
-        first: dict[str, Compiled] = {}
-        for name, loaded in load_all(bundle, self.progress, [*needed, *others]):
+        first = self.program.first_names
+        self.first.set_result(dict(load_all(bundle, self.progress, first)))
+        others = [name for name in self.program.names() if name not in first]
+        for loaded in load_all(bundle, self.progress, others):
             if self._closed:
                 return
-            if name in needed:
-                first[name] = loaded
-            else:
-                self._loaded.put((name, loaded))
-            if len(first) == len(needed) and not self.first.done():
-                self.first.set_result(first)
+            self._loaded.put(loaded)
 
     def _fill(self, folder: Path) -> None:
         """Write the bundle into ``folder``: the first executables, then the others."""
