@@ -24,6 +24,7 @@ OP_NAMES = (
     "kv_append",
     "latent_decode",
     "latent_prefill",
+    "mask",
     "norm_gemm",
     "paged_prefill",
     "publish",

@@ -79,7 +79,7 @@ def draw_in(
     drawn = jax.jit(sample)(given, slots, index, lens)
     if any(params.needs_extras for params in rows):
         changed = jax.jit(with_extras)(given, slots, index, lens)
-        drawn = jax.jit(sample)(given, slots, index, lens, None, changed)
+        drawn = jax.jit(sample)(given, slots, index, lens, changed=changed)
     return np.asarray(drawn), slots
 
 

@@ -33,6 +33,7 @@ from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
+from pallas_kernels.mask.api import reads_host
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
@@ -163,6 +164,11 @@ class Program:
         """True if draws with extras do only what is needed: ``ExtrasFunction.draws_once``."""
         return self.platform == "cpu"
 
+    @property
+    def reads_masks(self) -> bool:
+        """True if steps wait for masks in host memory; else rows with masks are drawn again."""
+        return self.drafter is None and reads_host(self.platform, self.pins.of("mask"))
+
     @cached_property
     def mask_words(self) -> int:
         """W: the uint32 words of a mask of the vocabulary."""
@@ -170,10 +176,7 @@ class Program:
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the executables that draw with extras: 8 times as many each.
-
-        None in an engine that pools, which draws no tokens.
-        """
+        """The numbers of rows of the executables that draw with extras, which no pooling needs."""
         if self.limits.pooling:
             return ()
         most = self.limits.max_num_seqs
@@ -238,6 +241,7 @@ class Program:
             self.keeps_logits,
             self.pins,
             copies_batch=self.platform != "cpu",
+            reads_masks=self.reads_masks,
             drafter=self.drafter,
             points=self.limits.points if bucket.taps else (),
             pooling=self.limits.pooling,
@@ -301,7 +305,7 @@ class Program:
         return tuple(part_of(self.model, range(*pair)) for pair in pairwise(borders))
 
     def stream_bytes(self, name: str, compiled: jax.stages.Compiled) -> int:
-        """Bytes of the residual stream that a split step's second executable gets; 0 for others."""
+        """Bytes of the residual stream that a split step's second executable gets; else 0."""
         if name not in self._steps or not self._steps[name][1].layers.start:
             return 0
         *_, stream = compiled.args_info[0]
@@ -320,9 +324,7 @@ class Program:
         )
 
     def names_of(self, bucket: Bucket) -> tuple[str, ...]:
-        """The names of the executables that a step of this bucket may call, beside small ones that
-        every bucket shares.
-        """
+        """The names of the executables that a step of this bucket may call; others are shared."""
         parts = (bucket.name + FIRST, bucket.name) if self.is_split(bucket) else (bucket.name,)
         tokens = bucket.num_prefill_tokens
         score = (f"{SCORE}{tokens}",) if bucket.scores else ()
@@ -371,10 +373,7 @@ class Program:
 
     @property
     def rows_per_admit(self) -> int:
-        """The number of slots that a call of ``ADMIT`` fills.
-
-        On a GPU it is several, as a launch takes the host longer than the call takes the device.
-        """
+        """The number of slots that a call of ``ADMIT`` fills: a launch takes longer than a call."""
         return 1 if self.platform == "cpu" else ROWS_PER_ADMIT
 
     @property

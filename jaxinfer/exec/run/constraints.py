@@ -1,24 +1,28 @@
 """The filters of constrained sequences: they follow the drawn tokens and write masks.
 
-A mask depends on the token before, so it is known once the step before has been collected. An error
-of a filter is the result of its row and ends that request; its later rows get a mask too, since the
-device may wait for one, and their tokens are never used. A ``RequestError`` stays one: the request
-asks for what turned out to be impossible.
+A mask depends on the token before, so it is known once the step before has been collected. On a GPU
+the step then waits for it (``MaskBoard``), unless the row has other extras; else the row is drawn
+again after the step. An error of a filter is the result of its row and ends that request; its later
+rows get a mask too, since the device waits for one, and their tokens are never used. A
+``RequestError`` stays one: the request asks for what turned out to be impossible.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxinfer.core.constraint import TokenFilter
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.request import Request
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
-from jaxinfer.exec.run.in_flight import LOGGER, RowKey
-from jaxinfer.exec.step.sampling import NOT_FINITE
+from jaxinfer.exec.run.in_flight import LOGGER, Prepared, RowKey
+from jaxinfer.exec.run.mask_board import MaskBoard
+from jaxinfer.exec.step.batch import NO_PLACE
+from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE
 from jaxinfer.text.grammar.constraint import fill_masks
 
 ALL_TOKENS = 0xFFFF_FFFF  # a word of a mask that allows its 32 tokens
@@ -36,15 +40,28 @@ class _Followed:
 class Constraints:
     """The constrained sequences of an engine, by slot."""
 
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, board: MaskBoard | None = None) -> None:
         self.num_words = num_words  # W: words of a mask
+        self._board = board  # if steps read masks
+        self._awaited: set[int] = set()  # slots whose masks are written on the board
         self._slots: dict[int, _Followed] = {}
         self._every_token: dict[int, np.ndarray] = {}  # uint32[count, W] of ones, by count
+
+    def needs_extras(self, request: Request) -> bool:
+        """True if an executable after the step draws each of the request's tokens."""
+        return request.sampling.needs_extras or self._draws_again(request)
+
+    def _draws_again(self, request: Request) -> bool:
+        on_board = self._board is not None and not request.sampling.needs_extras
+        return request.constraint is not None and not on_board
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         """Follow the sequences that get slots; a preempted one continues after its tokens."""
         for new in admissions:
             constraint = new.request.constraint
+            self._awaited.discard(new.slot)
+            if constraint is not None and not self.needs_extras(new.request):
+                self._awaited.add(new.slot)
             if constraint is None:
                 self._slots.pop(new.slot, None)
                 continue
@@ -56,11 +73,22 @@ class Constraints:
             except Exception as error:
                 followed.error = _reported(followed.key, error)
 
+    def awaited_by(self, rows: Sequence[ScheduledSeq]) -> tuple[int, ...]:
+        """The indices of rows for whose masks a step waits."""
+        if not (slots := self._awaited):
+            return ()
+        return tuple([i for i, row in enumerate(rows) if row.samples and row.slot in slots])
+
+    def next_place(self, masked: Sequence[int]) -> tuple[int, int, int]:
+        """Where the next step, if any of its rows waits, finds the masks."""
+        return self._board.next_place() if self._board is not None and masked else NO_PLACE
+
     def forget(self, request_ids: Sequence[str]) -> None:
         """Free the filters of requests that have ended."""
         ended = [slot for slot, one in self._slots.items() if one.key[0] in request_ids]
         for slot in ended:
             del self._slots[slot]
+        self._awaited -= {*ended}
 
     def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
         """The masks of rows that draw next, and of padding; all tokens for rows without filter.
@@ -79,14 +107,35 @@ class Constraints:
         if not constrained:
             return every_token
         masks = every_token.copy()
-        filters = {
-            index: followed.filter
-            for index, followed in constrained.items()
-            if followed.filter is not None and not followed.error
-        }
-        for index, error in fill_masks(filters, masks).items():
-            constrained[index].error = _reported(constrained[index].key, error)
+        self._fill(constrained, masks)
         return masks
+
+    def write(self, prepared: Prepared, number: int) -> None:
+        """Write the masks for which the step with this number waits, if it waits for any."""
+        rows = [prepared.plan.rows[i] for i in prepared.masked]
+        if self._board is None or not rows:
+            return
+        masks = self._board.masks(number)
+        constrained = {row.slot: one for row in rows if (one := self._of(row)) is not None}
+        for slot in {row.slot for row in rows} - self._fill(constrained, masks):
+            masks[slot] = ALL_TOKENS  # the row's result is an error, or its sequence has ended
+        self._board.complete(number, [row.slot for row in rows])
+
+    def _fill(
+        self,
+        followed: Mapping[int, _Followed],  # by row of ``masks``
+        masks: np.ndarray,  # uint32[N, W]
+    ) -> set[int]:
+        """Write masks; returns the rows that have one. The others' sequences have an error."""
+        filters = {
+            index: one.filter
+            for index, one in followed.items()
+            if one.filter is not None and not one.error
+        }
+        errors = fill_masks(filters, masks)
+        for index, error in errors.items():
+            followed[index].error = _reported(followed[index].key, error)
+        return filters.keys() - errors.keys()
 
     def push(
         self, rows: Sequence[ScheduledSeq], token_ids: Sequence[tuple[int, ...]]
@@ -100,7 +149,7 @@ class Constraints:
             return errors
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
             followed = self._of(row) if row.samples else None
-            if followed is None or NOT_FINITE in drawn:  # the latter ends the request anyway
+            if followed is None or NOT_FINITE in drawn or NO_MASK in drawn:  # these end the request
                 continue
             try:
                 if followed.filter is not None and not followed.error:

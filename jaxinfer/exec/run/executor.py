@@ -5,9 +5,9 @@ settings, ``COPY`` from snapshots to slots, ``STEER`` for steered requests, the 
 ``COPY`` from slots to snapshots, then draws with extras and scores of prompts.
 
 A constrained row is drawn with a mask, which depends on the row's token in the step before. If that
-step is still in flight, the draws of this one are launched when it is collected, while the device
-computes the layers. As at most two steps are in flight, that is before any later step is
-launched, so no row waits for another one's mask.
+step is still in flight, the mask is written when it is collected, while the device computes the
+layers: for a GPU to the mask board, else for draws that are launched then. As at most two steps are
+in flight, that is before any later step is launched, so no row waits for another one's mask.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from jaxinfer.exec.run.in_flight import (
     row_results,
     tokens_of_rows,
 )
+from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.run.prompts import copy_pairs, with_prompts
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
@@ -75,7 +76,8 @@ class Executor:
         self._steering = no_steering(program)
         self._requests: dict[int, Request] = {}  # of each slot
         self._slots_with_extras: set[int] = set()
-        self._constraints = Constraints(program.mask_words)
+        masks = MaskBoard.of_program(program) if program.reads_masks else None
+        self._constraints = Constraints(program.mask_words, masks)
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
         rows = max([*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows])
         self._board = TokenBoard.of_device(program.placement.device, rows)
@@ -176,7 +178,8 @@ class Executor:
         if plan.admissions:
             self._requests |= (admitted := {new.slot: new.request for new in plan.admissions})
             self._slots_with_extras -= admitted.keys()
-            self._slots_with_extras |= {i for i, request in admitted.items() if request.has_extras}
+            needs = self._constraints.needs_extras
+            self._slots_with_extras |= {i for i, request in admitted.items() if needs(request)}
             self._constraints.admit(plan.admissions)
         prepared, failed = self._prepare_rows(plan)
         try:
@@ -196,8 +199,8 @@ class Executor:
         assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
         token_ids, rows = self._tokens_of(step), step.prepared.plan.rows
         errors = self._constraints.push(rows, token_ids) | step.errors
-        if self._in_flight and self._in_flight[0].prepared.is_constrained:
-            self._draw_later(self._in_flight[0])
+        if self._in_flight:
+            self._continue(self._in_flight[0])
         return StepResult(
             step.prepared.plan.step_id,
             row_results(step, token_ids, errors, self._program.limits.points),
@@ -205,17 +208,12 @@ class Executor:
 
     def _tokens_of(self, step: InFlight) -> list[tuple[int, ...]]:
         """Wait for the tokens of a launched step; returns those of each row, padding included."""
-        plan = step.prepared.plan
         try:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
         except Exception as error:
-            raise device_failed(plan, error) from error
-        token_ids = tokens_of_rows(drawn.tolist(), plan)
-        for call, tokens in zip(step.extras, redrawn, strict=True):
-            for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
-                token_ids[index] = (token_id,)
-        return token_ids
+            raise device_failed(step.prepared.plan, error) from error
+        return tokens_of_rows(step, drawn, redrawn)
 
     def _prepare_rows(self, plan: StepPlan) -> tuple[Prepared, dict[RowKey, EngineError]]:
         """Prepare a plan without the rows that cannot be prepared, and the errors of these."""
@@ -238,7 +236,7 @@ class Executor:
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows, prefills = plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
-        slots = self._slots_with_extras
+        slots, masked = self._slots_with_extras, self._constraints.awaited_by(rows)
         extras = [i for i, row in enumerate(rows) if row.samples and row.slot in slots]
         settings = NO_SETTINGS
         if prefills:
@@ -247,7 +245,8 @@ class Executor:
         prepared = Prepared(
             plan,
             requests,
-            batch=pack(plan, self._layouts[plan.bucket], settings, steered),
+            batch=pack(plan, self._layouts[plan.bucket], settings, steered, masked),
+            masked=masked,
             extras=tuple(batched(extras, self._program.extras_rows[-1])) if extras else (),
             is_constrained=any([requests[i].constraint is not None for i in extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),
@@ -257,9 +256,11 @@ class Executor:
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, EngineError]) -> InFlight:
         bucket = prepared.plan.bucket
-        place = self._next_place()
-        prepared.batch[: len(place)] = place
+        place, mask_place = self._next_place(), self._constraints.next_place(prepared.masked)
+        self._layouts[bucket].set_places(prepared.batch, place, mask_place)
         staged = self._staged(prepared.batch)
+        if not self._in_flight:
+            self._constraints.write(prepared, mask_place[-1])
         for rows in prepared.admissions:
             self._admit(rows)
         for pairs in prepared.restores:
@@ -280,9 +281,9 @@ class Executor:
         if taps is not None:
             self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
-        step = InFlight(prepared, output.token_ids, place[-1], [], scores, failed, pooled, taps)
-        is_later = prepared.is_constrained and self._in_flight  # drawn when masks are known
-        if prepared.extras and not is_later:
+        tokens, numbers = output.token_ids, (place[-1], mask_place[-1])
+        step = InFlight(prepared, tokens, *numbers, [], scores, failed, pooled, taps)
+        if prepared.extras and not (prepared.is_constrained and self._in_flight):
             self._draw_all_extras(step)
         return step
 
@@ -295,8 +296,11 @@ class Executor:
             if prepared.needs_logprobs:
                 self._copy_to_host(call.output.logprobs)
 
-    def _draw_later(self, step: InFlight) -> None:
-        """Launch the draws that waited for the tokens of the step before."""
+    def _continue(self, step: InFlight) -> None:
+        """Do what waited for the tokens of the step before: masks, and draws with masks."""
+        self._constraints.write(step.prepared, step.mask_number)
+        if not step.prepared.is_constrained:
+            return
         try:
             self._draw_all_extras(step)
         except Exception as error:

@@ -23,13 +23,15 @@ from jaxinfer.core.step import NO_TAPS, RowResult, ScheduledSeq, StepPlan, Token
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.points import chosen_columns
-from jaxinfer.exec.step.sampling import NOT_FINITE, Logprobs, read_logprobs
+from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE, Logprobs, read_logprobs
 
 LOGGER = "jaxinfer.exec"
 NOT_FINITE_ERROR = (
     "the model's logits are not finite (NaN or infinite): its weights are damaged, or overflow in "
     "this dtype; check the checkpoint, or use another dtype"
 )
+
+NO_MASK_ERROR = "the answer's constraint came too late for a token; the host was busy or stopped"
 
 type RowKey = tuple[str, int]  # (request_id, epoch)
 NO_ERRORS: Mapping[RowKey, JaxinferError] = MappingProxyType({})
@@ -44,6 +46,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     extras: tuple[tuple[int, ...], ...]  # row indices of each call that draws with extras
     is_constrained: bool  # whether any of these rows needs a mask
     needs_logprobs: bool  # whether any of these rows needs logprobs
+    masked: tuple[int, ...] = ()  # row indices for whose masks the step waits
     # only steps with prompts have these
     admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
     targets: np.ndarray | None = None  # int32[Tp] if prompts are scored
@@ -68,6 +71,7 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     prepared: Prepared
     token_ids: jax.Array  # int32[N]: see ``StepOutput``
     number: int  # number of the call on the token board, if there is one
+    mask_number: int  # number of the step on the mask board, if it waits for masks
     extras: list[ExtrasCall]  # launched later if masks of the step's rows are not known yet
     scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
     failed: dict[RowKey, EngineError]  # the errors of rows that could not be prepared
@@ -77,14 +81,22 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     errors: dict[RowKey, EngineError] = msgspec.field(default_factory=dict)
 
 
-def tokens_of_rows(drawn: list[int], plan: StepPlan) -> list[tuple[int, ...]]:
-    """The tokens of each row of the plan; ``drawn`` are those of all rows, padding included."""
-    num_decodes, bucket = len(plan.decodes), plan.bucket
-    prefills = [(token_id,) for token_id in drawn[bucket.num_decode_tokens :]]
-    if bucket.query_tokens == 1:
-        return [(token_id,) for token_id in drawn[:num_decodes]] + prefills
-    rows = batched(drawn[: num_decodes * bucket.query_tokens], bucket.query_tokens)
-    return [tuple([one for one in row if one != NO_TOKEN]) for row in rows] + prefills
+def tokens_of_rows(
+    step: InFlight,
+    drawn: np.ndarray,  # int32[N]: of all rows, padding included
+    redrawn: Sequence[np.ndarray],  # int32 of each call with extras; they replace the others
+) -> list[tuple[int, ...]]:
+    """The tokens of each row of a step."""
+    plan, bucket, drawn_ids = step.prepared.plan, step.prepared.plan.bucket, drawn.tolist()
+    found = [(token_id,) for token_id in drawn_ids[: len(plan.decodes)]]
+    if bucket.query_tokens > 1:
+        rows = batched(drawn_ids[: len(plan.decodes) * bucket.query_tokens], bucket.query_tokens)
+        found = [tuple([one for one in row if one != NO_TOKEN]) for row in rows]
+    found += [(token_id,) for token_id in drawn_ids[bucket.num_decode_tokens :]]
+    for call, tokens in zip(step.extras, redrawn, strict=True):
+        for index, token_id in zip(call.rows, tokens.tolist(), strict=False):
+            found[index] = (token_id,)
+    return found
 
 
 def only_rows(plan: StepPlan, rows: set[RowKey]) -> StepPlan:
@@ -146,6 +158,8 @@ def _row_result(
     key = (row.request_id, row.epoch)
     if (row.samples or row.pools) and NOT_FINITE in token_ids:
         return RowResult(*key, (), error=NOT_FINITE_ERROR)
+    if row.samples and NO_MASK in token_ids:
+        return RowResult(*key, (), error=NO_MASK_ERROR)
     try:
         sampled, prompt = reader.sampled(index, row, token_ids), reader.prompt(index, row)
     except Exception as error:

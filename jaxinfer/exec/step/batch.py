@@ -28,7 +28,8 @@ from jaxinfer.nn.context import Pages, Rows
 # for addresses that are multiples of 16 bytes (Triton) or 256 (Mosaic); others are an
 # INVALID_ARGUMENT. Rows of page tables are padded too, as a kernel may get a part of them.
 ALIGN = 64
-NO_PLACE = (0, 0, 0)  # tokens are not published: see ``pallas_kernels.publish``
+NO_PLACE = (0, 0, 0)  # tokens are not published, masks not read: see ``pallas_kernels.publish``
+MASKED = 2  # in ``Fields.samples``
 NO_SETTINGS = np.zeros((0, NUM_SETTINGS), np.int32)
 PADDING = 2**23 // 4  # int32 values, 8 MiB: see ``copy_batch``
 
@@ -60,7 +61,9 @@ class DeviceBatch(NamedTuple):
     drafts: Drafts | None  # None if decode rows have one token
     settings: jax.Array  # int32[R, NUM_SETTINGS] of the prefill rows
     samples: jax.Array  # bool[B]: whether a token is drawn after the row's last one
+    masked: jax.Array  # bool[B]: whether that token waits for a mask
     place: jax.Array  # int32[3]: address and number for ``publish``
+    mask_place: jax.Array  # int32[3]: address and number for ``pallas_kernels.mask``
     steered: jax.Array | None  # bool[B]; None if the bucket does not tap
 
 
@@ -68,9 +71,10 @@ class Fields[A](NamedTuple):
     """The sections of the flat array, in order: as sizes, numpy views or device arrays."""
 
     place: A  # [3]: address and number for ``publish``
+    mask_place: A  # [3]: address and number for ``pallas_kernels.mask``
     seq_slots: A  # [B]
     seq_lens: A  # [B]
-    samples: A  # [B]
+    samples: A  # [B]: whether a token is drawn; ``MASKED`` if it waits for a mask
     settings: A  # [R * NUM_SETTINGS]
     query_start_loc: A  # [R + 1]
     token_ids: A  # [Tp]
@@ -121,6 +125,7 @@ class BatchLayout:
         b, tp = self.bucket.num_seqs, self.bucket.num_prefill_tokens
         return Fields(
             place=len(NO_PLACE),
+            mask_place=len(NO_PLACE),
             seq_slots=b,
             seq_lens=b,
             samples=b,
@@ -141,6 +146,12 @@ class BatchLayout:
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the flat array."""
         return jax.ShapeDtypeStruct((self.size,), jnp.int32)
+
+    def set_places(
+        self, flat: np.ndarray, place: tuple[int, int, int], mask_place: tuple[int, int, int]
+    ) -> None:
+        """Set the two places of a flat array, which are known when the step is launched."""
+        flat[self._sections[0]], flat[self._sections[1]] = place, mask_place
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; they are views of a numpy array."""
@@ -172,8 +183,9 @@ def pack(
     layout: BatchLayout,
     settings: np.ndarray = NO_SETTINGS,  # int32[len(plan.prefills), NUM_SETTINGS]
     steered: Sequence[bool] = (),  # of each row, if the bucket taps
+    masked: Sequence[int] = (),  # indices of rows that wait for masks
 ) -> np.ndarray:  # int32[...]
-    """The flat array of a plan, without ``place``. Host time is per row and page, not per token."""
+    """The flat array of a plan, without places. Host time is per row and page, not per token."""
     flat = np.zeros(layout.size, np.int32)
     wire, bucket = layout.split(flat), layout.bucket
     wire.seq_slots[:] = layout.sink_slot
@@ -194,6 +206,9 @@ def pack(
             for index, row in enumerate(rows, first):
                 ids = row.pages[group].ids.array()
                 table[index, : len(ids)] = ids
+    if masked:
+        first_prefill, added = len(plan.decodes), bucket.num_decodes - len(plan.decodes)
+        wire.samples[[i + added * (i >= first_prefill) for i in masked]] = MASKED
     if settings.size:
         wire.settings[: settings.size] = settings.ravel()
     if bucket.taps:
@@ -282,7 +297,9 @@ def unpack(
         drafts=drafts,
         settings=wire.settings.reshape(-1, NUM_SETTINGS),
         samples=wire.samples > 0,
+        masked=wire.samples == MASKED,
         place=wire.place,
+        mask_place=wire.mask_place,
         steered=wire.steered > 0 if bucket.taps else None,
     )
 

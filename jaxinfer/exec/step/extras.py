@@ -80,8 +80,6 @@ class ExtrasFunction:
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
 
-        impl = self.pins.of("sample")
-
         def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
             seq_slots, seq_lens, masks = of_rows
             biased = with_extras(logits, slots, seq_slots, seq_lens)
@@ -91,7 +89,9 @@ class ExtrasFunction:
             biased = _by_blocks(changed, logits, seq_slots, seq_lens, masks)
             return draw(changed=biased)
 
-        draw = partial(sample, logits, slots, seq_slots, seq_lens, impl, draws_once=self.draws_once)
+        draw = partial(
+            sample, logits, slots, seq_slots, seq_lens, self.pins, draws_once=self.draws_once
+        )
         wanted = partial(any_extras, slots, seq_slots, seq_lens)
         token_ids = self._if(wanted, drawn, partial(draw, masks=masks))
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))

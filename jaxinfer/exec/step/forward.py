@@ -23,7 +23,7 @@ from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpac
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
 from jaxinfer.exec.step.points import Steering, points_of_step, read_points
 from jaxinfer.exec.step.pooling import pooled
-from jaxinfer.exec.step.sampling import NOT_FINITE, sample
+from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, sample
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
     Model,
@@ -93,6 +93,7 @@ class StepFunction:
     keeps_logits: bool  # whether ``SlotState.drawn_from`` holds logits, else hidden states
     pins: Pins = Pins()
     copies_batch: bool = False  # see ``batch.copy_batch``
+    reads_masks: bool = False  # see ``Program.reads_masks``
     drafter: Drafter | None = None
     points: tuple[Point, ...] = ()  # if the bucket taps
     pooling: str = ""  # if the engine pools: one of ``core.pooling.KINDS``
@@ -206,8 +207,9 @@ class StepFunction:
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
         logits = unembed(self.model, params, drawn_from)  # [N, V]
-        impl = self.pins.of("sample")
-        token_ids = sample(logits, slots, batch.draws.slots, batch.draws.lens, impl)
+        awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
+        own, lens = batch.draws.slots, batch.draws.lens
+        token_ids = sample(logits, slots, own, lens, self.pins, awaited=awaited)
         drawn_from = logits if self.keeps_logits else drawn_from
         token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))

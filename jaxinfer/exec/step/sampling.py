@@ -15,6 +15,8 @@ from jax import lax
 
 from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
+from pallas_kernels.mask.api import mask
+from pallas_kernels.pins import NO_PINS, Pins
 from pallas_kernels.sample.api import sample as draw
 from pallas_kernels.sample.xla import allowed_tokens
 
@@ -22,8 +24,17 @@ CHUNK = 128  # logits per chunk in ``_most_likely``
 # The token of a row whose logits are NaN or infinite, because of damaged weights or an overflow.
 # A token drawn from such logits would be wrong without an error.
 NOT_FINITE = INT32_MAX
+# The token of a row whose mask did not come in time: see ``pallas_kernels.mask``.
+NO_MASK = INT32_MAX - 1
 # int32 values of a packed row without named tokens: see ``read_logprobs``
 LOGPROBS_WIDTH = 2 + 2 * MAX_LOGPROBS
+
+
+class Awaited(NamedTuple):
+    """The masks for which a step waits: see ``pallas_kernels.mask``."""
+
+    rows: jax.Array  # bool[B]: those that wait
+    place: jax.Array  # int32[3]
 
 
 class Logprobs[A](NamedTuple):
@@ -41,18 +52,32 @@ def sample(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]
     seq_lens: jax.Array,  # int32[B]: tokens of each sequence; also the drawn token's position
-    impl: str | None = None,
+    pins: Pins = NO_PINS,
     changed: jax.Array | None = None,  # float32[B, V]: the logits after ``with_extras``
     masks: jax.Array | None = None,  # uint32[B, W]: see ``with_masks``, if they are not applied yet
+    awaited: Awaited | None = None,
     draws_once: bool = False,  # see ``slots.settings_of``; only for draws with extras
 ) -> jax.Array:  # int32[B]
     """Draw one token per row from the raw logits, or from the ``changed`` ones.
 
-    The token is ``NOT_FINITE`` if a raw logit is NaN or infinite. ``impl`` pins an implementation.
+    The token is ``NOT_FINITE`` if a raw logit is NaN or infinite, and ``NO_MASK`` if the row waited
+    for a mask that did not come.
     """
     ints, floats = read_settings(slots, seq_slots)
+    given = logits if changed is None else changed
+    if draws_once:  # the step has looked at the logits: 0.1 ms for 8 rows of SmolLM2
+        finite = slots.token_ids[seq_slots, seq_lens] != NOT_FINITE
+    else:
+        finite = jnp.isfinite(logits).all(axis=-1)
+    in_time = None
+    if awaited is not None:
+        rows, seen = awaited.rows.astype(jnp.int32), finite.astype(jnp.int32)
+        place, num_slots = awaited.place, slots.token_ids.shape[0]
+        given, in_time = mask(
+            given, seen, rows, seq_slots, place, num_slots=num_slots, impl=pins.of("mask")
+        )
     token_ids = draw(
-        logits if changed is None else changed,
+        given,
         jnp.abs(floats.temperature) if draws_once else floats.temperature,
         ints.top_k,
         floats.top_p,
@@ -61,12 +86,10 @@ def sample(
         ints.seed_high,
         seq_lens,
         masks,
-        impl=impl,
+        impl=pins.of("sample"),
     )
-    if draws_once:  # the step has looked at the logits: 0.1 ms for 8 rows of SmolLM2
-        finite = slots.token_ids[seq_slots, seq_lens] != NOT_FINITE
-    else:
-        finite = jnp.isfinite(logits).all(axis=-1)
+    if in_time is not None:
+        token_ids = jnp.where(in_time > 0, token_ids, NO_MASK)
     return jnp.where(finite, token_ids, NOT_FINITE)
 
 

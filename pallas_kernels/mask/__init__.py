@@ -1,0 +1,1 @@
+"""Masks of a step's logits, which the host writes while the step runs."""

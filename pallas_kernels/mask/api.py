@@ -1,0 +1,81 @@
+"""mask: forbid tokens by masks that the host writes while the step already runs.
+
+The mask of a row depends on the row's token in the step before, which the host reads when this step
+has been launched. The kernel waits for it, at the end of the step, when it has long been written.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.checks import without_triton
+from pallas_kernels.mask import cases, ref
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.mask.triton", "mask")
+
+
+def _triton_supports(
+    logits: jax.Array,  # float32[B, V]
+    finite: jax.Array,  # int32[B]
+    wanted: jax.Array,  # int32[B]
+    slots: jax.Array,  # int32[B]
+    place: jax.Array,  # int32[3]
+    *,
+    num_slots: int,
+) -> str | None:
+    del finite, wanted, slots, place, num_slots
+    if logits.dtype != "float32":
+        return f"the logits are {logits.dtype}, not one of bfloat16 or float32"
+    return without_triton() if logits.size else "there are no rows"
+
+
+def reads_host(platform: str, impl: str | None) -> bool:
+    """True if the implementation that runs on the platform reads host memory; see ``mask``."""
+    return platform == "gpu" and impl in (None, "triton") and without_triton() is None
+
+
+OP = KernelOp(
+    name="mask",
+    ref=ref.mask,
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=_triton_supports),
+        Impl("xla", ref.mask),
+    ),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    tolerance={"int32": 0.0, "float32": 0.0},
+    donate=(0,),
+    feeds=((0, 0),),
+)
+
+
+def mask(
+    logits: jax.Array,  # float32[B, V]
+    finite: jax.Array,  # int32[B]: computed from the logits, and so before they are overwritten
+    wanted: jax.Array,  # int32[B]: 0 for rows without a mask
+    slots: jax.Array,  # int32[B]: the row's place on the board
+    place: jax.Array,  # int32[3]
+    *,
+    num_slots: int,  # S
+    impl: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
+    """The logits, in place, with -inf for each token that a row's mask forbids; and whether the
+    mask of each row came in time (1), also for rows that wait for none.
+
+    ``place`` holds the low half of a host address, its high half, and a number. At the address is
+    an int32 for each of S slots: the number, once the mask of ``slots[b]`` is complete. From word
+    ``board.number_words(S)`` on follow the bits int32[S, W]: token t is bit t % 32 of word t // 32.
+    If the number does not come within some seconds, or the address is 0, all logits of the row
+    become -inf and the result is 0: it fails closed. The XLA implementation reads no host memory,
+    so there no mask comes in time. ``impl`` pins an implementation. Raises ValueError on arguments
+    that do not fit together.
+    """
+    rows = logits.shape[0] if logits.ndim == 2 else -1
+    for name, array in (("finite", finite), ("wanted", wanted), ("slots", slots)):
+        if array.shape != (rows,) or array.dtype != "int32":
+            raise ValueError(f"mask: {name} is {array.dtype}{array.shape}, not int32[B]")
+    if place.shape != (3,) or place.dtype != "int32":
+        raise ValueError(f"mask: the place is {place.dtype}{place.shape}, not int32[3]")
+    return dispatch(OP, (logits, finite, wanted, slots, place), {"num_slots": num_slots}, impl)

@@ -1,0 +1,55 @@
+"""mask: reads of host memory, a mask that does not come, and errors for bad arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.mask.api import mask
+
+ROOT = Path(__file__).parents[2]
+LOGITS, ROWS, PLACE = jnp.zeros((3, 40)), jnp.ones(3, jnp.int32), jnp.zeros(3, jnp.int32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_rows_wait_for_their_masks_and_fail_closed() -> None:
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    ended = subprocess.run(
+        [sys.executable, "-m", "kit.mask_board"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        timeout=120,
+        check=True,
+    )
+    kept, in_time = json.loads(ended.stdout)
+    assert in_time == [1, 1, 0, 1]
+    assert kept == [[0, 31, 32, 1499], list(range(1500)), [], [5, 1024]]
+
+
+def test_without_the_kernel_no_mask_comes_in_time() -> None:
+    wanted = jnp.array([1, 0, 1], jnp.int32)
+    logits, in_time = mask(LOGITS, ROWS, wanted, ROWS, PLACE, num_slots=4)
+    assert in_time.tolist() == [0, 1, 0] and (logits == LOGITS).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"logits": jnp.zeros(3)}, "not int32.B", id="logits"),
+        pytest.param({"finite": jnp.ones(3, bool)}, "finite is bool.3,., not int32", id="finite"),
+        pytest.param({"wanted": ROWS[:2]}, "wanted is int32.2,., not int32.B", id="wanted"),
+        pytest.param({"slots": jnp.zeros(3)}, "slots is float32", id="slots"),
+        pytest.param({"place": ROWS[:2]}, "the place is int32.2,., not int32.3", id="place"),
+    ],
+)
+def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
+    arguments = {"logits": LOGITS, "finite": ROWS, "wanted": ROWS, "slots": ROWS, "place": PLACE}
+    with pytest.raises(ValueError, match=message):
+        mask(**(arguments | change), num_slots=4)
