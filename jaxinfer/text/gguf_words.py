@@ -108,10 +108,11 @@ _QWEN2_RULES = WordRules((_QWEN2,), nfc=True)
 _TEKKEN_RULES = WordRules((_TEKKEN,), whole_words=True, add_bos=True)
 _DEEPSEEK_V3_RULES = WordRules(_DEEPSEEK_V3)
 
-# llama.cpp's converter finds the name by a test text's ids, to which bos belongs. So smaug-bpe,
-# joyai-llm and pixtral are also the names of well-known vocabularies whose tokenizer adds no bos. With
-# smaug-bpe and gpt-4o llama.cpp merges whole words from parts, unlike Llama 3's tokenizer.json and
-# gpt-oss's; ids differ for 588 of Llama 3's words, which no merges make, and for none of gpt-oss's.
+# llama.cpp's converter finds the name by the ids of a test text, which begin with bos if there is one.
+# So smaug-bpe, joyai-llm and pixtral also name the vocabularies of Llama 3, DeepSeek-V3 and
+# Mistral-Nemo where the tokenizer adds no bos. llama.cpp takes no whole words with smaug-bpe, kimi-k2
+# and gpt-4o, unlike the models' tokenizers; that matters for 588 words of Llama 3's, and for none of
+# the others'.
 WORD_RULES: Mapping[str, WordRules] = MappingProxyType(
     {
         "gpt-2": WordRules(gpt2_split=True),
@@ -120,17 +121,17 @@ WORD_RULES: Mapping[str, WordRules] = MappingProxyType(
         "llama3": _LLAMA3_RULES,
         "llama-v3": _LLAMA3_RULES,
         "smaug-bpe": _LLAMA3_RULES._replace(add_bos=False),
-        "dbrx": WordRules((_LLAMA3,)),  # cl100k's: OLMo 2
+        "dbrx": WordRules((_LLAMA3,)),  # cl100k, which is OLMo 2's
         "qwen2": _QWEN2_RULES,
         "deepseek-r1-qwen": _QWEN2_RULES,
         "qwen35": WordRules((_QWEN35,), nfc=True),
         "deepseek-llm": WordRules(_DEEPSEEK_LLM),  # also V2, V2-Lite and Coder-V2
         "deepseek-coder": WordRules(_DEEPSEEK_CODER),
         "deepseek-v3": _DEEPSEEK_V3_RULES,
-        "joyai-llm": _DEEPSEEK_V3_RULES,  # V3's
+        "joyai-llm": _DEEPSEEK_V3_RULES,
         "kimi-k2": WordRules((_KIMI_K2,), whole_words=True),
         "gpt-4o": WordRules((_O200K,), whole_words=True),  # also gpt-oss
         "tekken": _TEKKEN_RULES,
-        "pixtral": _TEKKEN_RULES,  # Mistral-Nemo's
+        "pixtral": _TEKKEN_RULES,
     }
 )
