@@ -108,11 +108,10 @@ _QWEN2_RULES = WordRules((_QWEN2,), nfc=True)
 _TEKKEN_RULES = WordRules((_TEKKEN,), whole_words=True, add_bos=True)
 _DEEPSEEK_V3_RULES = WordRules(_DEEPSEEK_V3)
 
-# llama.cpp's converter finds the name by the ids of a test text, which begin with bos if there is one.
-# So smaug-bpe, joyai-llm and pixtral also name the vocabularies of Llama 3, DeepSeek-V3 and
-# Mistral-Nemo where the tokenizer adds no bos. llama.cpp takes no whole words with smaug-bpe, kimi-k2
-# and gpt-4o, unlike the models' tokenizers; that matters for 588 words of Llama 3's, and for none of
-# the others'.
+# llama.cpp's converter finds the name by the ids of a test text, which begin with bos if the
+# tokenizer adds it. So smaug-bpe, joyai-llm and pixtral also name the vocabularies of Llama 3,
+# DeepSeek-V3 and Mistral-Nemo where it does not. llama.cpp takes no whole words with smaug-bpe,
+# kimi-k2 and gpt-4o, unlike the models' tokenizers: 588 words of Llama 3's have other ids there.
 WORD_RULES: Mapping[str, WordRules] = MappingProxyType(
     {
         "gpt-2": WordRules(gpt2_split=True),
