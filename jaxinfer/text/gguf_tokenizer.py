@@ -7,12 +7,13 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.gguf_special import TURN_ENDS, end_token_ids, special_id
+from jaxinfer.text.gguf_words import WORD_RULES
 
 
 class _TokenType(IntEnum):
@@ -54,60 +55,6 @@ _REQUIRED_VALUES: Mapping[str, Any] = MappingProxyType(
         "suppress_tokens": [],
     }
 )
-
-
-class _PreTokenizer(NamedTuple):
-    """The meaning of a ``tokenizer.ggml.pre`` value, for byte-level BPE."""
-
-    patterns: tuple[str, ...] = ()  # each splits the pieces of the one before
-    gpt2_split: bool = False  # split by GPT-2's pattern, last
-    digits: bool = False  # split every digit off, first
-    nfc: bool = False  # normalise to Unicode NFC (as the models' tokenizer.json does)
-    whole_words: bool = False  # a word that is in the vocabulary is not merged from its parts
-    add_bos: bool = False  # if the metadata does not say
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
-_QWEN35 = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _TAIL
-)
-_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TAIL
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
-)
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL
-)
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*" + _TAIL,
-)
-
-
-def _pre_tokenizers() -> dict[str, _PreTokenizer]:
-    qwen2 = _PreTokenizer((_QWEN2,), nfc=True)
-    llama3 = _PreTokenizer((_LLAMA3,), whole_words=True, add_bos=True)
-    return {
-        "gpt-2": _PreTokenizer(gpt2_split=True),
-        "smollm": _PreTokenizer(gpt2_split=True, digits=True),
-        "llama-bpe": llama3,
-        "llama3": llama3,
-        "llama-v3": llama3,
-        "qwen2": qwen2,
-        "deepseek-r1-qwen": qwen2,
-        "qwen35": _PreTokenizer((_QWEN35,), nfc=True),
-        "deepseek-v3": _PreTokenizer(_DEEPSEEK_V3),
-        "gpt-4o": _PreTokenizer((_O200K,)),
-        "tekken": _PreTokenizer((_TEKKEN,), whole_words=True, add_bos=True),
-    }
 
 
 class GGUFTokenizer(NamedTuple):
@@ -200,26 +147,20 @@ def _required(metadata: Mapping[str, Any], key: str) -> Any:
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     name = _required(metadata, "pre")
-    known = _pre_tokenizers()
-    if name not in known:
+    if name not in WORD_RULES:
         # "default" is refused too: a converter writes it if it does not know the pre-tokenizer.
         raise TokenizerError(
-            f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(known)}); "
+            f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(WORD_RULES)}); "
             "use the model's tokenizer.json instead."
         )
-    pre = known[name]
+    rules = WORD_RULES[name]
     merges = [_pair(merge) for merge in _required(metadata, "merges")]
-    tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=pre.whole_words))
-    if pre.nfc:
+    tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=rules.whole_words))
+    if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    splits: list[pre_tokenizers.PreTokenizer] = []
-    if pre.digits:
-        splits.append(pre_tokenizers.Digits(individual_digits=True))
-    splits += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.gpt2_split))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.pre_tokenizer = rules.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre.add_bos
+    return tokenizer, rules.add_bos
 
 
 def _pair(merge: str) -> tuple[str, str]:

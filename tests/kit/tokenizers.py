@@ -98,6 +98,20 @@ def gguf_spec_of(spec: TokenizerSpec, pre: str, **more: Any) -> TokenizerSpec:
     return TokenizerSpec(gguf_metadata={f"tokenizer.ggml.{k}": v for k, v in entries.items()})
 
 
+def tiny_gguf_spec(pre: str, token: str, token_type: int = 1, **more: Any) -> TokenizerSpec:
+    """The tiny tokenizer and one more token, of id 261, which no merge produces, in GGUF metadata.
+
+    ``more`` are further ``tokenizer.ggml.`` entries.
+    """
+    metadata = gguf_spec_of(
+        tiny_tokenizer_spec(), pre, **{"add_bos_token": False, **more}
+    ).gguf_metadata
+    assert metadata is not None
+    added = {"tokens": [token], "token_type": [token_type]}
+    longer = {f"tokenizer.ggml.{k}": metadata[f"tokenizer.ggml.{k}"] + v for k, v in added.items()}
+    return TokenizerSpec(gguf_metadata={**metadata, **longer})
+
+
 def stories_gguf_metadata(**more: Any) -> dict[str, Any]:
     """The 512-token sentencepiece vocabulary of tinyllamas, as a GGUF file's metadata."""
     data = (DATA / "stories" / "tok512.bin").read_bytes()

@@ -18,6 +18,7 @@ from kit.tokenizers import (
     read_vector,
     real_spec,
     stories_gguf_metadata,
+    tiny_gguf_spec,
     tiny_tokenizer_spec,
     token_lines,
 )
@@ -47,31 +48,6 @@ def test_gguf_equals_tokenizer_json(name: str, pre: str) -> None:
 def test_smollm_pre_tokenizer_equals_vectors() -> None:
     tokenizer = load_tokenizer(gguf_spec_of(real_spec("smollm2"), "smollm"))
     assert tokenizer.encode_batch(INPUTS[:141]) == token_lines("all_tokens_smollm2.txt")
-
-
-WORDS = "don't abc123456 Été e\u0301a \n\nHTTPServer 中文字?!x"
-
-
-@pytest.mark.parametrize(
-    ("pre", "words"),
-    [
-        ("gpt-2", "don|'t| abc|123456| Été| e|\u0301|a| \n|\n|HTTPServer| 中文字|?!|x"),
-        ("smollm", "don|'t| abc|1|2|3|4|5|6| Été| e|\u0301|a| \n|\n|HTTPServer| 中文字|?!|x"),
-        ("llama-bpe", "don|'t| abc|123|456| Été| e|\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
-        ("qwen2", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
-        ("deepseek-r1-qwen", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
-        ("qwen35", "don|'t| abc|1|2|3|4|5|6| Été| éa| \n\n|HTTPServer| 中文字|?!|x"),
-        ("deepseek-v3", "don|'t| abc|123|456| Été| e\u0301a| \n\n|HTTPServer| |中文字|?!|x"),
-        ("gpt-4o", "don't| abc|123|456| Été| e\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
-        ("tekken", "don|'t| abc|1|2|3|4|5|6| Été| e\u0301a| \n\n|HTTPServer| 中文字|?!|x"),
-    ],
-)
-def test_pre_tokenizer_splits(pre: str, words: str) -> None:
-    tokenizer = load_tokenizer(gguf_spec_of(tiny_tokenizer_spec(), pre, add_bos_token=False))
-    inner = tokenizer._tokenizer
-    text = inner.normalizer.normalize_str(WORDS) if inner.normalizer else WORDS
-    spans = [span for _, span in inner.pre_tokenizer.pre_tokenize_str(text)]
-    assert "|".join(text[start:end] for start, end in spans) == words
 
 
 def stories(**more: Any) -> Tokenizer:
@@ -139,13 +115,9 @@ def test_space_prefix_follows_the_metadata() -> None:
     assert tokenizer.encode("a") == [1, tokenizer.encode("ba")[-1]]  # no space before it
 
 
-def tiny_with(token: str, token_type: int, pre: str = "gpt-2") -> Tokenizer:
+def tiny_with(token: str, token_type: int) -> Tokenizer:
     """The tiny tokenizer with one more token, of id 261, which no merge produces."""
-    metadata = gguf_spec_of(tiny_tokenizer_spec(), pre, add_bos_token=False).gguf_metadata
-    assert metadata is not None
-    more = {"tokens": [token], "token_type": [token_type]}
-    longer = {f"tokenizer.ggml.{k}": metadata[f"tokenizer.ggml.{k}"] + v for k, v in more.items()}
-    return load_tokenizer(TokenizerSpec(gguf_metadata={**metadata, **longer}))
+    return load_tokenizer(tiny_gguf_spec("gpt-2", token, token_type))
 
 
 @pytest.mark.parametrize("token", ["<think>", "<｜a ok｜>"])
@@ -156,11 +128,6 @@ def test_added_tokens_are_whole(token: str, token_type: int, is_special: bool) -
     assert (261 in tokenizer.special_token_ids) == is_special
     assert tokenizer.decode([97, 261]) == ("a" if is_special else f"a{token}")
     assert tokenizer.detokenizer((), False).push([97, 261]) == f"a{token}"
-
-
-def test_llama_bpe_takes_a_whole_word_without_merges() -> None:
-    assert tiny_with("abc", 1, "llama-bpe").encode("abc") == [261]
-    assert tiny_with("abc", 1, "gpt-2").encode("abc") == [97, 98, 99]
 
 
 def test_sentencepiece_joins_by_score_not_by_id() -> None:
@@ -213,15 +180,6 @@ def test_keys_that_change_no_token_id() -> None:
         "add_unknown_token": False,
     }
     assert stories(**more).encode("Once upon a time") == stories().encode("Once upon a time")
-
-
-@pytest.mark.parametrize("pre", ["llama3", "llama-v3"])
-def test_older_names_of_llama3(pre: str) -> None:
-    def encode(name: str) -> list[int]:
-        spec = gguf_spec_of(tiny_tokenizer_spec(), name, add_bos_token=False)
-        return load_tokenizer(spec).encode(WORDS)
-
-    assert encode(pre) == encode("llama-bpe")
 
 
 def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
