@@ -86,6 +86,7 @@ class Tiled(NamedTuple):
     zeros: bool
     offsets: bool
     scales_weights: bool = False  # see ``tiled.step``
+    block: int = 1  # outputs that share a scale
 
     @property
     def most_rows(self) -> int:
@@ -104,7 +105,8 @@ class Tiled(NamedTuple):
         super_group = 0 if supers is None else inner // supers.shape[2]
         group = inner // scales.shape[2]
         powers = KIND_OF[kind] == "fp4" and scales.dtype == jnp.bfloat16
-        parts = (zeros is not None, offsets is not None, powers)
+        block = values.shape[1] // scales.shape[1]
+        parts = (zeros is not None, offsets is not None, powers, block)
         return cls(KIND_OF[kind], group, super_group, *parts)
 
 
@@ -129,9 +131,9 @@ class GemmSizes(NamedTuple):
         """The sizes of one expert's GEMM with the columns of an item."""
         assert self.form is not None
         swiglu = self.halves == 2
-        kind, group, super_group, zeros, offsets, _ = self.form
+        kind, group, super_group, zeros, offsets, _, block = self.form
         known = (kind, self.columns, self.inner, self.outer, group, super_group)
-        return TiledSizes(*known, zeros, offsets, swiglu, split=False)
+        return TiledSizes(*known, zeros, offsets, swiglu, split=False, block=block)
 
     @property
     def pairs(self) -> int:
@@ -209,6 +211,9 @@ def supports(
             return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
         if sizes.form is None:
             continue
+        block = sizes.form.block
+        if block > 1 and (block % TILE or sizes.outer % block):
+            return f"blocks of {block} outputs are not a multiple of {TILE} that divides {sizes.outer}"
         if sizes.few:
             fits = quantised_decode_config(sizes) is not None
         else:
