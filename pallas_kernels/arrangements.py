@@ -2,9 +2,9 @@
 
 An arrangement divides a matrix into tiles: so many outputs, and the inputs of a block. A tile is
 contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
-are in the order [O / outputs, groups, outputs], but scales of blocks of outputs stay by blocks. Shapes
-and dtypes stay those of ``Form.arrays``, but for values in int8: they are stored as uint8, plus
-128. That inverts their highest bit; the one of fp8, the sign, is inverted too.
+are in the order [O / outputs, groups, outputs], but scales of blocks of outputs stay by blocks.
+Shapes and dtypes stay those of ``Form.arrays``, but for values in int8: they are stored as uint8,
+plus 128. That inverts their highest bit; the one of fp8, the sign, is inverted too.
 
     lanes   for the native kernel of a CPU: 16 outputs, see ``native/src/kernel.h``
     tiles   for the Hopper kernels: 64 outputs, see ``quantised_gemm/tiled/arrange.py``
@@ -38,9 +38,9 @@ class Arrangement:
 
     ``positions`` returns, for a kind, the place in its tile of each value of a tile
     [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
-    ``kinds`` are those that the kernel reads, in stacks also ``stack_kinds``. ``pack`` is a faster way to order a matrix's values
-    on the host; it returns None where it is not installed. ``on_device`` arranges a whole matrix in
-    a trace.
+    ``kinds`` are those that the kernel reads, ``stack_kinds`` further ones that it reads in stacks
+    of matrices. ``pack`` is a faster way to order a matrix's values on the host; it returns None
+    where it is not installed. ``on_device`` arranges a whole matrix in a trace.
     """
 
     name: str

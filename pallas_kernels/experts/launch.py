@@ -213,7 +213,7 @@ def supports(
             continue
         block = sizes.form.block
         if block > 1 and (block % TILE or sizes.outer % block):
-            return f"blocks of {block} outputs are not a multiple of {TILE} that divides {sizes.outer}"
+            return f"blocks of {block} outputs are not a multiple of {TILE} within {sizes.outer}"
         if sizes.few:
             fits = quantised_decode_config(sizes) is not None
         else:

@@ -207,7 +207,8 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
             transforms=tiled.swizzled(32, 4),
         ),
         barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts_smem), num_barriers=config.stages
+            num_arrivals=2 + sum(part is not None for part in parts_smem),
+            num_barriers=config.stages,
         ),
         consumed_barriers=plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages),
         ups_barrier=plgpu.Barrier(),

@@ -10,10 +10,11 @@ matrix A" of the PTX ISA). In it lane 4 * g + t of warp w holds of 16 inputs
 A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs
 of pairs in its low half, the second inputs in its high half; a shift and a mask give a register.
 
-int8 is stored as uint8, plus 128, which inverts the highest bit of a byte. That of fp8, the sign, is
-inverted too; only kernels of experts read fp8 in this order. The other arrays are stored as
-[O / 64, groups, 64], but scales of blocks of outputs by blocks. All shapes and other dtypes stay
-those of ``quantised.Form.arrays``; only the name of the values changes.
+int8 is stored as uint8, plus 128, which inverts the highest bit of a byte. The highest bit of fp8,
+the sign, is inverted too, so both need the same work; only the kernels of experts read fp8 in this
+order. The other arrays are stored as [O / 64, groups, 64], but scales of blocks of outputs stay by
+blocks. All shapes and other dtypes stay those of ``quantised.Form.arrays``; only the name of the
+values changes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A compute warpgroup loads packed values from shared memory, makes them bfloat16 
 multiplies them, as operand A of wgmma in registers. The products of a group of inputs are summed up
 by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
 the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
-of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum. A scale of a
-block of outputs is a scalar, read from global memory.
+of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum. Where a
+block of outputs shares a scale (fp8), it is a scalar that is read from global memory.
 """
 
 from __future__ import annotations
