@@ -45,6 +45,9 @@ QUANTISED_TILES = (
     # gpt-oss-20b: 24.8, 86.4, 125.3 with the second (27.5, 87.0, 127.5; 29.3, 88.8, 130.5)
     ((1, 2, 2), (2, 1, 3), (1, 2, 1)),
 )
+# With four compute warpgroups a thread has 96 registers. Those of more columns, where the sums of
+# groups are scaled, would be spilled.
+MOST_WARPGROUPS, COLUMNS_OF_FOUR = 4, 16
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
@@ -301,8 +304,10 @@ class QuantisedConfig:
 
     def fits(self, sizes: GemmSizes) -> bool:
         """True if the K steps divide a call of these sizes."""
-        whole = self.step.block_t == sizes.columns and self.step.split_k == 1
-        return sizes.form is not None and whole and self.step.fits(sizes.tiled)
+        if sizes.form is None or self.step.block_t != sizes.columns or self.step.split_k != 1:
+            return False
+        few = sizes.columns <= COLUMNS_OF_FOUR or sizes.form.scales_weights
+        return (few or self.warpgroups < MOST_WARPGROUPS) and self.step.fits(sizes.tiled)
 
 
 def quantised_decode_config(sizes: GemmSizes) -> QuantisedConfig | None:
