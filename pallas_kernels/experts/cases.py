@@ -82,9 +82,10 @@ def _steps(case: ExpertsCase) -> tuple[ExpertsCase, ...]:
 _SMALL = ExpertsCase("", 5, 7, 3, 64, 96)
 _BF16 = replace(_SMALL, dtype="bfloat16", width=128, inner=64, split=True, tags=("full",))
 _FP8_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("", {"width": 256, "inner": 128}),
+    ("", {"width": 2048, "inner": 128, "count": 4}),  # more K steps than stages
     ("_t100", {"width": 128, "inner": 256, "tokens": 100, "load": "holes"}),
     ("_t200", {"width": 256, "inner": 128, "tokens": 200, "split": False}),
+    ("_t300", {"width": 2048, "inner": 128, "count": 4, "tokens": 300, "split": False}),
 )
 CASES = (
     replace(_SMALL, name="one_token", tokens=1),

@@ -229,7 +229,10 @@ class Step:
         starts = range(0, spec.config.span, spec.segment)
         groups = [lax.div(first + start, jnp.int32(sizes.group)) for start in starts]
         found = [
-            [scales[matrix * sizes.halves + half, block, group] for group in groups]
+            [
+                scales[matrix * sizes.halves + half, block, group].astype(jnp.float32)
+                for group in groups
+            ]
             for half in halves
         ]
         return replace(self, block_scales=found)
