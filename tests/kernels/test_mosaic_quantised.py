@@ -249,7 +249,7 @@ def test_refusals_of_the_kernel_for_many_tokens(change: dict[str, Any], reason: 
 
 def test_scales_of_blocks_are_refused() -> None:
     args, static = _call(_case("fp8_blocks", 128, 8))
-    assert launch.supports(*args, **static) == "128 outputs have 1 scales"
+    assert launch.supports(*args, **static) == "scales are those of blocks of 128 outputs"
 
 
 def test_weights_that_are_not_arranged_are_refused() -> None:

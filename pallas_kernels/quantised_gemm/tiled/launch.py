@@ -149,7 +149,7 @@ def supports(
     if kind not in KIND_OF:
         return f"{kind} weights are not arranged in tiles"
     if len(scales) != len(values):
-        return f"{len(values)} outputs have {len(scales)} scales"
+        return f"scales are those of blocks of {len(values) // len(scales)} outputs"
     args = (x, values, scales, zeros, offsets, supers)
     sizes = sizes_of(*args, kind=kind, swiglu=swiglu, split=split, wide=wide)
     if x.dtype != jnp.bfloat16:
