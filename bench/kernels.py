@@ -231,11 +231,14 @@ def bench_cases(op: KernelOp, text: str) -> list[Case]:
     return [case for case in named if here or "gpu" not in case.tags]
 
 
-def wrong_results(ops: Sequence[KernelOp], impls: Collection[str] | None) -> int:
-    """The number of wrong cases (ci and full) on this machine's device; prints each result."""
+def wrong_results(ops: Sequence[KernelOp], impls: Collection[str] | None, text: str) -> int:
+    """The number of wrong cases (ci and full, whose name contains ``text``) on this machine's
+    device; prints each result.
+    """
     wrong = 0
     for op in ops:
-        for case in (case for case in op.cases if {"ci", "full"} & set(case.tags)):
+        checked = (case for case in op.cases if {"ci", "full"} & set(case.tags))
+        for case in (case for case in checked if text in case.name):
             inputs = op.build(case, 0)
             for impl in _named(op, impls):
                 reason = runnable(impl, inputs)
@@ -282,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         if unknown := set(getattr(options, option) or ()) - set(names):
             parser.error(f"--{option} {', '.join(unknown)}: not one of {', '.join(names)}")
     if options.check:
-        raise SystemExit(1 if wrong_results(ops, options.impl) else 0)
+        raise SystemExit(1 if wrong_results(ops, options.impl, options.case) else 0)
     about = facts(options.commit)
     ceilings = measured_ceilings()
     print(

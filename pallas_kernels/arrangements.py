@@ -2,8 +2,9 @@
 
 An arrangement divides a matrix into tiles: so many outputs, and the inputs of a block. A tile is
 contiguous, and tiles are in the order [O / outputs, K / inputs]. Scales, zeros, offsets and supers
-are in the order [O / outputs, groups, outputs]. Shapes and dtypes stay those of ``Form.arrays``,
-but for values in int8: they are stored as uint8, plus 128.
+are in the order [O / outputs, groups, outputs], but scales of blocks of outputs stay by blocks.
+Shapes and dtypes stay those of ``Form.arrays``, but for values in int8: they are stored as uint8,
+plus 128. That inverts their highest bit; the one of fp8, the sign, is inverted too.
 
     lanes   for the native kernel of a CPU: 16 outputs, see ``native/src/kernel.h``
     tiles   for the Hopper kernels: 64 outputs, see ``quantised_gemm/tiled/arrange.py``
@@ -12,7 +13,7 @@ but for values in int8: they are stored as uint8, plus 128.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from pallas_kernels.native.library import library, pack_lanes, pack_tiles
 from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, nibble_block
 from pallas_kernels.quantised_gemm.tiled import arrange as tiled
 
-_BIAS = 0x80  # XORed to an int8, it adds 128
+_HIGHEST = 0x80  # XORed to an int8, it adds 128
 
 
 def _no_pack(kind: str, values: np.ndarray) -> None:
@@ -37,9 +38,9 @@ class Arrangement:
 
     ``positions`` returns, for a kind, the place in its tile of each value of a tile
     [outputs, inputs]; two values of a packed kind share a byte, the one in the low half first.
-    ``kinds`` are those that the kernel reads. ``pack`` is a faster way to order a matrix's values
-    on the host; it returns None where it is not installed. ``on_device`` arranges a whole matrix in
-    a trace.
+    ``kinds`` are those that the kernel reads, ``stack_kinds`` further ones that it reads in stacks
+    of matrices. ``pack`` is a faster way to order a matrix's values on the host; it returns None
+    where it is not installed. ``on_device`` arranges a whole matrix in a trace.
     """
 
     name: str
@@ -48,10 +49,17 @@ class Arrangement:
     positions: Callable[[str], np.ndarray]  # int32[outputs, inputs]
     pack: Callable[[str, np.ndarray], np.ndarray | None] = _no_pack
     on_device: Callable[[Quantised], Quantised] | None = None
+    stack_kinds: tuple[str, ...] = ()
+
+    @property
+    def of_stacks(self) -> Arrangement:
+        """The arrangement of stacks, in which more kinds fit."""
+        return replace(self, kinds=self.kinds + self.stack_kinds)
 
     def fits(self, form: Form, num_outputs: int, num_inputs: int) -> bool:
         """True if a matrix of this form and size can be arranged."""
-        if form.kind not in self.kinds:
+        blocks_fit = form.block_outputs == 1 or form.block_outputs % self.outputs == 0
+        if form.kind not in self.kinds or not blocks_fit:
             return False
         inputs = self.positions(form.kind).shape[1]
         return num_outputs % self.outputs == 0 and num_inputs % inputs == 0
@@ -74,7 +82,13 @@ class Arrangement:
         values = self.pack(w.kind, np.asarray(w.values))
         if values is None:
             values = self._ordered(w.kind, np.asarray(w.values))
-        rest = (None if part is None else self._by_tile(np.asarray(part)) for part in w.arrays[1:])
+        if w.kind == "fp8":
+            values = values.view(w.values.dtype)
+
+        def arranged(part: np.ndarray) -> np.ndarray:
+            return self._by_tile(part) if len(part) == w.num_outputs else part
+
+        rest = (None if part is None else arranged(np.asarray(part)) for part in w.arrays[1:])
         return Quantised(self.kind(w.kind), values, *rest)
 
     def _ordered(self, kind: str, values: np.ndarray) -> np.ndarray:
@@ -91,7 +105,7 @@ class Arrangement:
             pairs = values.reshape(-1, 2)
             values = pairs[:, 0] | pairs[:, 1] << 4
         else:
-            values = values.view(np.uint8) ^ np.uint8(_BIAS)
+            values = values.view(np.uint8) ^ np.uint8(_HIGHEST)
         return values.reshape(shape)
 
     def _tiles(self, kind: str, values: np.ndarray) -> np.ndarray:  # [O, K] -> [., ., outputs, in]
@@ -116,9 +130,13 @@ class Arrangement:
             nibbles = values[at // 2] >> (4 * (at % 2)).astype(jnp.uint8) & 15
             values = _packed(nibbles)
         else:
-            values = jax.lax.bitcast_convert_type(values[at] ^ jnp.uint8(_BIAS), jnp.int8)
+            stored = jax.lax.bitcast_convert_type(values[at], jnp.uint8) ^ jnp.uint8(_HIGHEST)
+            dtype = jnp.int8 if w.base == "int8" else values.dtype
+            values = jax.lax.bitcast_convert_type(stored, dtype)
 
         def taken(part: jax.Array) -> jax.Array:  # [T, ...]
+            if len(part) < w.num_outputs:
+                return part[ids // w.block_outputs]
             tiles = part.reshape(len(part) // self.outputs, *part.shape[1:], self.outputs)
             return jnp.moveaxis(tiles[tile], -1, 1)[jnp.arange(len(ids)), row]
 
@@ -162,7 +180,13 @@ def _pack_tiles(kind: str, values: np.ndarray) -> np.ndarray | None:
 
 LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, pack_lanes)
 TILES = Arrangement(
-    "tiles", tiled.TILE, ("int4", "int8", "fp4"), _tile_positions, _pack_tiles, tiled.arrange
+    "tiles",
+    tiled.TILE,
+    ("int4", "int8", "fp4"),
+    _tile_positions,
+    _pack_tiles,
+    tiled.arrange,
+    stack_kinds=("fp8",),  # other matrices in fp8 are read by rows, by ``quantised_gemm.fp8``
 )
 ARRANGEMENTS = (LANES, TILES)
 

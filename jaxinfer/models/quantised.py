@@ -105,6 +105,7 @@ def _kept_stack(
 ) -> ParamSpec:
     """A stack of matrices that are all of one form; each piece is arranged by itself."""
     assert isinstance(spec.arrays, ArraySpec), spec.path
+    arrangement = None if arrangement is None else arrangement.of_stacks
     found = {source.name: forms.get(source.name) for source in spec.sources}
     first, form = next(iter(found.items()))
     if other := next((name for name, one in found.items() if one != form), None):

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_kernels.arrangements import LANES
 from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack, arrays_of
 from pallas_kernels.quantised import PACKED, Quantised
-from pallas_kernels.quantised_gemm.cases import KIND_OF_FORM, random_matrix
+from pallas_kernels.quantised_gemm.cases import BLOCK, KIND_OF_FORM, random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
@@ -65,6 +65,9 @@ GPT_OSS_20B = replace(
 )
 V2_LITE = replace(QWEN3_30B, name="v2_lite", count=64, chosen=6, inner=1408)
 INT4 = replace(QWEN3_30B, name="qwen3_30b_int4", form="int4", group=128, tiled=True)
+FP8 = replace(QWEN3_30B, name="qwen3_30b_fp8", form="fp8_blocks", group=128, tiled=True)
+FP8_ROWS = replace(FP8, name="qwen3_30b_fp8_rows", form="fp8", group=0)
+V3 = replace(FP8, name="deepseek_v3_fp8", count=16, width=7168, inner=2048)  # 16 of 256 experts
 MOST_DRAWN = 8  # experts repeat after these, as drawing the values of many takes seconds
 STEPS = (1, 8, 64, 512, 1024, 8192)  # tokens of the steps that the benchmark times
 
@@ -78,6 +81,12 @@ def _steps(case: ExpertsCase) -> tuple[ExpertsCase, ...]:
 
 _SMALL = ExpertsCase("", 5, 7, 3, 64, 96)
 _BF16 = replace(_SMALL, dtype="bfloat16", width=128, inner=64, split=True, tags=("full",))
+_FP8_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {"width": 2048, "inner": 128, "count": 4}),  # more K steps than stages
+    ("_t100", {"width": 128, "inner": 256, "tokens": 100, "load": "holes"}),
+    ("_t200", {"width": 256, "inner": 128, "tokens": 200, "split": False}),
+    ("_t300", {"width": 2048, "inner": 128, "count": 4, "tokens": 300, "split": False}),
+)
 CASES = (
     replace(_SMALL, name="one_token", tokens=1),
     replace(_SMALL, name="seven_experts"),
@@ -129,7 +138,16 @@ CASES = (
     replace(_BF16, name="mxfp4_tiles_t200", form="mxfp4", tiled=True, tokens=200, biases=True),
     replace(_BF16, name="holes_bf16_t100", tokens=100, load="holes"),
     replace(_BF16, name="fp8_bf16", form="fp8", group=0),
-    *(case for model in (QWEN3_30B, INT4, GPT_OSS_20B, V2_LITE) for case in _steps(model)),
+    *(
+        replace(_BF16, name=f"{form}_tiles{suffix}", form=form, group=group, tiled=True, **more)
+        for form, group in (("fp8", 0), ("fp8_blocks", 128))
+        for suffix, more in _FP8_CALLS
+    ),
+    *(
+        case
+        for model in (QWEN3_30B, INT4, FP8, FP8_ROWS, V3, GPT_OSS_20B, V2_LITE)
+        for case in _steps(model)
+    ),
 )
 
 
@@ -197,7 +215,9 @@ def cost(case: ExpertsCase) -> Cost:
     item = jnp.dtype(case.dtype).itemsize
     per_value = item
     if case.form != PLAIN:
-        per_value = (0.5 if case.kind in PACKED else 1) + (2 / case.group if case.group else 0)
+        outputs = BLOCK if case.form == "fp8_blocks" else 1  # that share a scale
+        of_scales = 2 / case.group / outputs if case.group else 0
+        per_value = (0.5 if case.kind in PACKED else 1) + of_scales
     moved = 2 * case.tokens * case.width * item
     pairs = case.tokens * case.chosen
     return Cost(bytes=int(distinct * values * per_value) + moved, flops=2 * pairs * values)

@@ -113,14 +113,16 @@ def _copy_all(spec: _Spec, gmem: decode.Gmem, views: tiled.Gmem, scratch: _Scrat
 
 
 def _accumulate(
-    spec: _Spec, item: Item, role: _Role, scratch: _Scratch
+    spec: _Spec, item: Item, role: _Role, gmem: decode.Gmem, scales: Ref, scratch: _Scratch
 ) -> Sequence[jax.Array]:  # float32[64, columns] each
     """A warpgroup's part of an item's products."""
+    expert, first_output = gmem.expert[item.tile], item.first_output + role.output * TILE
 
     def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         stage = decode.stage_of(spec, item.first_step + step)
-        plgpu.barrier_wait(scratch.barriers.at[stage])
         k_step = _Step(spec.step, stage, role.member, scratch, role, spec.config.outputs)
+        k_step = k_step.with_block_scales(scales, expert, first_output, step)
+        plgpu.barrier_wait(scratch.barriers.at[stage])
         totals = k_step.add(totals)
         plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
@@ -145,7 +147,7 @@ def _sum(
 
 
 def _compute_warpgroup(
-    spec: _Spec, warpgroup: jax.Array, gmem: decode.Gmem, scratch: _Scratch
+    spec: _Spec, warpgroup: jax.Array, gmem: decode.Gmem, scales: Ref, scratch: _Scratch
 ) -> None:
     """The warpgroup's part of all items of the CTA."""
     grid_dependency_wait()
@@ -171,7 +173,7 @@ def _compute_warpgroup(
             last = spec.sizes.outer - TILE
             rows = decode.Rows.of(spec, gmem, item)
             added = decode.biases(spec, gmem, item, jnp.minimum(first_output, last))
-            products = _accumulate(spec, item, role, scratch)
+            products = _accumulate(spec, item, role, gmem, scales, scratch)
             if not alone:
                 products = _sum(spec, role.output, products, scratch)
             results = decode.finished(spec, products, added)
@@ -180,7 +182,7 @@ def _compute_warpgroup(
     def other() -> None:
         @pl.loop(0, items)
         def _item(i: jax.Array) -> None:
-            share(i, _accumulate(spec, item_at(spec, i), role, scratch))
+            share(i, _accumulate(spec, item_at(spec, i), role, gmem, scales, scratch))
 
         # the last sums have been read
         pl.when(items > 0)(lambda: plgpu.barrier_wait(consumed))
@@ -200,16 +202,16 @@ def _kernel(spec: _Spec, gmem: decode.Gmem, views: tiled.Gmem, scratch: _Scratch
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
-        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+        _compute_warpgroup(spec, warpgroup, gmem, views.parts.scales, scratch)
 
 
 def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
-    """``parts`` are the factors of all experts, [E * halves, O / 64, groups, 64] each."""
+    """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
     config, sizes = spec.config, spec.sizes
     stages, others = config.stages, max(1, config.step.warpgroups - 1)
     lanes = next(size for size in (32, 16, 8) if spec.columns % size == 0)
     values, parts_smem = tiled.weight_types(spec.step, parts, sizes.halves * config.outputs)
-    copies = spec.copies * (1 + sum(part is not None for part in parts))
+    copies = spec.copies * (1 + sum(part is not None for part in parts_smem))
     return _Scratch(
         x_smem=plgpu.SMEM(
             (stages, spec.columns, config.block_k),

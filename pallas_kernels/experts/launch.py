@@ -45,6 +45,9 @@ QUANTISED_TILES = (
     # gpt-oss-20b: 24.8, 86.4, 125.3 with the second (27.5, 87.0, 127.5; 29.3, 88.8, 130.5)
     ((1, 2, 2), (2, 1, 3), (1, 2, 1)),
 )
+# With four compute warpgroups a thread has 96 registers. Those of more columns, where the sums of
+# groups are scaled, would be spilled.
+MOST_WARPGROUPS, COLUMNS_OF_FOUR = 4, 16
 QUANTISED_IN_FLIGHT_BYTES = 160 << 10
 MMA_COLUMNS = 256  # largest N of a wgmma
 STORED_COLUMNS = 128  # of a prompt's results in shared memory at once
@@ -86,6 +89,7 @@ class Tiled(NamedTuple):
     zeros: bool
     offsets: bool
     scales_weights: bool = False  # see ``tiled.step``
+    block: int = 1  # outputs that share a scale
 
     @property
     def most_rows(self) -> int:
@@ -104,7 +108,8 @@ class Tiled(NamedTuple):
         super_group = 0 if supers is None else inner // supers.shape[2]
         group = inner // scales.shape[2]
         powers = KIND_OF[kind] == "fp4" and scales.dtype == jnp.bfloat16
-        parts = (zeros is not None, offsets is not None, powers)
+        block = values.shape[1] // scales.shape[1]
+        parts = (zeros is not None, offsets is not None, powers, block)
         return cls(KIND_OF[kind], group, super_group, *parts)
 
 
@@ -129,9 +134,9 @@ class GemmSizes(NamedTuple):
         """The sizes of one expert's GEMM with the columns of an item."""
         assert self.form is not None
         swiglu = self.halves == 2
-        kind, group, super_group, zeros, offsets, _ = self.form
+        kind, group, super_group, zeros, offsets, _, block = self.form
         known = (kind, self.columns, self.inner, self.outer, group, super_group)
-        return TiledSizes(*known, zeros, offsets, swiglu, split=False)
+        return TiledSizes(*known, zeros, offsets, swiglu, split=False, block=block)
 
     @property
     def pairs(self) -> int:
@@ -209,6 +214,9 @@ def supports(
             return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
         if sizes.form is None:
             continue
+        block = sizes.form.block
+        if block > 1 and (block % TILE or sizes.outer % block):
+            return f"blocks of {block} outputs are not a multiple of {TILE} within {sizes.outer}"
         if sizes.few:
             fits = quantised_decode_config(sizes) is not None
         else:
@@ -296,8 +304,10 @@ class QuantisedConfig:
 
     def fits(self, sizes: GemmSizes) -> bool:
         """True if the K steps divide a call of these sizes."""
-        whole = self.step.block_t == sizes.columns and self.step.split_k == 1
-        return sizes.form is not None and whole and self.step.fits(sizes.tiled)
+        if sizes.form is None or self.step.block_t != sizes.columns or self.step.split_k != 1:
+            return False
+        few = sizes.columns <= COLUMNS_OF_FOUR or sizes.form.scales_weights
+        return (few or self.warpgroups < MOST_WARPGROUPS) and self.step.fits(sizes.tiled)
 
 
 def quantised_decode_config(sizes: GemmSizes) -> QuantisedConfig | None:

@@ -81,15 +81,28 @@ def _copy_all(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scrat
     prompt.copy_items(spec, gmem, scratch, copy_weights)
 
 
+def _first_output(spec: _Spec, item: Item, warpgroup: jax.Array) -> jax.Array:
+    """The first output of a warpgroup's tile, which may be missing in the last item."""
+    return item.first_output + (0 if spec.sizes.halves == 2 else warpgroup * TILE)
+
+
 def _accumulate(
-    spec: _Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
+    spec: _Spec,
+    item: Item,
+    warpgroup: jax.Array,
+    gmem: prompt.Gmem,
+    scales: Ref,
+    scratch: _Scratch,
 ) -> jax.Array:  # float32[64, width]
     """The products of the warpgroup's tile of outputs."""
+    expert, first_output = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
 
     def add(step: jax.Array, totals: Any) -> Any:
         stage = prompt.stage_of(spec, item.first_step + step)
+        k_step = tiled.Step(spec.step, stage, warpgroup, scratch)
+        k_step = k_step.with_block_scales(scales, expert, first_output, step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        totals = tiled.Step(spec.step, stage, warpgroup, scratch).add(totals)
+        totals = k_step.add(totals)
         plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
 
@@ -118,7 +131,7 @@ def _write(
 
 
 def _compute_warpgroup(
-    spec: _Spec, warpgroup: jax.Array, gmem: prompt.Gmem, scratch: _Scratch
+    spec: _Spec, warpgroup: jax.Array, gmem: prompt.Gmem, scales: Ref, scratch: _Scratch
 ) -> None:
     """The warpgroup's tile of outputs of all items of the CTA."""
     activation = spec.sizes.activation
@@ -145,13 +158,13 @@ def _compute_warpgroup(
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
         item = prompt.item_at(spec, gmem, i)
-        total = _accumulate(spec, item, warpgroup, scratch)
+        total = _accumulate(spec, item, warpgroup, gmem, scales, scratch)
         if spec.sizes.halves == 2:
             total = _with_bias(gmem, item, warpgroup, item.first_output, total)
             pl.when(warpgroup == 1)(partial(share, i, total))
             pl.when(warpgroup == 0)(partial(write_activated, item, total))
             return
-        first_output = item.first_output + warpgroup * TILE
+        first_output = _first_output(spec, item, warpgroup)
         pl.when(first_output < spec.sizes.outer)(partial(write_plain, item, first_output, total))
 
     if spec.sizes.halves == 2:  # the last ups have been read
@@ -173,11 +186,11 @@ def _kernel(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scratch
     @pl.when(warpgroup < PAIR)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+        _compute_warpgroup(spec, warpgroup, gmem, views.parts.scales, scratch)
 
 
 def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
-    """``parts`` are the factors of all experts, [E * halves, O / 64, groups, 64] each."""
+    """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
     config, width = spec.config, spec.sizes.width
     values, parts_smem = tiled.weight_types(spec.step, parts, PAIR)
     return _Scratch(
@@ -194,7 +207,8 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
             transforms=tiled.swizzled(32, 4),
         ),
         barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts), num_barriers=config.stages
+            num_arrivals=2 + sum(part is not None for part in parts_smem),
+            num_barriers=config.stages,
         ),
         consumed_barriers=plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages),
         ups_barrier=plgpu.Barrier(),

@@ -22,6 +22,7 @@ from pallas_kernels.experts import cases, decode, hopper, launch, prompt, tiles,
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.quantised_gemm.cases import BLOCK
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.testing import mismatch
 
@@ -49,15 +50,24 @@ INTERPRETED = {
     "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED, **PAIRS),
     "mxfp4_many_of_few": CASES["mxfp4_tiles_t100"],
     "fp4": replace(TILES, form="fp4"),
+    "fp8": replace(TILES, form="fp8", group=0),
+    "fp8_blocks": replace(TILES, form="fp8_blocks", group=128, width=256, inner=128),
+    "fp8_blocks_many_of_few": CASES["fp8_blocks_tiles_t100"],
+    "fp8_prompt": replace(TILES, form="fp8", group=0, tokens=MANY),
+    "fp8_blocks_prompt": CASES["fp8_blocks_tiles_t200"],
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
 NIGHTLY = (
+    *("fp8", "fp8_prompt", "fp8_blocks_many_of_few", "qwen3_30b_fp8_t8192"),
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
     *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
 )
-LOWERED = ("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192")
+LOWERED = (
+    *("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192"),
+    *("qwen3_30b_fp8_t8", "qwen3_30b_fp8_t8192"),
+)
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
@@ -118,6 +128,10 @@ def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def stack(outer: int, inner: int) -> tuple[Any, ...]:
         if case.form == PLAIN:
             return (of((count, outer, inner), dtype), None, None, None, None)
+        if case.kind == "fp8":
+            scales = (count, outer // BLOCK, inner // BLOCK)
+            values = of((count, outer, inner), jnp.float8_e4m3fn)
+            return (values, of(scales, jnp.float32), None, None, None)
         values = of((count, outer, inner // 2), jnp.uint8)
         return (values, of((count, outer, inner // case.group), jnp.float16), None, None, None)
 
@@ -148,12 +162,27 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
         pytest.param(
             replace(TILES, form="int4_offsets", tokens=MANY), "no K steps fit", id="offsets"
         ),
+        pytest.param(
+            replace(CASES["fp8_blocks_tiles"], width=192, inner=64, group=64),
+            "blocks of",
+            id="blocks",
+        ),
         pytest.param(BF16, "compute capability none, not 9.x", id="device"),
     ],
 )
 def test_refusals(case: ExpertsCase, reason: str) -> None:
     inputs = OP.build(case, 0)
     assert reason in (HOPPER.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize(("tokens", "warpgroups"), [(8, 4), (64, 2)])
+def test_warpgroups_of_scaled_sums(tokens: int, warpgroups: int) -> None:
+    """With 32 columns four compute warpgroups would spill registers."""
+    fp8 = launch.Tiled("fp8", 128, 0, zeros=False, offsets=False, block=128)
+    columns = launch.width_of(tokens, 8, 16, (fp8, fp8))
+    sizes = (16, 2048, 7168, 1, tokens, 8, 64, columns, False, None, "bfloat16")
+    config = launch.quantised_decode_config(launch.GemmSizes(*sizes, fp8))
+    assert config is not None and config.warpgroups == warpgroups
 
 
 @pytest.mark.parametrize(
@@ -163,5 +192,7 @@ def test_rows_of_a_prompts_tile(tokens: int, rows: int) -> None:
     """One tile holds most experts' rows, or the unused rows of the last of many cost little."""
     mxfp4 = launch.Tiled("fp4", 32, 0, zeros=False, offsets=False, scales_weights=True)
     assert launch.width_of(tokens, 4, 32, (mxfp4, mxfp4)) == rows  # as timed for gpt-oss-20b
+    fp8 = mxfp4._replace(kind="fp8", group=128, scales_weights=False, block=128)
+    assert launch.width_of(tokens, 4, 32, (fp8, fp8)) == rows
     small_groups = mxfp4._replace(scales_weights=False, group=16)
     assert launch.width_of(tokens, 4, 32, (mxfp4, small_groups)) <= 96  # else registers spill

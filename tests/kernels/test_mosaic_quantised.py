@@ -21,7 +21,7 @@ from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
-from pallas_kernels.quantised_gemm.tiled import arrange, launch, mosaic
+from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
@@ -42,6 +42,8 @@ FORMS = (
     ("fp4", 32),
     ("mxfp4", 32),
 )
+# Every byte but the two that are NaN.
+E4M3 = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
 
 
 @pytest.fixture
@@ -89,6 +91,14 @@ def _case(form: str, group: int, tokens: int, **more: Any) -> QuantisedCase:
 @pytest.mark.usefixtures("replaced")
 def test_every_form_agrees_with_the_definition(form: str, group: int, tokens: int) -> None:
     _check(_case(form, group, tokens))
+
+
+@pytest.mark.usefixtures("replaced")
+def test_every_value_of_e4m3_is_exact() -> None:
+    values = np.resize(E4M3, (64, 64)).view(jnp.float8_e4m3fn)
+    tile = arrange.arrange(Quantised("fp8", values, np.ones((64, 1), np.float32))).values
+    operand = fragments.operand("fp8", jnp.asarray(tile), 0.0)
+    np.testing.assert_array_equal(operand.astype(jnp.float32), values.astype(np.float32))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 200])
@@ -235,6 +245,11 @@ def test_refusals(change: dict[str, Any], reason: str) -> None:
 def test_refusals_of_the_kernel_for_many_tokens(change: dict[str, Any], reason: str) -> None:
     args, static = _call(replace(MANY, **change))
     assert reason in (large_launch.supports(*args, **static) or "")
+
+
+def test_scales_of_blocks_are_refused() -> None:
+    args, static = _call(_case("fp8_blocks", 128, 8))
+    assert launch.supports(*args, **static) == "scales are those of blocks of 128 outputs"
 
 
 def test_weights_that_are_not_arranged_are_refused() -> None:

@@ -79,10 +79,10 @@ def _fragment(
 
 
 def _times(bits: jax.Array, multiplier: float) -> jax.Array:
-    """bfloat16 of at most 9 bits and a sign, times a power of two. XLA on a CPU takes subnormal
+    """bfloat16 of at most 11 bits and a sign, times a power of two. XLA on a CPU takes subnormal
     numbers for zero.
     """
-    exponent = bits >> 7 & 3
+    exponent = bits >> 7 & 15
     mantissa = (bits & 127).astype(jnp.float32) + jnp.where(exponent, 128.0, 0.0)
     shift = jnp.where(exponent > 1, 2.0 ** (exponent.astype(jnp.float32) - 1.0), 1.0)
     magnitude = mantissa * shift * (2.0**-133 * multiplier)

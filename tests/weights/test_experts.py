@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.core.progress import NoProgress
-from jaxinfer.models.base import Model, Params, forward
+from jaxinfer.models.base import Model, Params, abstract_params, forward
 from jaxinfer.models.experts import experts_config, grouped_routing
 from jaxinfer.models.params import nested, tensors_of
+from jaxinfer.models.quantised import arranged_on_device
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
@@ -30,7 +32,8 @@ from kit import published_formats
 from kit.checkpoints import random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, source_of
 from kit.tiny_models import tiny_config
-from pallas_kernels.quantised import E2M1
+from pallas_kernels.experts.stack import arrays_of, matrix_of
+from pallas_kernels.quantised import E2M1, quantised
 from pallas_kernels.route.routing import Groups, Routing
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -228,6 +231,33 @@ def test_experts_keep_a_published_form(name: str) -> None:
     ids = jnp.arange(6)
     expected = forward(plain, floats, ids)
     np.testing.assert_allclose(forward(kept, quantised, ids), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["native library", "without it"])
+def test_of_fp8_matrices_only_experts_are_in_tiles(
+    built: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not built:
+        monkeypatch.setattr("pallas_kernels.native.library.library", lambda: None)
+        monkeypatch.setattr("pallas_kernels.arrangements.library", lambda: None)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
+    model = build_model({**tiny_config("qwen3_moe"), **sizes, "head_dim": 32}, "float32")
+    config, tensors, _ = published_formats.published("Qwen3-FP8", of=model)
+    checkpoint = opened(tensors, config)
+    _, by_rows = params_of(model, checkpoint)
+    kept, tiles = params_of(replace(model, arrangement="tiles"), checkpoint)
+    tiles = arranged_on_device(tiles) if not built else tiles
+    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), tiles)
+    assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(kept))
+    assert "fp8" in tiles["layers_1"]["o"]
+    blocks = {"gate_up": (7, 2, 2), "down": (7, 256, 1)}  # of 128 x 128, and of rows
+    for name, scales in blocks.items():
+        stored, arranged = by_rows["layers_1"][name], tiles["layers_1"][name]
+        assert arranged["scales"].shape == scales
+        for expert in range(7):
+            expected = matrix_of(*arrays_of(quantised(stored)), jnp.int32(expert))
+            found = matrix_of(*arrays_of(quantised(arranged)), jnp.int32(expert))
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_experts_are_quantised_on_loading_and_routers_are_not() -> None:

@@ -10,12 +10,16 @@ matrix A" of the PTX ISA). In it lane 4 * g + t of warp w holds of 16 inputs
 A 32-bit register holds two adjacent inputs in its halves. So a packed word holds the first inputs
 of pairs in its low half, the second inputs in its high half; a shift and a mask give a register.
 
-int8 is stored as uint8, plus 128. The other arrays are stored as [O / 64, groups, 64]. All shapes
-and other dtypes stay those of ``quantised.Form.arrays``; only the name of the values changes.
+int8 is stored as uint8, plus 128, which inverts the highest bit of a byte. The highest bit of fp8,
+the sign, is inverted too, so both need the same work; only the kernels of experts read fp8 in this
+order. The other arrays are stored as [O / 64, groups, 64], but scales of blocks of outputs stay by
+blocks. All shapes and other dtypes stay those of ``quantised.Form.arrays``; only the name of the
+values changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -26,15 +30,15 @@ from pallas_kernels.quantised import PACKED, Quantised
 TILE = 64  # outputs and inputs
 SUFFIX = "_tiles"
 # The arranged kinds, and the kinds of their values.
-KIND_OF = MappingProxyType({kind + SUFFIX: kind for kind in ("int4", "int8", "fp4")})
+KIND_OF = MappingProxyType({kind + SUFFIX: kind for kind in ("int4", "int8", "fp8", "fp4")})
 
 # Axes of a tile: warp, half (row + 8), g; then of inputs: k16, pair (input + 8), t, element.
 _SPLIT = (4, 2, 8, 4, 2, 4, 2)
 _WARP, _HALF, _G, _K16, _PAIR, _T, _ELEMENT = range(7)
 # Order in memory, slowest first; int4 has two values of one byte last.
 _PACKED_ORDER = (_WARP, _G, _T, _K16, _ELEMENT, _PAIR, _HALF)
-_INT8_SPLIT = (4, 2, 8, 2, 2, 2, 4, 2)  # k16 is split: 16 bytes are of half of the inputs
-_INT8_ORDER = (3, _WARP, _G, 6, 4, 5, 7, _HALF)
+_BYTE_SPLIT = (4, 2, 8, 2, 2, 2, 4, 2)  # k16 is split: 16 bytes are of half of the inputs
+_BYTE_ORDER = (3, _WARP, _G, 6, 4, 5, 7, _HALF)
 
 
 def arrange(w: Quantised) -> Quantised:
@@ -51,9 +55,10 @@ def arrange(w: Quantised) -> Quantised:
         pairs = pairs.reshape(*shape, 2)
         values = pairs[..., 0] | pairs[..., 1] << 4
     else:
-        biased = values.view(np.uint8) ^ 128
-        values = _tiled(biased, _INT8_SPLIT, _INT8_ORDER).reshape(shape)
-    rest = (None if part is None else _by_tile(part) for part in w.arrays[1:])
+        inverted = values.view(np.uint8) ^ 128
+        inverted = _tiled(inverted, _BYTE_SPLIT, _BYTE_ORDER).reshape(shape)
+        values = inverted.view(values.dtype) if w.kind == "fp8" else inverted
+    rest = (_moved(part, w.num_outputs, _by_tile) for part in w.arrays[1:])
     return Quantised(w.kind + SUFFIX, values, *rest)
 
 
@@ -67,15 +72,16 @@ def restore(w: Quantised) -> Quantised:
         blocks = unpacked.reshape(num_outputs, -1, 2, TILE // 2)
         values = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(values.shape)
     else:
-        values = (_untiled(values, num_outputs, _INT8_SPLIT, _INT8_ORDER) ^ 128).view(np.int8)
-    rest = (None if part is None else _by_output(part) for part in w.arrays[1:])
+        inverted = _untiled(values.view(np.uint8), num_outputs, _BYTE_SPLIT, _BYTE_ORDER) ^ 128
+        values = inverted.view(np.int8 if kind == "int8" else values.dtype)
+    rest = (_moved(part, num_outputs, _by_output) for part in w.arrays[1:])
     return Quantised(kind, values, *rest)
 
 
 def order_of_tile(kind: str) -> np.ndarray:  # int[4096]
     """The values of a tile [64, 64], counted row by row, in the order of memory."""
     values = np.arange(TILE * TILE).reshape(TILE, TILE)
-    split = (_SPLIT, _PACKED_ORDER) if kind in PACKED else (_INT8_SPLIT, _INT8_ORDER)
+    split = (_SPLIT, _PACKED_ORDER) if kind in PACKED else (_BYTE_SPLIT, _BYTE_ORDER)
     return _tiled(values, *split).ravel()
 
 
@@ -111,6 +117,11 @@ def _untiled(
     shape = (num_outputs // TILE, *shape[1:])
     arranged = values.reshape([shape[axis] for axis in axes])
     return arranged.transpose(np.argsort(axes)).reshape(num_outputs, inner)
+
+
+def _moved(part: Any, num_outputs: int, order: Callable[[Any], Any]) -> Any:
+    """Factors of each output in an order; those of blocks of outputs as they are."""
+    return part if part is None or len(part) < num_outputs else order(part)
 
 
 def _by_tile(part: Any) -> Any:  # [O, ...] -> [O / 64, ..., 64] in the same shape

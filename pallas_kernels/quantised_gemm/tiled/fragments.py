@@ -30,7 +30,7 @@ def _strided(count: int) -> Any:
     return plgpu.Layout.WG_STRIDED((count,), WORDS)
 
 
-def load_words(tile: Ref) -> jax.Array:  # uint8 or int8[...] in shared memory -> int32[words]
+def load_words(tile: Ref) -> jax.Array:  # bytes of any dtype in shared memory -> int32[words]
     """A tile's values, four consecutive words of each 16 bytes in a thread."""
     count = int(np.prod(tile.shape)) // 4
 
@@ -39,10 +39,10 @@ def load_words(tile: Ref) -> jax.Array:  # uint8 or int8[...] in shared memory -
         return_type=plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=_strided(count)),
     )
     def load(_: Any, smem: Any) -> Any:
-        index, i8, i32 = (
+        index, i32, byte = (
             ir.IndexType.get(),
-            ir.IntegerType.get_signless(8),
             ir.IntegerType.get_signless(32),
+            smem.type.element_type,
         )
         flat = mgpu.memref_fold(smem, 0, len(smem.type.shape))
         thread = arith.index_cast(index, mgpu.thread_idx())
@@ -51,7 +51,7 @@ def load_words(tile: Ref) -> jax.Array:  # uint8 or int8[...] in shared memory -
         registers = np.empty(count // (WORDS * THREADS), dtype=object)
         for i in range(len(registers)):
             at = arith.addi(first, mgpu.c(4 * WORDS * THREADS * i, index))
-            found = vector.load(ir.VectorType.get((4 * WORDS,), i8), flat, [at], alignment=16)
+            found = vector.load(ir.VectorType.get((4 * WORDS,), byte), flat, [at], alignment=16)
             registers[i] = vector.bitcast(ir.VectorType.get((WORDS,), i32), found)
         layout = mgpu.WGStridedFragLayout((count,), WORDS)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
@@ -143,6 +143,12 @@ def operand(
         sign = [_masked(words, 4 * i - 12, -0x7FFF8000) for i in range(4)]
         both = [m | s for m, s in zip(magnitude, sign, strict=True)]
         return fragment(both, (2.0**126,) * 4)
+    if kind == "fp8":
+        # e4m3 has those fields too, with a bias of 7; its sign is stored inverted. NaN becomes 480.
+        magnitude = [_masked(words, shift, 0x07F007F0) for shift in (-4, 4)]
+        sign = [_masked(words, shift, -0x7FFF8000) for shift in (-8, 0)]
+        both = [m | s for m, s in zip(magnitude, sign, strict=True)]
+        return fragment(both, (-(2.0**120),) * 2)
     zero = zero / divisor(kind)
     if isinstance(zero, jax.Array):
         zero = lax.broadcast_in_dim(zero.astype(jnp.bfloat16), (TILE, TILE), [0])
@@ -156,4 +162,4 @@ def operand(
 
 def divisor(kind: str) -> float:
     """By which ``operand`` divides values."""
-    return 1.0 if kind == "fp4" else 64.0
+    return 1.0 if kind in ("fp4", "fp8") else 64.0

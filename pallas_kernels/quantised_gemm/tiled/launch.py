@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
+from pallas_kernels.quantised import PACKED
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
@@ -30,7 +31,7 @@ ACCUMULATOR_REGISTERS = 32  # of a thread, for the groups of inputs that are mul
 class TiledSizes(NamedTuple):
     """The sizes of a call: [T, K] @ [K, O], or [K, 2 * O] with ``swiglu``."""
 
-    kind: str  # of the values, not arranged: int4, int8 or fp4
+    kind: str  # of the values, not arranged: int4, int8, fp8 or fp4
     tokens: int
     inner: int
     outer: int
@@ -41,6 +42,7 @@ class TiledSizes(NamedTuple):
     swiglu: bool
     split: bool
     wide: bool = False  # a float32 result
+    block: int = 1  # outputs that share a scale; a multiple of a tile's if there are more
 
     @property
     def halves(self) -> int:
@@ -50,7 +52,7 @@ class TiledSizes(NamedTuple):
     @property
     def tile_bytes(self) -> int:
         """Bytes of a tile of values."""
-        return TILE * TILE // (1 if self.kind == "int8" else 2)
+        return TILE * TILE // (2 if self.kind in PACKED else 1)
 
 
 def sizes_of(
@@ -146,6 +148,8 @@ def supports(
     """Why the Hopper kernel cannot run the call, or None."""
     if kind not in KIND_OF:
         return f"{kind} weights are not arranged in tiles"
+    if len(scales) != len(values):
+        return f"scales are those of blocks of {len(values) // len(scales)} outputs"
     args = (x, values, scales, zeros, offsets, supers)
     sizes = sizes_of(*args, kind=kind, swiglu=swiglu, split=split, wide=wide)
     if x.dtype != jnp.bfloat16:

@@ -4,13 +4,14 @@ A compute warpgroup loads packed values from shared memory, makes them bfloat16 
 multiplies them, as operand A of wgmma in registers. The products of a group of inputs are summed up
 by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
 the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
-of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum.
+of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum. Where a
+block of outputs shares a scale (fp8), it is a scalar that is read from global memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class Gmem(NamedTuple):
 
     x: Ref  # [T, K]
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
-    parts: Parts  # [halves, O / 64, groups, 64] each
+    parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
     out: Ref  # [T, O], or float32[S, T, O]
 
 
@@ -104,13 +105,19 @@ def gmem_views(
     """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
     outer = (matrices * sizes.halves, sizes.outer // TILE)
     rows = sizes.tile_bytes // ROW_BYTES
-    parts = Parts(*(x if x is None else x.reshape(*outer, -1, TILE) for x in factors))
+    scales, *rest = factors
+    assert scales is not None
+    if sizes.block > 1:
+        scales = scales.reshape(outer[0], sizes.outer // sizes.block, -1)
+    else:
+        scales = scales.reshape(*outer, -1, TILE)
+    parts = Parts(scales, *(x if x is None else x.reshape(*outer, -1, TILE) for x in rest))
     return values.reshape(*outer, sizes.inner // TILE, rows, ROW_BYTES), parts
 
 
 def weight_types(spec: Spec, parts: Parts, tiles: int) -> tuple[Any, Parts]:
-    """Shared memory for the values and factors of ``tiles`` tiles of outputs; ``parts`` are arrays
-    as in ``Gmem``.
+    """Shared memory for the values and factors of ``tiles`` tiles of outputs, but not for scales of
+    blocks; ``parts`` are arrays as in ``Gmem``.
     """
     config, sizes = spec.config, spec.sizes
 
@@ -123,8 +130,10 @@ def weight_types(spec: Spec, parts: Parts, tiles: int) -> tuple[Any, Parts]:
 
     rows = sizes.tile_bytes // ROW_BYTES
     values = (config.stages, tiles, config.block_k // TILE, rows, ROW_BYTES)
+    if sizes.block > 1:
+        parts = parts._replace(scales=None)
     parts_smem = Parts(*map(part_type, parts, groups_of(spec)))
-    return plgpu.SMEM(values, jnp.uint8), parts_smem
+    return plgpu.SMEM(values, jnp.float8_e4m3fn if sizes.kind == "fp8" else jnp.uint8), parts_smem
 
 
 def copy_weights(
@@ -142,7 +151,7 @@ def copy_weights(
     values = gmem.values.at[*where, tiles]
     plgpu.copy_gmem_to_smem(values, scratch.values_smem.at[stage, place], barrier)
     for part, smem, group in zip(gmem.parts, scratch.parts_smem, groups_of(spec), strict=True):
-        if part is not None:
+        if smem is not None:
             count = smem.shape[3]
             first = lax.div(step * block_k, jnp.int32(group))  # group of the step
             row = first * (count // spec.config.rows(group))  # supers have one or two rows
@@ -178,6 +187,8 @@ class Step:
     stage: jax.Array
     warpgroup: jax.Array
     scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
+    # float32 scalars by result and segment: the scales of blocks of outputs
+    block_scales: Sequence[Sequence[jax.Array]] = field(default=(), kw_only=True)
 
     @property
     def scales_weights(self) -> bool:
@@ -197,6 +208,35 @@ class Step:
         by_half = self.spec.config.by_half
         return lax.rem(self.warpgroup, jnp.int32(2)) if by_half else result
 
+    def with_block_scales(
+        self,
+        scales: Ref,  # float32[matrices * halves, O / block, groups]
+        matrix: jax.Array,
+        first_output: jax.Array,
+        step: jax.Array,  # among those of the matrix
+    ) -> Step:
+        """The step with its scales of blocks, if it has any; they are read here, before the copies
+        have arrived.
+        """
+        sizes, spec = self.spec.sizes, self.spec
+        if sizes.block == 1:
+            return self
+        apart = sizes.swiglu and spec.config.by_half
+        halves = [lax.rem(self.warpgroup, jnp.int32(2))] if apart else range(spec.results)
+        block = lax.div(first_output, jnp.int32(sizes.block))
+        block = jnp.minimum(block, sizes.outer // sizes.block - 1)  # for a missing tile
+        first = step * spec.config.block_k + self.first_input
+        starts = range(0, spec.config.span, spec.segment)
+        groups = [lax.div(first + start, jnp.int32(sizes.group)) for start in starts]
+        found = [
+            [
+                scales[matrix * sizes.halves + half, block, group].astype(jnp.float32)
+                for group in groups
+            ]
+            for half in halves
+        ]
+        return replace(self, block_scales=found)
+
     def factor(self, part: Ref, result: int, row: jax.Array | int) -> jax.Array:  # float32[64]
         """A row of factors of the tile's outputs."""
         layout = plgpu.Layout.WGMMA.reduce(1)
@@ -212,8 +252,10 @@ class Step:
         return lax.div(start, jnp.int32(group))
 
     def scale(self, result: int, segment: int) -> tuple[jax.Array, jax.Array | None]:
-        """Scale and offset of a segment, float32[64] each."""
+        """Scale and offset of a segment, float32[64] each, or the scale of a block."""
         sizes, parts = self.spec.sizes, self.scratch.parts_smem
+        if self.block_scales:
+            return self.block_scales[result][segment], None
         row = self.row(sizes.group, segment)
         scale = self.factor(parts.scales, result, row)
         offset = self.factor(parts.offsets, result, row) if sizes.offsets else None
@@ -328,7 +370,9 @@ class Step:
         added = []
         for result, (total, product) in enumerate(zip(totals, products, strict=True)):
             scale, offset = self.scale(result, segment)
-            new = total + product * lax.broadcast_in_dim(scale, total.shape, [0])
+            if scale.ndim:
+                scale = lax.broadcast_in_dim(scale, total.shape, [0])
+            new = total + product * scale
             if offset is not None and inputs is not None:
                 new += inputs * lax.broadcast_in_dim(offset, total.shape, [0])
             added.append(new)
