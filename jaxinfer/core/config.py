@@ -249,6 +249,11 @@ def prepare_backend(share: float) -> None:
         os.environ[XLA_LOG] = "3"
 
 
+def prepare_mosaic(runtime: Path) -> None:
+    """Set the variable by which Mosaic's library finds its runtime, as its Python module does."""
+    os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+
+
 def allocator_share() -> float:
     """The share of a GPU that JAX's allocator may use, from the environment."""
     given = (os.environ[name] for name in ALLOCATOR_SHARES if name in os.environ)

@@ -23,7 +23,7 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from jaxinfer.core.config import BUNDLE_MANIFEST, Limits
+from jaxinfer.core.config import BUNDLE_MANIFEST, Limits, prepare_mosaic
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.version import VERSION
@@ -226,8 +226,7 @@ def load_kernel_runtime() -> None:
         for plugin in PLUGINS:
             with suppress(ImportError):  # a jax without the library has compiled no such kernel
                 library = importlib.import_module(f"{plugin}._mosaic_gpu_ext")
-                runtime = Path(str(library.__file__)).with_name("libmosaic_gpu_runtime.so")
-                os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)  # where the library looks
+                prepare_mosaic(Path(str(library.__file__)).with_name("libmosaic_gpu_runtime.so"))
                 return
 
 
