@@ -153,10 +153,10 @@ def test_requests_are_served_before_all_is_loaded(
     proceed, load_all = threading.Event(), background.load_all
     num_executables = len(plan.program.names())
 
-    def loaded(bundle: Bundle, progress: Any, names: Any, **threads: int) -> Any:
+    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
         if not {*names} <= {*plan.program.first_names}:
             proceed.wait(SECONDS)
-        return load_all(bundle, progress, names, **threads)
+        return load_all(bundle, progress, names)
 
     monkeypatch.setattr(background, "load_all", loaded)
     engine = build_engine(plan, serves_early=True)

@@ -43,9 +43,6 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.reuse import take_cached
 
 LOGGER = "jaxinfer.engine"
-# With 16 threads for the later executables of a cached start, the tokenizer, which is read at the
-# same time, waited 1 s for the interpreter lock (H100).
-LATER_THREADS = min(4, NUM_THREADS)
 
 
 def begin_executables(
@@ -142,7 +139,7 @@ class Building:
         first = self.program.first_names
         self.first.set_result(dict(load_all(bundle, self.progress, first)))
         others = [name for name in self.program.names() if name not in first]
-        for loaded in load_all(bundle, self.progress, others, threads=LATER_THREADS):
+        for loaded in load_all(bundle, self.progress, others):
             if self._closed:
                 return
             self._loaded.put(loaded)

@@ -164,11 +164,11 @@ def load_executable(folder: Path, stored: StoredExecutable) -> jax.stages.Compil
 
 
 def load_all(
-    bundle: Bundle, progress: Progress, names: Collection[str], *, threads: int = NUM_THREADS
+    bundle: Bundle, progress: Progress, names: Collection[str]
 ) -> Iterator[tuple[str, jax.stages.Compiled]]:
     """Load executables of a bundle that fits, by name; raises ``CacheError`` if that fails."""
     load_kernel_runtime()
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(NUM_THREADS)
     names_of = {pool.submit(bundle.load, name): name for name in names}
     try:
         with progress.task(f"load {len(names)} executables", len(names)) as advance:
