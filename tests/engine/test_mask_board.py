@@ -1,13 +1,15 @@
 """Rows whose step waits for their masks: answers are those of draws after the step.
 
 A CPU's step does not wait for masks, so here a Python function reads the board in place of the
-GPU's kernel, which ``tests/kernels/test_mask.py`` runs. A step with such a function ends before its
-launch returns, so steps do not overlap here, except where no mask is read.
+GPU's kernel, which ``tests/kernels/test_mask.py`` runs. The launch of a step with such a function
+returns when the step has ended, so steps overlap here only where no mask is read.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.run.in_flight import InFlight
+from jaxinfer.exec.run.in_flight import InFlight, Prepared
 from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.step import sampling
 from kit.engines import compiled_for, engine_of, run, tiny_engine, tiny_limits, tokens
@@ -33,6 +35,7 @@ from kit.tiny_models import tiny_model
 from pallas_kernels.mask.board import board_words, mask_words, number_words
 from pallas_kernels.sample.xla import allowed_tokens
 
+SECONDS = 20.0  # that a step waits at most
 VOCAB = 320
 WORDS, SLOTS = mask_words(VOCAB), tiny_limits().max_num_seqs + 1
 PROMPTS = ([72, 105, 33], [9, 8, 7, 6], [40, 41, 42, 43, 44], [77] * 9, [1, 2], [3] * 20)
@@ -49,6 +52,7 @@ KINDS = {
 
 def read(wanted: Any, slots: Any, place: Any) -> tuple[np.ndarray, np.ndarray]:
     """The masks of rows, and whether each was there."""
+    wanted, slots = np.asarray(wanted), np.asarray(slots)
     low, high, number = map(int, np.asarray(place))
     base = (high & 0xFFFF_FFFF) << 32 | low & 0xFFFF_FFFF
     masks, came = np.full((len(wanted), WORDS), -1, np.int32), np.ones(len(wanted), np.int32)
@@ -56,7 +60,10 @@ def read(wanted: Any, slots: Any, place: Any) -> tuple[np.ndarray, np.ndarray]:
         memory = (ctypes.c_int32 * board_words(SLOTS, VOCAB)).from_address(base)
         board, first = np.ctypeslib.as_array(memory), number_words(SLOTS)
         bits = board[first : first + SLOTS * WORDS].reshape(SLOTS, WORDS)
-        for row in np.flatnonzero(np.asarray(wanted)):
+        end = time.monotonic() + SECONDS
+        for row in np.flatnonzero(wanted):
+            while board[slots[row]] != number and time.monotonic() < end:
+                time.sleep(0.001)
             came[row], masks[row] = board[slots[row]] == number, bits[slots[row]]
     return masks, came
 
@@ -131,6 +138,7 @@ def test_a_mask_that_does_not_come_ends_only_its_request(
     engine: Engine, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Constraints, "write", lambda *_: None)
+    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.0)
     for index, (prompt, kind) in enumerate(zip(PROMPTS, KINDS["some"], strict=True)):
         engine.add_request(str(index), prompt, kind)
     errors, found = dict[str, str](), dict[str, list[int]]()
@@ -151,7 +159,8 @@ def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
 ) -> None:
     overlapping = waiting_engine(no_mask, overlap=True)
     seen: list[tuple[str, int]] = []
-    launch, collect, complete = Executor.launch, Executor.collect, MaskBoard.complete
+    launch, collect, write = Executor.launch, Executor.collect, Constraints.write
+    complete, completed = MaskBoard.complete, list[int]()
 
     def launched(self: Executor, plan: Any) -> InFlight:
         step = launch(self, plan)
@@ -164,13 +173,19 @@ def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
             seen.append(("collected", step.mask_number))
         return collect(self, step)
 
-    def completed(self: MaskBoard, number: int, slots: Sequence[int]) -> None:
-        seen.append(("written", number))
+    def written(self: Constraints, prepared: Prepared, number: int) -> None:
+        if prepared.masked:
+            seen.append(("written", number))
+        write(self, prepared, number)
+
+    def recorded(self: MaskBoard, number: int, slots: Sequence[int]) -> None:
+        completed.append(number)
         complete(self, number, slots)
 
     monkeypatch.setattr(Executor, "launch", launched)
     monkeypatch.setattr(Executor, "collect", collected)
-    monkeypatch.setattr(MaskBoard, "complete", completed)
+    monkeypatch.setattr(Constraints, "write", written)
+    monkeypatch.setattr(MaskBoard, "complete", recorded)
     loose = replace(PLAIN, allowed_token_ids=tuple(range(VOCAB)))
     run(overlapping, PROMPTS, [loose, PLAIN] * (len(PROMPTS) // 2))
     order: dict[int, list[str]] = {}
@@ -181,5 +196,4 @@ def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
         ("written", "launched", "collected"),  # none was in flight
         ("launched", "written", "collected"),
     }
-    last = [number for what, number in seen if what == "written"]
-    assert last == sorted({*last}), "each step once, in order"
+    assert completed == sorted({*completed}) == [*order], "each step once, in order"

@@ -38,6 +38,7 @@ from jaxinfer.exec.run.in_flight import (
     Prepared,
     RowKey,
     device_failed,
+    fail_extras,
     only_rows,
     row_results,
     tokens_of_rows,
@@ -304,13 +305,9 @@ class Executor:
         try:
             self._draw_all_extras(step)
         except Exception as error:
-            plan = step.prepared.plan
             if not is_intact(self._own_arrays):
-                raise device_failed(plan, error) from error
-            logging.getLogger(LOGGER).exception("step %s", plan.step_id)
-            reason = EngineError(f"step {plan.step_id} failed: {error}")
-            rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
-            step.errors.update({(row.request_id, row.epoch): reason for row in rows})
+                raise device_failed(step.prepared.plan, error) from error
+            fail_extras(step, error)
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._by_name[ADMIT](self._slots, rows)

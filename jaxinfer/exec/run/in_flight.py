@@ -81,6 +81,15 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     errors: dict[RowKey, EngineError] = msgspec.field(default_factory=dict)
 
 
+def fail_extras(step: InFlight, error: Exception) -> None:
+    """End the requests of a step's rows with extras, whose draws could not be launched."""
+    plan = step.prepared.plan
+    logging.getLogger(LOGGER).error("step %s", plan.step_id, exc_info=error)
+    reason = EngineError(f"step {plan.step_id} failed: {error}")
+    rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
+    step.errors.update({(row.request_id, row.epoch): reason for row in rows})
+
+
 def tokens_of_rows(
     step: InFlight,
     drawn: np.ndarray,  # int32[N]: of all rows, padding included

@@ -118,6 +118,12 @@ class Constraint:
         return mask
 
     @cached_property
+    def is_grammar_alone(self) -> bool:
+        """True if nothing but the grammar limits the tokens."""
+        others = (self.allowed is not None, self.bad_words, self.avoids_end, self.thinking)
+        return not any(others)
+
+    @cached_property
     def longest_word(self) -> int:
         """Tokens of the longest bad word."""
         return max(map(len, self.bad_words), default=0)
@@ -198,6 +204,10 @@ class SequenceFilter:
     def _complete(self, mask: np.ndarray) -> None:  # uint32[W]
         """Add the token that opens thoughts, and apply allowed ids and bad words."""
         constraint, thoughts = self._constraint, self._thoughts
+        if constraint.is_grammar_alone:  # most are, and 64 rows take 0.4 ms without this
+            if not mask.any():
+                raise RequestError(self._dead_end)
+            return
         opening = None if thoughts is None else thoughts.opening
         if opening is not None:
             _set(mask, opening)
