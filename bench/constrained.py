@@ -3,11 +3,13 @@
 Run from the repository root:
 
     .venv/bin/python -m bench.constrained [MODEL] [--rows 8 32] [--repeats 6] [--output FILE]
+        [--kinds words penalty] [--prompt 16] [--tokens 64] [--engine load_format=dummy]
 
-Each row has a prompt of 16 tokens and draws 64 more after the first, at temperature 1. The schema
-asks for 60 lower-case words, so that a matcher has work at every token. The loads run in turns, and
-again if other processes have used more than a tenth of a core; wall and CPU time are in ms a token
-of the whole batch, without the prompts.
+Each row has a prompt and draws so many tokens after the first, at temperature 1. Of the schemas,
+``integers`` is an array of integers, with another length for each row; ``words`` asks for 60
+lower-case words, and ``strings`` for objects with strings of bounded length, whose masks take
+llguidance five times as long. The loads run in turns, and again if other processes have used more
+than a tenth of a core; wall and CPU time are in ms a token of the whole batch, without the prompts.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.circumstances import host_circumstances, write_report
+from bench.step.__main__ import setting
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import DEFAULT_MODEL
 
@@ -37,13 +40,26 @@ SCHEMA = {
     "required": ["tags"],
     "additionalProperties": False,
 }
-KINDS: dict[str, dict[str, Any]] = {
-    "schema": {"structured_outputs": {"json": SCHEMA}},
-    "penalty": {"presence_penalty": 0.5},
+NAMES = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
 }
-TOKENS = 64  # after the first
 QUIET = 0.1  # cores that other processes may use during a sample
 TRIES = 10  # for each sample; then the quietest ones count
+
+
+class Sizes(NamedTuple):
+    """The loads of a report."""
+
+    kinds: list[str]  # beside one without special rows
+    prompt: int  # tokens
+    tokens: int  # after the first
 
 
 class Sample(NamedTuple):
@@ -61,10 +77,23 @@ def clocks() -> np.ndarray:  # [3]
     return np.array([time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK")])
 
 
-def timed(llm: LLM, rows: int, special: int, kind: str) -> Sample:
+def special_settings(kind: str, row: int) -> dict[str, Any]:
+    """The settings of a row of this kind."""
+    integers = {"type": "array", "items": {"type": "integer"}, "minItems": 3000 + row}
+    schemas: dict[str, dict[str, Any]] = {
+        "integers": integers,
+        "words": SCHEMA,
+        "strings": {"type": "array", "items": NAMES, "minItems": 100 + row},
+    }
+    if kind == "penalty":
+        return {"presence_penalty": 0.5}
+    return {"structured_outputs": {"json": schemas[kind]}}
+
+
+def timed(llm: LLM, sizes: Sizes, rows: int, special: int, kind: str) -> Sample:
     """One batch, of which ``special`` rows are of this kind."""
     prompts = [
-        {"prompt_token_ids": [(7 * i + 13 * row) % 5000 + 100 for i in range(16)]}
+        {"prompt_token_ids": [(7 * i + 13 * row) % 5000 + 100 for i in range(sizes.prompt)]}
         for row in range(rows)
     ]
 
@@ -75,7 +104,7 @@ def timed(llm: LLM, rows: int, special: int, kind: str) -> Sample:
                 seed=row,
                 max_tokens=max_tokens,
                 ignore_eos=True,
-                **(KINDS[kind] if row < special else {}),
+                **(special_settings(kind, row) if row < special else {}),
             )
             for row in range(rows)
         ]
@@ -83,21 +112,22 @@ def timed(llm: LLM, rows: int, special: int, kind: str) -> Sample:
         llm.generate(prompts, sampling, use_tqdm=False)
         return clocks() - before
 
-    first, all_tokens = seconds(1), seconds(1 + TOKENS)
-    wall, own, machine = (1e3 * (all_tokens - first) / TOKENS).tolist()
+    first, all_tokens = seconds(1), seconds(1 + sizes.tokens)
+    wall, own, machine = (1e3 * (all_tokens - first) / sizes.tokens).tolist()
     return Sample(wall, own, (machine - own) / wall)
 
 
-def measured(llm: LLM, rows: int, repeats: int) -> list[dict[str, Any]]:
+def measured(llm: LLM, sizes: Sizes, rows: int, repeats: int) -> list[dict[str, Any]]:
     """All loads of one batch size, in turns, after an untimed run of each."""
-    loads = [("schema", 0), ("schema", rows // 4), ("schema", rows), ("penalty", rows)]
+    loads = [("none", 0)]
+    loads += [(kind, special) for kind in sizes.kinds for special in (rows // 4, rows)]
     for kind, special in loads:
-        timed(llm, rows, special, kind)
+        timed(llm, sizes, rows, special, kind)
     found: dict[tuple[str, int], list[Sample]] = {load: [] for load in loads}
     for _ in range(TRIES * repeats):
         for (kind, special), samples in found.items():
             if sum(one.others < QUIET for one in samples) < repeats:
-                samples.append(timed(llm, rows, special, kind))
+                samples.append(timed(llm, sizes, rows, special, kind))
     results: list[dict[str, Any]] = []
     for (kind, special), samples in found.items():
         quietest = sorted(samples, key=lambda one: one.others)[:repeats]
@@ -116,12 +146,21 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--kinds", nargs="+", default=["words", "penalty"])
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
+        help="a setting of the engine, such as load_format=dummy",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report = host_circumstances("jaxinfer", "pallas_kernels")
-    llm = LLM(options.model, max_num_seqs=max(options.rows))
+    llm = LLM(options.model, max_num_seqs=max(options.rows), **dict(options.engine))
+    sizes = Sizes(options.kinds, options.prompt, options.tokens)
+    report["sizes"] = sizes._asdict()
     report["results"] = [
-        result for rows in options.rows for result in measured(llm, rows, options.repeats)
+        result for rows in options.rows for result in measured(llm, sizes, rows, options.repeats)
     ]
     if options.output:
         write_report(options.output, report)

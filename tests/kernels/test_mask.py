@@ -30,7 +30,7 @@ def test_rows_wait_for_their_masks_and_fail_closed() -> None:
     )
     kept, in_time = json.loads(ended.stdout)
     assert in_time == [1, 1, 0, 1]
-    assert kept == [[0, 31, 32, 1499], list(range(1500)), [], [5, 1024]]
+    assert kept == [[0, 31, 32, 19_999], list(range(20_000)), [], [5, 8_192]]
 
 
 def test_without_the_kernel_no_mask_comes_in_time() -> None:
