@@ -65,8 +65,8 @@ def mask(
     mask of each row came in time (1), also for rows that wait for none.
 
     ``place`` holds the low half of a host address, its high half, and a number. At the address is
-    an int32 for each of S slots: the number, once the mask of ``slots[b]`` is complete. From word
-    ``board.number_words(S)`` on follow the bits int32[S, W]: token t is bit t % 32 of word t // 32.
+    int32[S, NUMBER_WORDS]: each slot's first word is the number, once its mask is complete. There
+    follow the bits int32[S, W]: token t is bit t % 32 of word t // 32 (``mask.board``).
     If the number does not come within some seconds, or the address is 0, all logits of the row
     become -inf and the result is 0: it fails closed. The XLA implementation reads no host memory,
     so there no mask comes in time. ``impl`` pins an implementation. Raises ValueError on arguments

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-ALIGN = 32  # int32 words, 128 bytes: the numbers are padded to a multiple
+# int32 words, 128 bytes, of which the first is a number: a GPU reads such a line of host memory for
+# one CTA after the other, which takes 2.7 us each (H100)
+NUMBER_WORDS = 32
 
 
 def mask_words(vocab: int) -> int:
@@ -10,12 +12,7 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def number_words(num_slots: int) -> int:
-    """The int32 words of the numbers, padding included."""
-    return -(-num_slots // ALIGN) * ALIGN
-
-
 def board_words(num_slots: int, vocab: int) -> int:
-    """The int32 words of a step."""
-    words = number_words(num_slots) + num_slots * mask_words(vocab)
-    return -(-words // ALIGN) * ALIGN
+    """The int32 words of a step, in whole lines."""
+    words = num_slots * (NUMBER_WORDS + mask_words(vocab))
+    return -(-words // NUMBER_WORDS) * NUMBER_WORDS

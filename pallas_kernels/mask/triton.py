@@ -1,4 +1,4 @@
-"""mask in Triton: CTAs that wait for the number of their row in host memory, then read its bits."""
+"""mask in Triton: a CTA waits for the number of its row in host memory, then reads its bits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.mask.board import mask_words, number_words
+from pallas_kernels.mask.board import NUMBER_WORDS, mask_words
 
-# Words of an iteration, 8,192 tokens. A thread has two in flight: a read of host memory takes 1 to
-# 2 us, and one after the other, of 32 tokens each, those of a vocabulary took 0.9 ms (H100).
-TILE = 256
-PARTS = 16  # CTAs of a row
+TILE = 1024  # words of an iteration, 32,768 tokens; each thread has four reads in flight
 # A read of host memory takes about 1 us, so these are some seconds. A mask comes within
 # milliseconds, unless the host's process is stopped or its thread has died.
 MAX_READS = 4_000_000
@@ -25,16 +22,15 @@ def _mask(
     slots,  # int32[B]
     place,  # int32[3]
     logits,  # float32[B, V], updated in place
-    in_time,  # int32[B, PARTS]
+    in_time,  # int32[B]
     vocab,  # V
     words,  # W
     first,  # word of the first slot's bits
+    NUMBER_WORDS: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
     MAX_READS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    part = tl.program_id(1)
     low = tl.load(place).to(tl.uint32).to(tl.uint64)
     high = tl.load(place + 1).to(tl.uint32).to(tl.uint64)
     number = tl.load(place + 2)
@@ -43,16 +39,17 @@ def _mask(
     if tl.load(wanted + row) != 0:
         slot = tl.load(slots + row).to(tl.int64)
         board = address.to(tl.pointer_type(tl.int32))
-        seen = tl.load(board + slot, mask=address != 0, other=0, volatile=True)
+        number_at = board + slot * NUMBER_WORDS
+        seen = tl.load(number_at, mask=address != 0, other=0, volatile=True)
         reads = 0
         while (seen != number) & (reads < MAX_READS) & (address != 0):
-            seen = tl.load(board + slot, volatile=True)
+            seen = tl.load(number_at, volatile=True)
             reads += 1
         came = ((seen == number) & (address != 0)).to(tl.int32)
         # The bits are read after the number, as the branch above depends on it and loads are not
         # speculated; the host has written them before it.
         bits_of_row = board + first + slot * words
-        for tile in range(part, tl.cdiv(words, TILE), PARTS):
+        for tile in range(tl.cdiv(words, TILE)):
             word = tile * TILE + tl.arange(0, TILE)
             given = (word < words) & (address != 0)
             bits = tl.load(bits_of_row + word, mask=given, other=0, volatile=True)
@@ -61,7 +58,7 @@ def _mask(
             forbidden = ((bits[:, None] >> number_of_bit) & 1 & came) == 0
             at = logits + row.to(tl.int64) * vocab + token
             tl.store(at, float("-inf"), mask=(token < vocab) & forbidden)
-    tl.store(in_time + row * PARTS + part, came)
+    tl.store(in_time + row, came)
 
 
 def mask(
@@ -83,15 +80,15 @@ def mask(
         place,
         ref,
         kernel=_mask,
-        out_type=jax.ShapeDtypeStruct((rows, PARTS), finite.dtype),
-        grid=(rows, PARTS),
-        num_warps=4,
+        out_type=jax.ShapeDtypeStruct((rows,), finite.dtype),
+        grid=(rows,),
+        num_warps=8,
         num_stages=1,
         vocab=vocab,
         words=mask_words(vocab),
-        first=number_words(num_slots),
+        first=num_slots * NUMBER_WORDS,
+        NUMBER_WORDS=NUMBER_WORDS,
         TILE=TILE,
-        PARTS=PARTS,
         MAX_READS=MAX_READS,
     )
-    return jax.freeze(ref), in_time.min(axis=1)
+    return jax.freeze(ref), in_time

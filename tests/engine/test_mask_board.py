@@ -32,7 +32,7 @@ from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.step import sampling
 from kit.engines import compiled_for, engine_of, run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import tiny_model
-from pallas_kernels.mask.board import board_words, mask_words, number_words
+from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
 from pallas_kernels.sample.xla import allowed_tokens
 
 SECONDS = 20.0  # that a step waits at most
@@ -58,13 +58,16 @@ def read(wanted: Any, slots: Any, place: Any) -> tuple[np.ndarray, np.ndarray]:
     masks, came = np.full((len(wanted), WORDS), -1, np.int32), np.ones(len(wanted), np.int32)
     if base:
         memory = (ctypes.c_int32 * board_words(SLOTS, VOCAB)).from_address(base)
-        board, first = np.ctypeslib.as_array(memory), number_words(SLOTS)
-        bits = board[first : first + SLOTS * WORDS].reshape(SLOTS, WORDS)
+        board, first = np.ctypeslib.as_array(memory), SLOTS * NUMBER_WORDS
+        numbers, bits = (
+            board[:first:NUMBER_WORDS],
+            board[first : first + SLOTS * WORDS].reshape(SLOTS, WORDS),
+        )
         end = time.monotonic() + SECONDS
         for row in np.flatnonzero(wanted):
-            while board[slots[row]] != number and time.monotonic() < end:
+            while numbers[slots[row]] != number and time.monotonic() < end:
                 time.sleep(0.001)
-            came[row], masks[row] = board[slots[row]] == number, bits[slots[row]]
+            came[row], masks[row] = numbers[slots[row]] == number, bits[slots[row]]
     return masks, came
 
 

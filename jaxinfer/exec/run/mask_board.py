@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import shared_zeros
-from pallas_kernels.mask.board import board_words, mask_words, number_words
+from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
 
 NUM_STEPS = 2  # steps whose masks the board holds; at most two are in flight
 MAX_NUMBER = 2**31 - 2  # even, as the next number after it is 1
@@ -28,8 +28,8 @@ class MaskBoard:
     """
 
     def __init__(self, memory: np.ndarray, num_slots: int, vocab: int) -> None:
-        self._numbers = memory[:, :num_slots]
-        first, words = number_words(num_slots), mask_words(vocab)
+        first, words = num_slots * NUMBER_WORDS, mask_words(vocab)
+        self._numbers = memory[:, :first:NUMBER_WORDS]
         bits = memory[:, first : first + num_slots * words].view(np.uint32)
         self._masks = bits.reshape(len(memory), num_slots, words)
         addresses = memory.ctypes.data + memory.strides[0] * np.arange(len(memory))
