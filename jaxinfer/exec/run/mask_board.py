@@ -1,6 +1,6 @@
 """The mask board: host memory from which a GPU reads the masks of a step that already runs.
 
-It is the inverse of the token board. ``docs/notes/0028-masks.md`` has the measurements.
+It is the inverse of the token board. ``docs/notes/0028-rows-with-masks.md`` has the measurements.
 """
 
 from __future__ import annotations
