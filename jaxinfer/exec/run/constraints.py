@@ -22,7 +22,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
 from jaxinfer.exec.run.in_flight import LOGGER, Prepared, RowKey
 from jaxinfer.exec.run.mask_board import MaskBoard
-from jaxinfer.exec.step.batch import NO_PLACE
+from jaxinfer.exec.step.batch import MASK_PLACE
 from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE
 from jaxinfer.text.grammar.constraint import fill_masks
 
@@ -44,7 +44,7 @@ class Constraints:
     def __init__(self, num_words: int, board: MaskBoard | None = None) -> None:
         self.num_words = num_words  # W: words of a mask
         self._board = board  # if steps read masks
-        self._awaited: set[int] = set()  # slots whose masks are written on the board
+        self.awaited: set[int] = set()  # slots whose masks are written on the board
         self._thread = ThreadPoolExecutor(1, "jaxinfer-masks")
         self._writing: Future[None] | None = None
         self._slots: dict[int, _Followed] = {}
@@ -62,9 +62,9 @@ class Constraints:
         """Follow the sequences that get slots; a preempted one continues after its tokens."""
         for new in admissions:
             constraint = new.request.constraint
-            self._awaited.discard(new.slot)
+            self.awaited.discard(new.slot)
             if constraint is not None and not self.needs_extras(new.request):
-                self._awaited.add(new.slot)
+                self.awaited.add(new.slot)
             if constraint is None:
                 self._slots.pop(new.slot, None)
                 continue
@@ -76,22 +76,24 @@ class Constraints:
             except Exception as error:
                 followed.error = _reported(followed.key, error)
 
-    def awaited_by(self, rows: Sequence[ScheduledSeq]) -> tuple[int, ...]:
-        """The indices of rows for whose masks a step waits."""
-        if not (slots := self._awaited):
-            return ()
-        return tuple([i for i, row in enumerate(rows) if row.samples and row.slot in slots])
+    def begin(self, prepared: Prepared, *, known: bool) -> int:
+        """Set where the next step finds its masks, and write them if they are known.
 
-    def next_place(self, masked: Sequence[int]) -> tuple[int, int, int]:
-        """Where the next step, if any of its rows waits, finds the masks."""
-        return self._board.next_place() if self._board is not None and masked else NO_PLACE
+        Returns the step's number on the board.
+        """
+        assert self._board is not None, "no step waits"
+        place = self._board.next_place()
+        prepared.batch[MASK_PLACE] = place
+        if known:
+            self.write(prepared, place[-1])
+        return place[-1]
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Free the filters of requests that have ended."""
         ended = [slot for slot, one in self._slots.items() if one.key[0] in request_ids]
         for slot in ended:
             del self._slots[slot]
-        self._awaited -= {*ended}
+        self.awaited -= {*ended}
 
     def masks(self, rows: Sequence[ScheduledSeq], count: int) -> np.ndarray:  # uint32[count, W]
         """The masks of rows that draw next, and of padding; all tokens for rows without filter.
@@ -115,14 +117,13 @@ class Constraints:
         return masks
 
     def write(self, prepared: Prepared, number: int) -> None:
-        """Write the masks for which the step with this number waits, if it waits for any.
+        """Write the masks for which the step with this number waits.
 
         A thread does so, since the host launches the next step in that time: 64 masks of JSON
         schemas take an H100's host 3 ms of the 4 ms of a step of Qwen3-4B.
         """
+        assert self._board is not None, "no step waits"
         rows = [prepared.plan.rows[i] for i in prepared.masked]
-        if self._board is None or not rows:
-            return
         self._wait()
         followed = {row.slot: self._of(row) for row in rows}
         self._writing = self._thread.submit(self._write, self._board, number, followed)

@@ -200,7 +200,7 @@ class Executor:
         assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
         token_ids, rows = self._tokens_of(step), step.prepared.plan.rows
         errors = self._constraints.push(rows, token_ids) | step.errors
-        if self._in_flight:
+        if self._in_flight and self._in_flight[0].prepared.needs_masks:
             self._continue(self._in_flight[0])
         return StepResult(
             step.prepared.plan.step_id,
@@ -237,7 +237,8 @@ class Executor:
     def _prepare(self, plan: StepPlan) -> Prepared:
         rows, prefills = plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
-        slots, masked = self._slots_with_extras, self._constraints.awaited_by(rows)
+        slots, awaited = self._slots_with_extras, self._constraints.awaited
+        masked = [i for i, row in enumerate(rows) if row.slot in awaited and row.samples]
         extras = [i for i, row in enumerate(rows) if row.samples and row.slot in slots]
         settings = NO_SETTINGS
         if prefills:
@@ -247,7 +248,7 @@ class Executor:
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered, masked),
-            masked=masked,
+            masked=tuple(masked),
             extras=tuple(batched(extras, self._program.extras_rows[-1])) if extras else (),
             is_constrained=any([requests[i].constraint is not None for i in extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),
@@ -257,11 +258,11 @@ class Executor:
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, EngineError]) -> InFlight:
         bucket = prepared.plan.bucket
-        place, mask_place = self._next_place(), self._constraints.next_place(prepared.masked)
-        self._layouts[bucket].set_places(prepared.batch, place, mask_place)
+        place, mask_number = self._next_place(), 0
+        prepared.batch[: len(place)] = place
+        if prepared.masked:
+            mask_number = self._constraints.begin(prepared, known=not self._in_flight)
         staged = self._staged(prepared.batch)
-        if not self._in_flight:
-            self._constraints.write(prepared, mask_place[-1])
         for rows in prepared.admissions:
             self._admit(rows)
         for pairs in prepared.restores:
@@ -282,7 +283,7 @@ class Executor:
         if taps is not None:
             self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
-        tokens, numbers = output.token_ids, (place[-1], mask_place[-1])
+        tokens, numbers = output.token_ids, (place[-1], mask_number)
         step = InFlight(prepared, tokens, *numbers, [], scores, failed, pooled, taps)
         if prepared.extras and not (prepared.is_constrained and self._in_flight):
             self._draw_all_extras(step)
@@ -299,11 +300,11 @@ class Executor:
 
     def _continue(self, step: InFlight) -> None:
         """Do what waited for the tokens of the step before: masks, and draws with masks."""
-        self._constraints.write(step.prepared, step.mask_number)
-        if not step.prepared.is_constrained:
-            return
+        if step.prepared.masked:
+            self._constraints.write(step.prepared, step.mask_number)
         try:
-            self._draw_all_extras(step)
+            if step.prepared.is_constrained:
+                self._draw_all_extras(step)
         except Exception as error:
             if not is_intact(self._own_arrays):
                 raise device_failed(step.prepared.plan, error) from error

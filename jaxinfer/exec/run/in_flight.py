@@ -56,6 +56,11 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     steers: tuple[np.ndarray, ...] = ()  # for each call of ``STEER``: see ``points.pack_steering``
     needs_taps: bool = False  # whether activations of any row are read
 
+    @property
+    def needs_masks(self) -> bool:
+        """True if a mask is needed by the step or after it."""
+        return self.is_constrained or bool(self.masked)
+
 
 class ExtrasCall(msgspec.Struct, frozen=True, gc=False):
     """A launched call that draws the tokens of some rows with extras."""

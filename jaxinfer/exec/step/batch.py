@@ -29,6 +29,7 @@ from jaxinfer.nn.context import Pages, Rows
 # INVALID_ARGUMENT. Rows of page tables are padded too, as a kernel may get a part of them.
 ALIGN = 64
 NO_PLACE = (0, 0, 0)  # tokens are not published, masks not read: see ``pallas_kernels.publish``
+MASK_PLACE = slice(ALIGN, ALIGN + len(NO_PLACE))  # ``Fields.mask_place``, the second section
 MASKED = 2  # in ``Fields.samples``
 NO_SETTINGS = np.zeros((0, NUM_SETTINGS), np.int32)
 PADDING = 2**23 // 4  # int32 values, 8 MiB: see ``copy_batch``
@@ -146,12 +147,6 @@ class BatchLayout:
     def abstract(self) -> jax.ShapeDtypeStruct:
         """The shape and dtype of the flat array."""
         return jax.ShapeDtypeStruct((self.size,), jnp.int32)
-
-    def set_places(
-        self, flat: np.ndarray, place: tuple[int, int, int], mask_place: tuple[int, int, int]
-    ) -> None:
-        """Set the two places of a flat array, which are known when the step is launched."""
-        flat[self._sections[0]], flat[self._sections[1]] = place, mask_place
 
     def split[A: (np.ndarray, jax.Array)](self, flat: A) -> Fields[A]:
         """The sections of a flat array; they are views of a numpy array."""
