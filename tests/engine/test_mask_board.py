@@ -94,7 +94,8 @@ def no_mask(
 
 
 def waiting_engine(function: Any, *, overlap: bool) -> Engine:
-    (model, params), limits = tiny_model("llama"), tiny_limits()
+    """An engine with pages for about two sequences, so that others are preempted."""
+    (model, params), limits = tiny_model("llama"), tiny_limits(num_pages=16)
     buckets = bucket_table(
         4, 32, decode_start=4, prefill_start=64, prefill_factor=8, mixed_start=16
     )
@@ -133,7 +134,9 @@ def not_drawn_once() -> Iterator[None]:
 def test_answers_are_those_of_draws_after_the_step(
     engine: Engine, expected: dict[str, Any], name: str
 ) -> None:
+    before = engine.stats().num_preemptions
     assert tokens(run(engine, PROMPTS, KINDS[name])) == expected[name]
+    assert engine.stats().num_preemptions > before
 
 
 @pytest.mark.usefixtures("not_drawn_once")
