@@ -176,7 +176,7 @@ class Program:
 
     @cached_property  # used for each step
     def extras_rows(self) -> tuple[int, ...]:
-        """The numbers of rows of the executables that draw with extras, which no pooling needs."""
+        """The rows of each executable that draws with extras; () in an engine that pools."""
         if self.limits.pooling:
             return ()
         most = self.limits.max_num_seqs
