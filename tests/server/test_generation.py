@@ -120,6 +120,14 @@ def test_token_ids_in_and_out(server: Serving) -> None:
     assert usage["completion_tokens"] == 16
 
 
+@pytest.mark.parametrize(
+    "fields", [{"model": "other"}, {"sampling_params": {"model": "other"}}], ids=["outer", "inner"]
+)
+def test_a_model_that_is_not_served(server: Serving, fields: dict[str, Any]) -> None:
+    answer = server.post("/inference/v1/generate", token_ids=IDS, **fields)
+    assert answer.status_code == 404 and "'other' does not exist" in answer.text
+
+
 def test_logprobs_at_the_temperature(server: Serving) -> None:
     def logprobs(**more: Any) -> list[float]:
         sampling = {"temperature": 0.5, "seed": 3, "max_tokens": 4, "logprobs": 0, **more}

@@ -142,6 +142,11 @@ class AnyRequest(RequestPart, frozen=True, kw_only=True):
 
     model: str | None = None
 
+    @property
+    def named_models(self) -> tuple[str | None, ...]:
+        """Every model that the request names."""
+        return (self.model,)
+
     def check(self) -> None:
         """Raise ``ApiError`` for fields that contradict each other."""
 

@@ -231,6 +231,10 @@ class TokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
         own = {name: value for name in names if (value := getattr(self, name))}
         return replace(self.sampling_params, **own)
 
+    @property
+    def named_models(self) -> tuple[str | None, ...]:
+        return (self.model, self.sampling_params.model)
+
     def check(self) -> None:
         super().check()
         self.fields.check()

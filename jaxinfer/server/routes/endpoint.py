@@ -62,7 +62,8 @@ class Call:
         for name in parsed.unknown:
             advice = "--strict-fields refuses such requests"
             self.service.log.warning_once("unknown_field", name, advice=advice)
-        self.service.check_model(parsed.request.model)
+        for name in parsed.request.named_models:
+            self.service.check_model(name)
         if isinstance(parsed.request, GenerationFields):
             check_task(self.service.client.limits, pools=False)
         return parsed.request
