@@ -243,7 +243,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_extras(self) -> bool:
-        """True if an executable after the step draws each of its tokens."""
+        """True if more than the settings of a plain draw decide on its tokens."""
         return self.sampling.needs_extras or self.constraint is not None
 
     @property

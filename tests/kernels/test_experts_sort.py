@@ -4,11 +4,7 @@ machine code for Hopper.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +14,14 @@ if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
 
 from kit.experts_sort_sweep import CASES
+from kit.interpreted_process import interpreted
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
 from pallas_kernels.experts import triton
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, list[str]]:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "kit.experts_sort_sweep"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    return interpreted("kit.experts_sort_sweep")
 
 
 @pytest.mark.parametrize("name", CASES)

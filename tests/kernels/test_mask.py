@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from kit.interpreted_process import interpreted
 from pallas_kernels.mask.api import mask
 
-ROOT = Path(__file__).parents[2]
 LOGITS, ROWS, PLACE = jnp.zeros((3, 40)), jnp.ones(3, jnp.int32), jnp.zeros(3, jnp.int32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_rows_wait_for_their_masks_and_fail_closed() -> None:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    ended = subprocess.run(
-        [sys.executable, "-m", "kit.mask_board"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        timeout=120,
-        check=True,
-    )
-    kept, in_time = json.loads(ended.stdout)
+    kept, in_time = interpreted("kit.mask_board")
     assert in_time == [1, 1, 0, 1]
     assert kept == [[0, 31, 32, 19_999], list(range(20_000)), [], [5, 8_192]]
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from kit.interpreted_process import interpreted
 from pallas_kernels.publish.api import OP, publish
 
-ROOT = Path(__file__).parents[2]
 TOKENS, PLACE = jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_each_entry_is_the_steps_number_and_a_token() -> None:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    ended = subprocess.run(
-        [sys.executable, "-m", "kit.publish_board"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        timeout=120,
-        check=True,
-    )
-    same, read, memory, after = json.loads(ended.stdout)
+    same, read, memory, after = interpreted("kit.publish_board")
     tokens = [0, 7, 2**31 - 1, 151_935, 4]
     assert same == read == tokens
     nothing = [0] * 7

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
+from kit.interpreted_process import interpreted
 from pallas_kernels.native.library import MISSING, library
 from pallas_kernels.sample import launch
 from pallas_kernels.sample.api import OP, sample
@@ -82,15 +79,7 @@ def test_rows_that_are_not_finite_yield_an_id(value: float, impl: str | None) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_the_triton_kernels_find_the_thresholds() -> None:
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join((str(tests.parent), str(tests)))
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.sample_thresholds"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    wrong = json.loads(done.stdout)
+    wrong = interpreted("kit.sample_thresholds")
     assert wrong and not any(wrong.values()), wrong
 
 

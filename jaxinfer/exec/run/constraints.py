@@ -52,11 +52,8 @@ class Constraints:
 
     def needs_extras(self, request: Request) -> bool:
         """True if an executable after the step draws each of the request's tokens."""
-        return request.sampling.needs_extras or self._draws_again(request)
-
-    def _draws_again(self, request: Request) -> bool:
-        on_board = self._board is not None and not request.sampling.needs_extras
-        return request.constraint is not None and not on_board
+        draws_again = request.constraint is not None and self._board is None
+        return request.sampling.needs_extras or draws_again
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         """Follow the sequences that get slots; a preempted one continues after its tokens."""

@@ -4,10 +4,9 @@ A step is a sequence of up to six kinds of calls: ``ADMIT`` for requests whose s
 settings, ``COPY`` from snapshots to slots, ``STEER`` for steered requests, the step of the bucket,
 ``COPY`` from slots to snapshots, then draws with extras and scores of prompts.
 
-A constrained row is drawn with a mask, which depends on the row's token in the step before. If that
-step is still in flight, the mask is written when it is collected, while the device computes the
-layers: for a GPU to the mask board, else for draws that are launched then. As at most two steps are
-in flight, that is before any later step is launched, so no row waits for another one's mask.
+The mask of a constrained row depends on its token in the step before. If that step is in flight,
+the mask is written when it is collected, to the mask board or for draws that are launched then. At
+most two steps are in flight, so that is before any later one and no row waits for another's mask.
 """
 
 from __future__ import annotations
@@ -238,7 +237,8 @@ class Executor:
         rows, prefills = plan.rows, plan.prefills
         requests = tuple([self._requests[row.slot] for row in rows])
         slots, awaited = self._slots_with_extras, self._constraints.awaited
-        masked = [i for i, row in enumerate(rows) if row.slot in awaited and row.samples]
+        waits = [row.samples and row.slot in awaited for row in rows] if awaited else ()
+        masked = tuple([i for i, one in enumerate(waits) if one])
         extras = [i for i, row in enumerate(rows) if row.samples and row.slot in slots]
         settings = NO_SETTINGS
         if prefills:
@@ -248,7 +248,7 @@ class Executor:
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered, masked),
-            masked=tuple(masked),
+            masked=masked,
             extras=tuple(batched(extras, self._program.extras_rows[-1])) if extras else (),
             is_constrained=any([requests[i].constraint is not None for i in extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),

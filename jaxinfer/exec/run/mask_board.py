@@ -6,7 +6,6 @@ It is the inverse of the token board. ``docs/notes/0028-rows-with-masks.md`` has
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.cuda_driver import shared_zeros
+from jaxinfer.exec.run.places import Places
 from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
 
 NUM_STEPS = 2  # steps whose masks the board holds; at most two are in flight
@@ -32,10 +32,8 @@ class MaskBoard:
         self._numbers = memory[:, :first:NUMBER_WORDS]
         bits = memory[:, first : first + num_slots * words].view(np.uint32)
         self._masks = bits.reshape(len(memory), num_slots, words)
-        addresses = memory.ctypes.data + memory.strides[0] * np.arange(len(memory))
-        # low and high half of each entry's address
-        self._halves: list[list[int]] = addresses.view(np.int32).reshape(-1, 2).tolist()
-        self._next = cycle(range(1, MAX_NUMBER + 1))
+        # the places of steps' masks for the op ``mask``
+        self.next_place = Places(memory, MAX_NUMBER).next
 
     @classmethod
     def of_program(cls, program: Program) -> MaskBoard:
@@ -50,12 +48,6 @@ class MaskBoard:
         if memory is None:
             memory = np.zeros(shape, np.int64)
         return cls(memory.view(np.int32), slots, vocab)
-
-    def next_place(self) -> tuple[int, int, int]:
-        """The place of the next step's masks for the op ``mask``: address (low, high), number."""
-        number = next(self._next)
-        low, high = self._halves[number % NUM_STEPS]
-        return low, high, number
 
     def masks(self, number: int) -> np.ndarray:  # uint32[S, W]
         """The masks of the step with a number, by slot, to be written."""

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import time
-from itertools import cycle
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinfer.exec.run.cuda_driver import shared_zeros
+from jaxinfer.exec.run.places import Places
 
 NUM_CALLS = 8  # calls whose tokens the board holds; two steps of up to two calls are in flight
 MAX_NUMBER = 2**31 - 1  # the next number after it is 1
@@ -27,10 +27,8 @@ class TokenBoard:
 
     def __init__(self, memory: np.ndarray) -> None:  # int64[NUM_CALLS, B], zeros
         self._memory = memory
-        addresses = memory.ctypes.data + memory.strides[0] * np.arange(len(memory))
-        # low and high half of each entry's address
-        self._halves: list[list[int]] = addresses.view(np.int32).reshape(-1, 2).tolist()
-        self._numbers = cycle(range(1, MAX_NUMBER + 1))
+        # the places of calls' tokens for ``publish``
+        self.next_place = Places(memory, MAX_NUMBER).next
 
     @classmethod
     def of_device(cls, device: Any, rows: int) -> TokenBoard | None:
@@ -38,12 +36,6 @@ class TokenBoard:
         is_gpu, shape = device.platform == "gpu", (NUM_CALLS, rows)
         memory = shared_zeros(device.local_hardware_id, shape) if is_gpu else None
         return None if memory is None else cls(memory)
-
-    def next_place(self) -> tuple[int, int, int]:
-        """The place of the next call's tokens for ``publish``: address (low, high) and number."""
-        number = next(self._numbers)
-        low, high = self._halves[number % NUM_CALLS]
-        return low, high, number
 
     def read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
         """Wait for the tokens of a call, and read them from the board or the result ``tokens``.
