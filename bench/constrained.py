@@ -7,8 +7,8 @@ Run from the repository root:
 
 Each row has a prompt and draws so many tokens after the first, at temperature 1. Of the schemas,
 ``integers`` is an array of integers, with another length for each row; ``words`` asks for 60
-lower-case words, and ``strings`` for objects with strings of bounded length, whose masks take
-llguidance five times as long. The loads run in turns, and again if other processes have used more
+lower-case words, ``objects`` for objects with strings, and ``strings`` for objects with strings of
+bounded length, whose masks take llguidance five times as long. The loads run in turns, and again if other processes have used more
 than a tenth of a core; wall and CPU time are in ms a token of the whole batch, without the prompts.
 """
 
@@ -50,6 +50,16 @@ NAMES = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
 QUIET = 0.1  # cores that other processes may use during a sample
 TRIES = 10  # for each sample; then the quietest ones count
 
@@ -83,6 +93,7 @@ def special_settings(kind: str, row: int) -> dict[str, Any]:
     schemas: dict[str, dict[str, Any]] = {
         "integers": integers,
         "words": SCHEMA,
+        "objects": {"type": "array", "items": OBJECT, "minItems": 100 + row},
         "strings": {"type": "array", "items": NAMES, "minItems": 100 + row},
     }
     if kind == "penalty":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.checks import without_triton
-from pallas_kernels.mask import cases, ref
+from pallas_kernels.mask import cases, native, ref
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.mask.triton", "mask")
@@ -32,7 +32,9 @@ def _triton_supports(
 
 def reads_host(platform: str, impl: str | None) -> bool:
     """True if the implementation that runs on the platform reads host memory; see ``mask``."""
-    return platform == "gpu" and impl in (None, "triton") and without_triton() is None
+    if platform == "gpu":
+        return impl in (None, "triton") and without_triton() is None
+    return platform == "cpu" and impl in (None, "native") and native.supports() is None
 
 
 OP = KernelOp(
@@ -40,6 +42,7 @@ OP = KernelOp(
     ref=ref.mask,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=_triton_supports),
+        Impl("native", native.mask, platforms=("cpu",), supports=native.supports),
         Impl("xla", ref.mask),
     ),
     cases=cases.CASES,

@@ -19,7 +19,7 @@ from pallas_kernels.quantised import PACKED, nibble_block
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
-EXPERTS, SAMPLE = "jaxinfer_experts", "jaxinfer_sample"
+EXPERTS, SAMPLE, MASK = "jaxinfer_experts", "jaxinfer_sample", "jaxinfer_mask"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
@@ -28,6 +28,7 @@ _HANDLERS = MappingProxyType(
         RESIDUAL_NORM: "JaxinferResidualNorm",
         EXPERTS: "JaxinferExperts",
         SAMPLE: "JaxinferSample",
+        MASK: "JaxinferMask",
     }
 )
 ALIGNMENT = 64  # bytes

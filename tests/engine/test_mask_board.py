@@ -1,23 +1,11 @@
-"""Rows whose step waits for their masks: answers are those of draws after the step.
-
-A CPU's step does not wait for masks, so here a Python function reads the board in place of the
-GPU's kernel, which ``tests/kernels/test_mask.py`` runs. The launch of a step with such a function
-returns when the step has ended, so steps overlap here only where no mask is read.
-"""
+"""Rows whose step waits for their masks: answers are those of draws after the step."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental import io_callback
 from msgspec.structs import replace
 
 from jaxinfer.core.request import SamplingParams
@@ -29,15 +17,12 @@ from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.run.in_flight import InFlight, Prepared
 from jaxinfer.exec.run.mask_board import MaskBoard
-from jaxinfer.exec.step import sampling
-from kit.engines import compiled_for, engine_of, run, tiny_engine, tiny_limits, tokens
+from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
-from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
-from pallas_kernels.sample.xla import allowed_tokens
+from pallas_kernels.mask import native
+from pallas_kernels.pins import NO_PINS, Pins
 
-SECONDS = 20.0  # that a step waits at most
 VOCAB = 320
-WORDS, SLOTS = mask_words(VOCAB), tiny_limits().max_num_seqs + 1
 PROMPTS = ([72, 105, 33], [9, 8, 7, 6], [40, 41, 42, 43, 44], [77] * 9, [1, 2], [3] * 20)
 FORM = {"regex": "[0-9]{3}-(ab|c){1,9}-[a-z]{8}"}
 PLAIN = SamplingParams(temperature=1.0, seed=5, max_tokens=24)
@@ -48,89 +33,36 @@ KINDS = {
     "n": [replace(MASKED, n=2)] * len(PROMPTS),
     "with other extras": [replace(MASKED, logprobs=2), MASKED, PLAIN] * (len(PROMPTS) // 3),
 }
+DRAWN_AGAIN = Pins((("mask", "xla"),))
+
+pytestmark = pytest.mark.skipif(native.supports() is not None, reason="the library is not built")
 
 
-def read(wanted: Any, slots: Any, place: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The masks of rows, and whether each was there."""
-    wanted, slots = np.asarray(wanted), np.asarray(slots)
-    low, high, number = map(int, np.asarray(place))
-    base = (high & 0xFFFF_FFFF) << 32 | low & 0xFFFF_FFFF
-    masks, came = np.full((len(wanted), WORDS), -1, np.int32), np.ones(len(wanted), np.int32)
-    if base:
-        memory = (ctypes.c_int32 * board_words(SLOTS, VOCAB)).from_address(base)
-        board, first = np.ctypeslib.as_array(memory), SLOTS * NUMBER_WORDS
-        numbers, bits = (
-            board[:first:NUMBER_WORDS],
-            board[first : first + SLOTS * WORDS].reshape(SLOTS, WORDS),
-        )
-        end = time.monotonic() + SECONDS
-        for row in np.flatnonzero(wanted):
-            while numbers[slots[row]] != number and time.monotonic() < end:
-                time.sleep(0.001)
-            came[row], masks[row] = numbers[slots[row]] == number, bits[slots[row]]
-    return masks, came
-
-
-def mask(
-    logits: jax.Array, finite: jax.Array, wanted: jax.Array, *others: jax.Array, **_: Any
-) -> tuple[jax.Array, jax.Array]:
-    """In place of ``pallas_kernels.mask``."""
-    del finite
-    shapes = (
-        jax.ShapeDtypeStruct((logits.shape[0], WORDS), jnp.int32),
-        jax.ShapeDtypeStruct(wanted.shape, jnp.int32),
-    )
-    bits, came = io_callback(read, shapes, wanted, *others)
-    allowed = allowed_tokens(jax.lax.bitcast_convert_type(bits, jnp.uint32), logits.shape[1])
-    return jnp.where(allowed, logits, -jnp.inf), came
-
-
-def no_mask(
-    logits: jax.Array, finite: jax.Array, wanted: jax.Array, *_: jax.Array, **others: Any
-) -> tuple[jax.Array, jax.Array]:
-    """All masks are there and allow every token."""
-    del finite, others
-    return logits, jnp.ones_like(wanted)
-
-
-def waiting_engine(function: Any, *, overlap: bool) -> Engine:
+def small_engine(pins: Pins = NO_PINS) -> Engine:
     """An engine with pages for about two sequences, so that others are preempted."""
     (model, params), limits = tiny_model("llama"), tiny_limits(num_pages=16)
     buckets = bucket_table(
         4, 32, decode_start=4, prefill_start=64, prefill_factor=8, mixed_start=16
     )
     limits = replace(limits, buckets=buckets)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "reads_masks", True)
-        patch.setattr(Program, "draws_once", False)
-        patch.setattr(sampling, "mask", function)
-        program = Program(model, limits)
-        executables = compiled_for(program, extras=True)
-        executor = Executor(program, executables, params, *init_state(program))
-    return engine_of(executor, limits, overlap=overlap)
+    program = Program(model, limits, pins=pins)
+    assert program.reads_masks == (pins == NO_PINS)
+    executables = compiled_for(program, extras=True)
+    return engine_of(Executor(program, executables, params, *init_state(program)), limits)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return waiting_engine(mask, overlap=False)
+    return small_engine()
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    drawn_again = tiny_engine(tiny_limits())
+    drawn_again = small_engine(DRAWN_AGAIN)
     return {name: tokens(run(drawn_again, PROMPTS, kind)) for name, kind in KINDS.items()}
 
 
-@pytest.fixture
-def not_drawn_once() -> Iterator[None]:
-    """As on a GPU, a step draws also for rows with extras."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Program, "draws_once", False)
-        yield
-
-
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.usefixtures("not_drawn_once")
 def test_answers_are_those_of_draws_after_the_step(
     engine: Engine, expected: dict[str, Any], name: str
 ) -> None:
@@ -139,12 +71,12 @@ def test_answers_are_those_of_draws_after_the_step(
     assert engine.stats().num_preemptions > before
 
 
-@pytest.mark.usefixtures("not_drawn_once")
 def test_a_mask_that_does_not_come_ends_only_its_request(
-    engine: Engine, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(native, "SECONDS", 0.2)
+    engine = small_engine()
     monkeypatch.setattr(Constraints, "write", lambda *_: None)
-    monkeypatch.setattr(sys.modules[__name__], "SECONDS", 0.0)
     for index, (prompt, kind) in enumerate(zip(PROMPTS, KINDS["some"], strict=True)):
         engine.add_request(str(index), prompt, kind)
     errors, found = dict[str, str](), dict[str, list[int]]()
@@ -159,11 +91,9 @@ def test_a_mask_that_does_not_come_ends_only_its_request(
         assert [tuple(found[str(index)])] == [tuple(one) for one in expected["some"][index]]
 
 
-@pytest.mark.usefixtures("not_drawn_once")
 def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlapping = waiting_engine(no_mask, overlap=True)
     seen: list[tuple[str, int]] = []
     launch, collect, write = Executor.launch, Executor.collect, Constraints.write
     complete, completed = MaskBoard.complete, list[int]()
@@ -193,7 +123,7 @@ def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
     monkeypatch.setattr(Constraints, "write", written)
     monkeypatch.setattr(MaskBoard, "complete", recorded)
     loose = replace(PLAIN, allowed_token_ids=tuple(range(VOCAB)))
-    run(overlapping, PROMPTS, [loose, PLAIN] * (len(PROMPTS) // 2))
+    run(engine, PROMPTS, [loose, PLAIN] * (len(PROMPTS) // 2))
     order: dict[int, list[str]] = {}
     for what, number in seen:
         order.setdefault(number, []).append(what)

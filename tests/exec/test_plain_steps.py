@@ -243,11 +243,12 @@ def test_a_cpu_skips_only_what_no_row_of_a_call_needs() -> None:
 
 def _slots_of(model: Model, requests: Sequence[Request], draws_once: bool = False) -> SlotState:
     """Slots of these requests and one for padding, with random histories and logits."""
+    later = (lambda request: request.has_extras) if draws_once else None
     rng, count = np.random.default_rng(3), len(requests)
     limits = msgspec.structs.replace(LIMITS, max_num_seqs=count)
     slots = init_state(Program(model, limits, platform="cpu"))[1]
     return slots._replace(
-        settings=slots.settings.at[:count].set(settings_of(requests, draws_once)),
+        settings=slots.settings.at[:count].set(settings_of(requests, later)),
         token_ids=jnp.asarray(rng.integers(0, 300, slots.token_ids.shape), jnp.int32),
         drawn_from=jnp.asarray(rng.standard_normal(slots.drawn_from.shape), jnp.float32),
     )

@@ -76,10 +76,10 @@ def draw_in(
     lens = jnp.full(len(rows), len(PROMPT + OUTPUT), jnp.int32)
     index = jnp.arange(len(rows), dtype=jnp.int32)
     given = jnp.asarray(logits)
-    drawn = jax.jit(sample)(given, slots, index, lens)
+    drawn, _ = jax.jit(sample)(given, slots, index, lens)
     if any(params.needs_extras for params in rows):
         changed = jax.jit(with_extras)(given, slots, index, lens)
-        drawn = jax.jit(sample)(given, slots, index, lens, changed=changed)
+        drawn, _ = jax.jit(sample)(given, slots, index, lens, changed=changed)
     return np.asarray(drawn), slots
 
 

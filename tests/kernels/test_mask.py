@@ -6,10 +6,15 @@ import sys
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kit.interpreted_process import interpreted
+from pallas_kernels.mask import native
 from pallas_kernels.mask.api import mask
+from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
+
+SLOTS = 4
 
 LOGITS, ROWS, PLACE = jnp.zeros((3, 40)), jnp.ones(3, jnp.int32), jnp.zeros(3, jnp.int32)
 
@@ -21,9 +26,39 @@ def test_rows_wait_for_their_masks_and_fail_closed() -> None:
     assert kept == [[0, 31, 32, 19_999], list(range(20_000)), [], [5, 8_192]]
 
 
-def test_without_the_kernel_no_mask_comes_in_time() -> None:
+@pytest.mark.skipif(native.supports() is not None, reason="the library is not built")
+@pytest.mark.parametrize("vocab", [40, 96, 1031])
+def test_the_native_kernel(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "SECONDS", 0.1)
+    words, rng = mask_words(vocab), np.random.default_rng(0)
+    board = np.zeros(board_words(SLOTS, vocab), np.int32)
+    numbers = board[: SLOTS * NUMBER_WORDS : NUMBER_WORDS]
+    bits = board[SLOTS * NUMBER_WORDS :][: SLOTS * words].reshape(SLOTS, words)
+    bits[:] = rng.integers(-(2**31), 2**31, bits.shape)
+    bits[2, ::2], bits[2, 1::2] = -1, 0
+    numbers[[0, 2, 3]] = 7
+    numbers[1] = 6  # of an earlier step
+    place = np.append(np.array([board.ctypes.data], np.uint64).view(np.int32), 7)
+    logits = rng.standard_normal((4, vocab), np.float32)
+    wanted, slots = np.array([1, 0, 1, 1], np.int32), np.array([2, 3, 1, 0], np.int32)
+    ones = np.ones(4, np.int32)
+    arguments = map(jnp.asarray, (logits, ones, wanted, slots, place))
+    masked, in_time = mask(*arguments, num_slots=SLOTS, impl="native")
+    allowed = np.unpackbits(bits[slots].view(np.uint8), axis=1, bitorder="little")[:, :vocab] > 0
+    allowed[1], allowed[2] = True, False
+    assert in_time.tolist() == [1, 1, 0, 1]
+    np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))
+
+
+@pytest.mark.skipif(native.supports() is not None, reason="the library is not built")
+def test_without_a_board_no_mask_comes_in_time() -> None:
+    logits, in_time = mask(LOGITS, ROWS, ROWS, ROWS, PLACE, num_slots=4, impl="native")
+    assert in_time.tolist() == [0, 0, 0] and (logits == -jnp.inf).all()
+
+
+def test_without_a_kernel_no_mask_comes_in_time() -> None:
     wanted = jnp.array([1, 0, 1], jnp.int32)
-    logits, in_time = mask(LOGITS, ROWS, wanted, ROWS, PLACE, num_slots=4)
+    logits, in_time = mask(LOGITS, ROWS, wanted, ROWS, PLACE, num_slots=4, impl="xla")
     assert in_time.tolist() == [0, 1, 0] and (logits == LOGITS).all()
 
 

@@ -76,8 +76,7 @@ class Executor:
         self._steering = no_steering(program)
         self._requests: dict[int, Request] = {}  # of each slot
         self._slots_with_extras: set[int] = set()
-        masks = MaskBoard.of_program(program) if program.reads_masks else None
-        self._constraints = Constraints(program.mask_words, masks)
+        self._constraints = Constraints(program.mask_words, MaskBoard.of_program(program))
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
         rows = max([*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows])
         self._board = TokenBoard.of_device(program.placement.device, rows)
@@ -242,7 +241,8 @@ class Executor:
         extras = [i for i, row in enumerate(rows) if row.samples and row.slot in slots]
         settings = NO_SETTINGS
         if prefills:
-            settings = settings_of(requests[len(plan.decodes) :], self._program.draws_once)
+            drawn_later = self._constraints.needs_extras if self._program.draws_once else None
+            settings = settings_of(requests[len(plan.decodes) :], drawn_later)
         steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
         prepared = Prepared(
             plan,
@@ -283,8 +283,8 @@ class Executor:
         if taps is not None:
             self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
-        tokens, numbers = output.token_ids, (place[-1], mask_number)
-        step = InFlight(prepared, tokens, *numbers, [], scores, failed, pooled, taps)
+        drawn = output.token_ids, place[-1], mask_number
+        step = InFlight(prepared, *drawn, [], scores, failed, pooled, taps)
         if prepared.extras and not (prepared.is_constrained and self._in_flight):
             self._draw_all_extras(step)
         return step

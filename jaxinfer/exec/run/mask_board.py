@@ -1,10 +1,12 @@
-"""The mask board: host memory from which a GPU reads the masks of a step that already runs.
+"""The mask board: host memory from which a step that already runs reads its masks.
 
 It is the inverse of the token board. ``docs/notes/0028-rows-with-masks.md`` has the measurements.
 """
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,21 +34,27 @@ class MaskBoard:
         self._numbers = memory[:, :first:NUMBER_WORDS]
         bits = memory[:, first : first + num_slots * words].view(np.uint32)
         self._masks = bits.reshape(len(memory), num_slots, words)
+        self._order = threading.Lock()
+        self._order.acquire()
         # the places of steps' masks for the op ``mask``
         self.next_place = Places(memory, MAX_NUMBER).next
 
     @classmethod
-    def of_program(cls, program: Program) -> MaskBoard:
-        """A board for all slots on a CUDA device.
+    def of_program(cls, program: Program) -> MaskBoard | None:
+        """A board for all slots; None if no step reads masks.
 
-        Without CUDA's driver its memory is the host's alone, so no mask ever comes in time.
+        Its memory is never freed, as an abandoned step may still read there. On a GPU without
+        CUDA's driver no mask ever comes in time.
         """
+        if not program.reads_masks:
+            return None
         slots, vocab = program.limits.max_num_seqs + 1, program.model.config.vocab_size
         device: Any = program.placement.device
-        shape = (NUM_STEPS, cdiv(board_words(slots, vocab), 2))
-        memory = shared_zeros(device.local_hardware_id, shape)
+        shape, on_gpu = (NUM_STEPS, cdiv(board_words(slots, vocab), 2)), program.platform != "cpu"
+        memory = shared_zeros(device.local_hardware_id, shape) if on_gpu else None
         if memory is None:
             memory = np.zeros(shape, np.int64)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         return cls(memory.view(np.int32), slots, vocab)
 
     def masks(self, number: int) -> np.ndarray:  # uint32[S, W]
@@ -56,6 +64,9 @@ class MaskBoard:
     def complete(self, number: int, slots: Sequence[int]) -> None:
         """Let the device read the masks of these slots; it may be waiting for them.
 
-        The number is stored after the bits, and x86 keeps the order of stores.
+        The number is stored after the bits: x86 keeps the order of stores, and ARM between a lock
+        that is released and one that is taken.
         """
+        self._order.release()
+        self._order.acquire()
         self._numbers[number % NUM_STEPS, slots] = number

@@ -87,13 +87,13 @@ class ExtrasFunction:
 
         def drawn() -> jax.Array:
             biased = _by_blocks(changed, logits, seq_slots, seq_lens, masks)
-            return draw(changed=biased)
+            return draw(changed=biased)[0]
 
         draw = partial(
             sample, logits, slots, seq_slots, seq_lens, self.pins, draws_once=self.draws_once
         )
         wanted = partial(any_extras, slots, seq_slots, seq_lens)
-        token_ids = self._if(wanted, drawn, partial(draw, masks=masks))
+        token_ids = self._if(wanted, drawn, lambda: draw(masks=masks)[0])
         token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
 
         def of_tokens() -> jax.Array:

@@ -209,8 +209,9 @@ class StepFunction:
         logits = unembed(self.model, params, drawn_from)  # [N, V]
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
-        token_ids = sample(logits, slots, own, lens, self.pins, awaited=awaited)
-        drawn_from = logits if self.keeps_logits else drawn_from
+        token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
+        # rows that waited for a mask are not drawn again; with raw logits XLA would copy all of them
+        drawn_from = masked if self.keeps_logits else drawn_from
         token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None

@@ -57,11 +57,12 @@ def sample(
     masks: jax.Array | None = None,  # uint32[B, W]: see ``with_masks``, if they are not applied yet
     awaited: Awaited | None = None,
     draws_once: bool = False,  # see ``slots.settings_of``; only for draws with extras
-) -> jax.Array:  # int32[B]
+) -> tuple[jax.Array, jax.Array]:  # int32[B], float32[B, V]
     """Draw one token per row from the raw logits, or from the ``changed`` ones.
 
     The token is ``NOT_FINITE`` if a raw logit is NaN or infinite, and ``NO_MASK`` if the row waited
-    for a mask that did not come.
+    for a mask that did not come. It is returned with the logits before ``masks``, in which those of
+    rows that waited are masked.
     """
     ints, floats = read_settings(slots, seq_slots)
     given = logits if changed is None else changed
@@ -90,7 +91,7 @@ def sample(
     )
     if in_time is not None:
         token_ids = jnp.where(in_time > 0, token_ids, NO_MASK)
-    return jnp.where(finite, token_ids, NOT_FINITE)
+    return jnp.where(finite, token_ids, NOT_FINITE), given
 
 
 def any_extras(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -315,6 +316,7 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
 }
 
 #include "experts.inc"
+#include "mask.inc"
 
 }  // namespace
 }  // namespace jaxinfer
@@ -395,6 +397,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::S32>>()
         .Arg<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferMask, jaxinfer::Mask,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::S32>>()
+        .Attr<int64_t>("num_slots")
+        .Attr<int64_t>("number_words")
+        .Attr<int64_t>("milliseconds"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxinferExperts, jaxinfer::Experts,
