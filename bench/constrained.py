@@ -8,8 +8,9 @@ Run from the repository root:
 Each row has a prompt and draws so many tokens after the first, at temperature 1. Of the schemas,
 ``integers`` is an array of integers, with another length for each row; ``words`` asks for 60
 lower-case words, ``objects`` for objects with strings, and ``strings`` for objects with strings of
-bounded length, whose masks take llguidance five times as long. The loads run in turns, and again if other processes have used more
-than a tenth of a core; wall and CPU time are in ms a token of the whole batch, without the prompts.
+bounded length, whose masks take llguidance five times as long. The loads run in turns, and again
+if other processes have used more than a tenth of a core; wall and CPU time are in ms a token of the
+whole batch, without the prompts.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """The filters of constrained sequences: they follow the drawn tokens and write masks.
 
-A mask depends on the token before, so it is known once the step before has been collected. On a GPU
-the step then waits for it (``MaskBoard``), unless the row has other extras; else the row is drawn
-again after the step. An error of a filter is the result of its row and ends that request; its later
-rows get a mask too, since the device waits for one, and their tokens are never used. A
-``RequestError`` stays one: the request asks for what turned out to be impossible.
+A mask depends on the token before, so it is known once the step before has been collected. The
+step then waits for it (``MaskBoard``), unless the row has other extras; else the row is drawn again
+after the step. An error of a filter is the result of its row and ends that request; its later rows
+get a mask too, since the device waits for one, and their tokens are never used. A ``RequestError``
+stays one: the request asks for what turned out to be impossible.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,8 +44,6 @@ class Constraints:
         self.num_words = num_words  # W: words of a mask
         self._board = board  # if steps read masks
         self.awaited: set[int] = set()  # slots whose masks are written on the board
-        self._thread = ThreadPoolExecutor(1, "jaxinfer-masks")
-        self._writing: Future[None] | None = None
         self._slots: dict[int, _Followed] = {}
         self._every_token: dict[int, np.ndarray] = {}  # uint32[count, W] of ones, by count
 
@@ -97,7 +94,6 @@ class Constraints:
 
         The array must not be changed.
         """
-        self._wait()
         every_token = self._every_token.get(count)
         if every_token is None:
             every_token = np.full((count, self.num_words), ALL_TOKENS, np.uint32)
@@ -114,31 +110,14 @@ class Constraints:
         return masks
 
     def write(self, prepared: Prepared, number: int) -> None:
-        """Write the masks for which the step with this number waits.
-
-        A thread does so, since the host launches the next step in that time: 64 masks of JSON
-        schemas take an H100's host 2 to 5 ms, and a step of Qwen3-4B takes 4 ms.
-        """
+        """Write the masks for which the step with this number waits."""
         assert self._board is not None, "no step waits"
         rows = [prepared.plan.rows[i] for i in prepared.masked]
-        self._wait()
-        followed = {row.slot: self._of(row) for row in rows}
-        self._writing = self._thread.submit(self._write, self._board, number, followed)
-
-    def _write(
-        self, board: MaskBoard, number: int, followed: Mapping[int, _Followed | None]
-    ) -> None:
-        """``write`` for the sequences in some slots."""
-        masks, alive = board.masks(number), {i: one for i, one in followed.items() if one}
-        for slot in followed.keys() - self._fill(alive, masks):
+        followed = {row.slot: one for row in rows if (one := self._of(row)) is not None}
+        masks, slots = self._board.masks(number), [row.slot for row in rows]
+        for slot in {*slots} - self._fill(followed, masks):
             masks[slot] = ALL_TOKENS  # the row's result is an error, or its sequence has ended
-        board.complete(number, [*followed])
-
-    def _wait(self) -> None:
-        """Wait until no thread uses a filter."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+        self._board.complete(number, slots)
 
     def _fill(
         self,
@@ -166,7 +145,6 @@ class Constraints:
         errors: dict[RowKey, JaxinferError] = {}
         if not self._slots:
             return errors
-        self._wait()
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
             followed = self._of(row) if row.samples else None
             if followed is None or NOT_FINITE in drawn or NO_MASK in drawn:  # these end the request

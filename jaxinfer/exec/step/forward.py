@@ -210,7 +210,7 @@ class StepFunction:
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
-        # rows that waited for a mask are not drawn again; with raw logits XLA would copy all of them
+        # rows that waited are not drawn again; to keep raw logits, XLA would copy those of all rows
         drawn_from = masked if self.keeps_logits else drawn_from
         token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
         token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))

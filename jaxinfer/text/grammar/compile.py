@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,12 +96,14 @@ class ConstraintCompiler:
             known = self._grammars.get(params)
             if known is not None:
                 self._grammars.move_to_end(params)
-                return known
+        if known is not None:
+            known.grow()
+            return known
         library, source = load_llguidance(), self._source(params)
-        prototype = library.LLMatcher(self._vocabulary(), source, log_level=0)
-        if prototype.is_error():
-            raise unusable(params.kind, prototype.get_error())
-        grammar = Grammar(prototype, cdiv(self._vocab_size, BITS))
+        build = partial(library.LLMatcher, self._vocabulary(), source, log_level=0)
+        grammar = Grammar(build, cdiv(self._vocab_size, BITS))
+        if grammar.error:
+            raise unusable(params.kind, grammar.error)
         if not grammar.fits_some_text:
             raise RequestError(f"{FIELD}.{params.kind} fits no text; check it for contradictions")
         if reason := grammar.rehearse(self._eos_token_ids):
