@@ -135,11 +135,6 @@ class StateLayout:
 
         return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
 
-    def zeros(self, num_pages: int, page_size: int, num_rows: int) -> State:
-        """The arrays, zeroed, so that a page which is read before it is written has no NaN."""
-        abstract = self.abstract(num_pages, page_size, num_rows)
-        return tuple(jnp.zeros(one.shape, one.dtype) for one in abstract)
-
 
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
     """The layout for the layers of a model."""

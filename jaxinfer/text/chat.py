@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.messages import Message, check_messages
@@ -21,17 +14,6 @@ from jaxinfer.text.template_probes import TemplateProbes
 # Appended to the final message to find its end. The trailing space shows whether the template
 # strips messages.
 _END_MARK = "<jaxinfer end of the final message> "
-
-
-class _Generation(Extension):
-    """Accepts ``{% generation %}...{% endgeneration %}``, which marks text for training masks."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)  # variables set in the block end with it
 
 
 class ChatTemplate:
@@ -51,18 +33,9 @@ class ChatTemplate:
         self._probes = TemplateProbes(
             lambda chat: self._text(chat, {"add_generation_prompt": False})
         )
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: clock().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TokenizerError(f"The chat template is not valid Jinja: {error}") from error
+        from jaxinfer.text.jinja import compiled_template  # not at a start: it takes 0.1 s
+
+        self._template = compiled_template(source, clock)
 
     def render(
         self,
@@ -117,24 +90,3 @@ def _text_before_mark(text: str) -> str:
             "use add_generation_prompt instead."
         )
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters, which the prompt must not contain.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from os.path import isdir
 from pathlib import Path
 
@@ -48,12 +49,15 @@ def load(
     the state are those of its weights.
     """
     check_host(plan.memory)
-    loader = _Loader(plan, progress, begin_executables if serves_early else build_executables)
+    read = threading.Event()
+    build = partial(begin_executables, others_after=read) if serves_early else build_executables
+    loader = _Loader(plan, progress, build, read)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return _beside(loader.state, loader.executables)
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
+    read.set()
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
@@ -70,6 +74,7 @@ class _Loader:
     plan: EnginePlan
     progress: Progress
     build: Callable[..., Executables]
+    tokenizer_is_read: threading.Event
     _claimed: Future[None] = field(default_factory=Future[None])
 
     @property
@@ -133,7 +138,10 @@ class _Loader:
 
         It holds the GIL for up to 0.5 s, in which no other load would begin.
         """
-        _ = self.plan.tokenizer
+        try:
+            _ = self.plan.tokenizer
+        finally:
+            self.tokenizer_is_read.set()
 
     @cached_property
     def folder(self) -> Path:

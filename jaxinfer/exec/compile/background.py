@@ -51,18 +51,20 @@ def begin_executables(
     folder: Path,
     memory: MemoryPlan,
     progress: Progress,
+    others_after: threading.Event,
     settings: Mapping[str, Any] | None = None,
 ) -> Executables:
     """``build_executables`` that returns as soon as ``Program.first_names`` are there.
 
     Where these are all, it is ``build_executables``. The executables of ``later`` must be added by
-    the engine, and ``later`` be closed at its end.
+    the engine, and ``later`` be closed at its end. Others are loaded ``others_after`` an event, as
+    loads contend for the GIL with what a start still has to do.
     """
     if set(program.first_names) == set(program.names()):
         return build_executables(
             program, folder=folder, memory=memory, progress=progress, settings=settings
         )
-    building = Building(program, folder, memory, settings or {}, progress)
+    building = Building(program, folder, memory, settings or {}, progress, others_after)
     try:
         first = building.first.result()
     except BaseException:  # also Ctrl-C
@@ -80,6 +82,7 @@ class Building:
     memory: MemoryPlan
     settings: Mapping[str, Any]
     progress: Progress
+    others_after: threading.Event
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
     num_compiled: int = 0  # of the first executables; other bundles had the rest of them
@@ -115,6 +118,7 @@ class Building:
     def close(self) -> None:
         """See ``Later``. What is not saved as a bundle is removed."""
         self._closed = True
+        self.others_after.set()
 
     def _run(self) -> None:
         try:
@@ -139,6 +143,7 @@ class Building:
         first = self.program.first_names
         self.first.set_result(dict(load_all(bundle, self.progress, first)))
         others = [name for name in self.program.names() if name not in first]
+        self.others_after.wait()
         for loaded in load_all(bundle, self.progress, others):
             if self._closed:
                 return
