@@ -62,7 +62,7 @@ class PagePool(msgspec.Struct, frozen=True):
 def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
     """A pool in which all pages but the padding page are fresh."""
     return PagePool(
-        fresh=IntLog(range(1, num_pages)),
+        fresh=IntLog(np.arange(1, num_pages, dtype=np.int32)),
         fresh_head=0,
         cached=IntLog(),
         cached_head=0,

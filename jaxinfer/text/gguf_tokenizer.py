@@ -75,8 +75,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     model = _required(metadata, "model")
     _refuse_unknown_keys(metadata)
     tokens: list[str] = list(_required(metadata, "tokens"))
-    types = _token_types(tokens, _required(metadata, "token_type"))
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    types = _token_types(vocab, len(tokens), _required(metadata, "token_type"))
     if len(vocab) != len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
         raise TokenizerError(f"The GGUF metadata lists the token {twice!r} twice.")
@@ -122,17 +122,18 @@ def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _token_types(tokens: Sequence[str], stored: Sequence[Any]) -> list[int]:
+def _token_types(vocab: Mapping[str, int], num_tokens: int, stored: Sequence[Any]) -> list[int]:
     """The stored types, except that a token of ``TURN_ENDS`` is never an ordinary word."""
-    if len(stored) != len(tokens):
+    if len(stored) != num_tokens:
         raise TokenizerError(
-            f"The GGUF metadata has {len(tokens)} tokens but {len(stored)} token types; "
+            f"The GGUF metadata has {num_tokens} tokens but {len(stored)} token types; "
             "the file is damaged."
         )
-    return [
-        _TokenType.CONTROL if kind == _TokenType.NORMAL and token in TURN_ENDS else int(kind)
-        for token, kind in zip(tokens, stored, strict=True)
-    ]
+    types = [*map(int, stored)]
+    for token_id in (vocab[token] for token in TURN_ENDS if token in vocab):
+        if types[token_id] == _TokenType.NORMAL:
+            types[token_id] = _TokenType.CONTROL
+    return types
 
 
 def _required(metadata: Mapping[str, Any], key: str) -> Any:
@@ -154,7 +155,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tok
             "use the model's tokenizer.json instead."
         )
     rules = WORD_RULES[name]
-    merges = [_pair(merge) for merge in _required(metadata, "merges")]
+    merges = [_pair(*merge.partition(" ")) for merge in _required(metadata, "merges")]
     tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=rules.whole_words))
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -163,8 +164,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tok
     return tokenizer, rules.add_bos
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
+def _pair(left: str, _: str, right: str) -> tuple[str, str]:
     return left, right
 
 
@@ -215,7 +215,8 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int
     """Make control tokens special, and user-defined ones whole words that are not special."""
 
     def of(*kinds: _TokenType) -> list[AddedToken]:
-        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in kinds)
+        wanted = {*map(int, kinds)}
+        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in wanted)
         return [AddedToken(token, normalized=False) for token in listed]
 
     tokenizer.add_special_tokens(of(_TokenType.CONTROL, _TokenType.UNKNOWN))
