@@ -267,9 +267,11 @@ def build_engine(
         raise ConfigError(
             f"an engine serves on one device, and the mesh has {num_devices}; use a mesh of one"
         )
-    (executables, compile_seconds), (state, load_seconds) = load(plan, progress, serves_early)
+    loaded = load(plan, progress, serves_early)
+    (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
     executor = Executor(plan.program, executables, *state)
     executor.warm_up()
+    loaded.tokenizer_read.result()
     later = None
     if executables.later is not None:
         later = LaterExecutables(executables.later, executor, executor.buckets)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from os.path import isdir
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxinfer.core.host_memory import release_free_heap
 from jaxinfer.core.progress import Progress
@@ -35,36 +36,44 @@ type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
 
 
-def load(
-    plan: EnginePlan, progress: Progress, serves_early: bool = False
-) -> tuple[Timed[Executables], Timed[State]]:
+class Loaded(NamedTuple):
+    """What an engine is made of."""
+
+    executables: Timed[Executables]
+    state: Timed[State]
+    tokenizer_read: Future[None]  # its exception is that of ``EnginePlan.tokenizer``
+
+
+def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Loaded:
     """Return the executables and the state, each with the seconds of its loading or compiling.
 
     ``serves_early``: see ``build_engine``.
 
-    If nothing has to be compiled, executables load while weights, tokenizer and pages do. Else, on
+    If nothing has to be compiled, executables load while weights and pages do, and the tokenizer
+    is read, which may go on when the others are there. Else, on
     a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
     the peak (2.3 GB instead of 1.3 GB for SmolLM2-135M). On a GPU weights load while the steps
     compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
     the state are those of its weights.
     """
     check_host(plan.memory)
-    read = threading.Event()
-    build = partial(begin_executables, others_after=read) if serves_early else build_executables
+    read, is_read = Future[None](), threading.Event()
+    read.add_done_callback(lambda _: is_read.set())
+    build = partial(begin_executables, others_after=is_read) if serves_early else build_executables
     loader = _Loader(plan, progress, build, read)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
-        return _beside(loader.state, loader.executables)
+        return Loaded(*_beside(loader.state, loader.executables), read)
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
-    read.set()
+    read.set_result(None)
     prepare_folder(loader.folder.parent)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":
-        return loader.executables(), loader.state()
+        return Loaded(loader.executables(), loader.state(), read)
     made, (params, seconds) = _beside(loader.weights, loader.executables)
-    return made, ((params, *init_state(plan.program)), seconds)
+    return Loaded(made, ((params, *init_state(plan.program)), seconds), read)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class _Loader:
     plan: EnginePlan
     progress: Progress
     build: Callable[..., Executables]
-    tokenizer_is_read: threading.Event
+    tokenizer_read: Future[None]
     _claimed: Future[None] = field(default_factory=Future[None])
 
     @property
@@ -114,7 +123,7 @@ class _Loader:
         return params, time.perf_counter() - start
 
     def state(self) -> Timed[State]:
-        """Load weights, create pages and slots; the tokenizer is read at the same time."""
+        """Load weights, create pages and slots, and begin to read the tokenizer."""
         if self.plan.memory.device is None:  # pages reuse host memory that loading weights frees
             (params, seconds), make = _beside(self._state_maker, self.weights)
             return (params, *make()), seconds
@@ -125,23 +134,29 @@ class _Loader:
         make = compile_init_state(self.plan.program)
         self._claimed.result()  # XLA's default allocator takes 2 s for 130 GB, without the GIL
         made = make()
-        self._read_tokenizer()
+        self._begin_tokenizer()
         return made
 
     def _state_maker(self) -> Callable[[], tuple[layer_state.State, SlotState]]:
         make = compile_init_state(self.plan.program)
-        self._read_tokenizer()
+        self._begin_tokenizer()
         return make
 
-    def _read_tokenizer(self) -> None:
-        """Read it last on this thread, when executables and weights load in others.
+    def _begin_tokenizer(self) -> None:
+        """Read it in a thread, when executables and weights load in others.
 
-        It holds the GIL for up to 0.5 s, in which no other load would begin.
+        It holds the GIL for up to 0.5 s, in which no other load would begin; steps can run for the
+        first time beside it.
         """
+        if not self.tokenizer_read.done():
+            threading.Thread(target=self._read_tokenizer, daemon=True).start()
+
+    def _read_tokenizer(self) -> None:
         try:
             _ = self.plan.tokenizer
-        finally:
-            self.tokenizer_is_read.set()
+            self.tokenizer_read.set_result(None)
+        except BaseException as error:
+            self.tokenizer_read.set_exception(error)
 
     @cached_property
     def folder(self) -> Path:

@@ -69,27 +69,25 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     """A function that allocates pages and slots, zeroed: pages may be read before they are written.
 
     It raises ``EngineError`` if the device does not have that much free memory. There is an
-    executable for each shape of an array of layer state, of which a model has few, and one for all
-    slots. One for everything took 0.3 s to compile (28 layers, H100).
+    executable for each shape of an array of layer state, of which a model has few. The slots have
+    many shapes, for which XLA took 0.2 s (H100), so their zeros come from the host.
     """
-    state, slots = program.state(), program.slots()
-    on_cpu = program.placement.platform == "cpu"
-
-    def compiled(zeros: Callable[[], Any], abstract: Any) -> Callable[[], Any]:
-        shardings = jax.tree.map(lambda array: array.sharding, abstract)
-        return jax.jit(zeros, out_shardings=shardings).lower().compile()
-
-    zero_slots = compiled(program.zero_slots, slots)
+    state, slots, placement = program.state(), program.slots(), program.placement
     zeros_of = {
-        one: compiled(partial(jnp.zeros, one.shape, one.dtype), one) for one in dict.fromkeys(state)
+        one: jax.jit(partial(jnp.zeros, one.shape, one.dtype), out_shardings=one.sharding)
+        .lower()
+        .compile()
+        for one in dict.fromkeys(state)
     }
 
     def make() -> tuple[State, SlotState]:
         with allocating(tree_bytes((state, slots))):
             made = [zeros_of[one]() for one in state]
-            if on_cpu:
+            if placement.platform == "cpu":
                 made = [*map(_without_memory, made)]
-            return jax.block_until_ready((tuple(made), zero_slots()))
+            zeros = (np.zeros(one.shape, one.dtype) for one in jax.tree.leaves(slots))
+            put = jax.tree.unflatten(jax.tree.structure(slots), map(placement.put, zeros))
+            return jax.block_until_ready((tuple(made), put))
 
     return make
 
