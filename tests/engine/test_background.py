@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,6 +168,26 @@ def test_requests_are_served_before_all_is_loaded(
     assert answers(engine) == first
     assert engine.stats().num_executables == num_executables
     assert engine.stats().num_compiled == engine.stats().num_late_compiles == 0
+
+
+def test_others_are_loaded_after_the_tokenizer(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_engine(plan)
+    order, load_all = list[str](), background.load_all
+
+    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
+        order.append("first" if {*names} <= {*plan.program.first_names} else "others")
+        return load_all(bundle, progress, names)
+
+    def read(_: EnginePlan) -> None:
+        time.sleep(0.3)
+        order.append("tokenizer")
+
+    monkeypatch.setattr(background, "load_all", loaded)
+    monkeypatch.setattr(EnginePlan, "tokenizer", property(read))
+    until_compiled(build_engine(plan, serves_early=True))
+    assert order.index("first") < order.index("tokenizer") < order.index("others")
 
 
 def test_new_executables_run_once_while_no_request_is_there(

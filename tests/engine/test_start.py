@@ -112,6 +112,11 @@ def test_slow_libraries_are_not_imported_before_they_are_used() -> None:
     assert not {*UNUSED} & {*modules}
 
 
+def test_a_tokenizer_needs_no_jinja_before_its_first_chat() -> None:
+    script = "import sys, jaxinfer.text.tokenizer; print('jinja2' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
+
+
 def test_importing_the_api_does_not_import_jax() -> None:
     script = "import sys; from jaxinfer import LLM, AsyncLLM; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
@@ -156,3 +161,10 @@ def test_the_tokenizer_is_read_before_compiling_and_while_executables_load(
     monkeypatch.setattr(engine_loading, "build_executables", loads)
     monkeypatch.setattr(tokenizer, "load_tokenizer", reads)
     assert start_engine(config).tokenizer is not None
+
+    def fails(*_: Any) -> Any:
+        raise TokenizerError("read twice")
+
+    monkeypatch.setattr(tokenizer, "load_tokenizer", fails)
+    with pytest.raises(TokenizerError, match="read twice"):  # in its thread
+        start_engine(config)

@@ -14,7 +14,7 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.text.grammar import source
 from jaxinfer.text.grammar.compile import ConstraintCompiler
-from jaxinfer.text.grammar.constraint import MIN_PARALLEL, Constraint, fill_masks
+from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, MIN_PARALLEL, Constraint, fill_masks
 from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.cpu_time import cpu_seconds
@@ -151,6 +151,22 @@ def test_masks_in_parallel_are_those_of_each_filter(compiler: ConstraintCompiler
             expected = np.zeros(10, np.uint32)
             one.fill(expected)
             assert (masks[row] == expected).all() and (masks[row + 1] == 7).all()
+
+
+def test_copies_come_from_several_matchers_and_have_the_same_masks(
+    compiler: ConstraintCompiler,
+) -> None:
+    form = {"json": {"type": "object", "properties": {"a": {"enum": ["b", "cd"]}}}}
+    constraints = [compiled(compiler, **form) for _ in range(MAX_ORIGINALS + 4)]
+    grammar = constraints[0].grammar
+    assert grammar is not None and len(grammar._originals) == MAX_ORIGINALS
+    filters = dict(enumerate(one.begin([*b'{"a":"']) for one in constraints))
+    masks = np.zeros((len(filters), 10), np.uint32)
+    assert not fill_masks(filters, masks)
+    assert masks.any() and (masks == masks[0]).all()
+    filters[0].push(ord("b"))
+    fill_masks(filters, masks)
+    assert (masks[0] != masks[1]).any() and (masks[1:] == masks[1]).all()
 
 
 def test_sources_that_would_take_hours_are_refused_in_two_seconds(
