@@ -71,11 +71,19 @@ def test_imports_go_on_while_the_backend_starts(
     assert backend.share == share
 
 
-def test_the_error_of_a_backend_is_raised(backend: Backend) -> None:
-    """Although JAX itself falls back to the CPU after the first error."""
+def test_the_error_of_a_backend_is_raised(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although JAX itself falls back to the CPU after the first error, unless it is reset.
+
+    A real reset would take the devices from the executables of other tests.
+    """
+    resets: list[bool] = []
+    monkeypatch.setattr("jaxinfer.engine.start.build.clear_backends", lambda: resets.append(True))
     backend.let.set()
     with pytest.raises(EngineError, match="there is no device"):
         start_engine(EngineConfig(model="never looked for"))
+    assert resets
 
 
 @pytest.mark.parametrize(

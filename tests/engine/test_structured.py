@@ -303,7 +303,7 @@ def test_a_filter_is_freed_when_its_request_ends(engine: Engine) -> None:
     for name, max_tokens in (("short", 3), ("aborted", 50)):
         sampling = SamplingParams(allowed_token_ids=(97,), max_tokens=max_tokens)
         engine.add_request(name, [1], sampling, constraint=Followed(99, ""))
-    while engine.stats().num_running != 1:
+    while engine.has_work and engine.stats().num_running != 1:
         engine.step()
     gc.collect()
     short, aborted = filters
