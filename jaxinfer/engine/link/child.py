@@ -57,13 +57,9 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
 
     ``settings`` waits for the server, whose own imports are still running.
     """
-    import_beside("jaxinfer.text.tokenizer")
     with gc_paused():
         import_module("jax")  # the slowest import, which needs no settings
-    config = settings()
-    if config.model.endswith(".gguf"):
-        import_beside("jaxinfer.weights.gguf.checkpoint")
-    with backend_starting(config) as platform:
+    with backend_starting(settings()) as platform:
         from jaxinfer.engine.start.build import build_engine, plan_engine
         from jaxinfer.engine.start.summary import describe_plan
     gc.freeze()  # modules are never freed
@@ -76,18 +72,6 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
         return planned, lambda: build_engine(made, progress, serves_early=True)
 
     return plan
-
-
-def import_beside(name: str) -> None:
-    """Import a module in a thread: half of the time of imports goes to reading files, without the
-    GIL. Its errors are those of the import where the module is used.
-    """
-
-    def read() -> None:
-        with suppress(Exception):
-            import_module(name)
-
-    threading.Thread(target=read, daemon=True).start()
 
 
 class EngineChild:
