@@ -49,12 +49,11 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
 
     ``serves_early``: see ``build_engine``.
 
-    If nothing has to be compiled, executables load while weights and pages do, and the tokenizer
-    is read, which may go on when the others are there. Else, on
-    a CPU, compiling comes first: the compiler's memory and the weights together would nearly double
-    the peak (2.3 GB instead of 1.3 GB for SmolLM2-135M). On a GPU weights load while the steps
-    compile, but pages come last: XLA runs GEMMs in their memory to autotune them. The seconds of
-    the state are those of its weights.
+    If nothing has to be compiled, executables load while weights and pages do, and the tokenizer is
+    read, which may go on when the others are there. Else, on a CPU, compiling comes first: the
+    compiler's memory and the weights together would nearly double the peak (2.3 GB instead of 1.3
+    GB for SmolLM2-135M). On a GPU weights load while the steps compile, but pages come last: XLA
+    runs GEMMs in their memory to autotune them. The seconds of the state are those of its weights.
     """
     check_host(plan.memory)
     read, is_read = Future[None](), threading.Event()

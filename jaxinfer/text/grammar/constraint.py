@@ -240,10 +240,10 @@ class SequenceFilter:
             for token_id in ends:
                 _clear(mask, token_id)
         if not _any(mask):
+            if not ends:
+                raise RequestError(self._dead_end)
             for token_id in ends:
                 _set(mask, token_id)
-        if not _any(mask):
-            raise RequestError(self._dead_end)
 
     @property
     def _dead_end(self) -> str:
