@@ -245,6 +245,8 @@ def any_body(ids: random.Random, *, masks: bool = False) -> Body:
             ),
         }
     chosen = {name: value for name, value in choices.items() if ids.random() < 0.3}
+    if "structured_outputs" in chosen:  # its tokens may not be among those allowed
+        chosen.pop("allowed_token_ids", None)
     if "logprobs" not in chosen:
         chosen.pop("logprob_token_ids", None)
     if "prompt_logprobs" in chosen:  # a stream cannot have them
@@ -287,9 +289,10 @@ def main() -> int:
     parser.add_argument("serve", nargs="+", help="model and flags of jaxinfer serve, after --")
     given = parser.parse_args()
     ids = random.Random(0)
+    bodies = [any_body(ids, masks=True) for _ in range(given.requests)]
     with ServerProcess(*given.serve) as server:
         ended = asyncio.run(scene(server.url, given.streams, ids))
-        met = asyncio.run(storm(server.url, [any_body(ids) for _ in range(given.requests)], ids))
+        met = asyncio.run(storm(server.url, bodies, ids))
         again = ids.sample(met.repeatable, min(given.alone, len(met.repeatable)))
         repeated = asyncio.run(alone(server.url, again))
         left = asyncio.run(left_over(server.url))

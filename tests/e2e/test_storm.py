@@ -22,7 +22,7 @@ def bodies_for(seconds: float, ids: random.Random) -> Iterator[Body]:
     """Random requests until the time is over."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        yield any_body(ids)
+        yield any_body(ids, masks=True)
 
 
 @pytest.mark.nightly
