@@ -37,7 +37,7 @@ type State = tuple[Params, layer_state.State, SlotState]
 
 
 class Loaded(NamedTuple):
-    """What an engine is made of."""
+    """The parts that ``load`` makes of a plan."""
 
     executables: Timed[Executables]
     state: Timed[State]

@@ -239,7 +239,7 @@ class SequenceFilter:
         if constraint.avoids_end:
             for token_id in ends:
                 _clear(mask, token_id)
-        if not _any(mask):
+        if not mask.any():
             if not ends:
                 raise RequestError(self._dead_end)
             for token_id in ends:
@@ -300,11 +300,6 @@ def _threads() -> Any:
 def token_ids_of(mask: np.ndarray) -> np.ndarray:  # uint32[W] -> int64[N]
     """The tokens that a mask allows, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-
-
-def _any(mask: np.ndarray) -> bool:  # uint32[W]
-    """True if a mask allows any token; as bytes 150,000 bits take 0.3 us, as words 4 us."""
-    return bool(mask.view(np.bool_).any())
 
 
 def _held(mask: np.ndarray, token_ids: Sequence[int]) -> tuple[int, ...]:  # mask: uint32[W]
