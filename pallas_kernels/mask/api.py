@@ -30,8 +30,8 @@ def _triton_supports(
     return without_triton() if logits.size else "there are no rows"
 
 
-def reads_host(platform: str, impl: str | None) -> bool:
-    """True if the implementation that runs on the platform reads host memory; see ``mask``."""
+def reads_board(platform: str, impl: str | None) -> bool:
+    """True if the implementation that runs on the platform reads masks; see ``mask``."""
     if platform == "gpu":
         return impl in (None, "triton") and without_triton() is None
     return platform == "cpu" and impl in (None, "native") and native.supports() is None
@@ -67,12 +67,12 @@ def mask(
     """The logits, in place, with -inf for each token that a row's mask forbids; and whether the
     mask of each row came in time (1), also for rows that wait for none.
 
-    ``place`` holds the low half of a host address, its high half, and a number. At the address is
-    int32[S, NUMBER_WORDS]: each slot's first word is the number, once its mask is complete. There
+    ``place`` holds the low half of an address, its high half, and a number. At the address, in the
+    device's memory, is int32[S]: a slot's word becomes the number once its mask is complete. There
     follow the bits int32[S, W]: token t is bit t % 32 of word t // 32 (``mask.board``).
     If the number does not come within some seconds, or the address is 0, all logits of the row
-    become -inf and the result is 0: it fails closed. The XLA implementation reads no host memory,
-    so there no mask comes in time. ``impl`` pins an implementation. Raises ValueError on arguments
+    become -inf and the result is 0: it fails closed. The XLA implementation reads no address, so
+    there no mask comes in time. ``impl`` pins an implementation. Raises ValueError on arguments
     that do not fit together.
     """
     rows = logits.shape[0] if logits.ndim == 2 else -1

@@ -1,4 +1,4 @@
-"""Named calls of mask for rows that want none. Its reads of host memory have their own test."""
+"""Named calls of mask for rows that want none. Its reads of the board have their own test."""
 
 from __future__ import annotations
 

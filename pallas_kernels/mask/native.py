@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.mask.board import NUMBER_WORDS
 from pallas_kernels.native.library import MASK, MISSING, call, library
 
 SECONDS = 4.0  # that all rows of a step wait at most
@@ -39,7 +38,6 @@ def mask(
         results,
         *(logits, finite, wanted, slots, place),
         num_slots=np.int64(num_slots),
-        number_words=np.int64(NUMBER_WORDS),
         milliseconds=np.int64(1000 * SECONDS),
         input_output_aliases={0: 0},
     )

@@ -1,4 +1,4 @@
-"""The definition of mask, without its reads of host memory."""
+"""The definition of mask, without its reads of the board."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mask in Triton: a CTA waits for the number of its row in host memory, then reads its bits."""
+"""mask in Triton: a CTA waits for the number of its row on the board, then reads its bits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.mask.board import NUMBER_WORDS, mask_words
+from pallas_kernels.mask.board import mask_words
 
 TILE = 1024  # words of an iteration, 32,768 tokens; each thread has four reads in flight
-# A read of host memory takes about 1 us, so these are some seconds. A mask comes within
-# milliseconds, unless the host's process is stopped or its thread has died.
-MAX_READS = 4_000_000
+# A read takes about 0.6 us, so these are some seconds. A mask comes within milliseconds, unless the
+# host's process is stopped or its thread has died.
+MAX_READS = 8_000_000
 
 
 @triton.jit
@@ -25,8 +25,7 @@ def _mask(
     in_time,  # int32[B]
     vocab,  # V
     words,  # W
-    first,  # word of the first slot's bits
-    NUMBER_WORDS: tl.constexpr,
+    num_slots,  # S
     TILE: tl.constexpr,
     MAX_READS: tl.constexpr,
 ):
@@ -39,7 +38,7 @@ def _mask(
     if tl.load(wanted + row) != 0:
         slot = tl.load(slots + row).to(tl.int64)
         board = address.to(tl.pointer_type(tl.int32))
-        number_at = board + slot * NUMBER_WORDS
+        number_at = board + slot
         seen = tl.load(number_at, mask=address != 0, other=0, volatile=True)
         reads = 0
         while (seen != number) & (reads < MAX_READS) & (address != 0):
@@ -47,8 +46,8 @@ def _mask(
             reads += 1
         came = ((seen == number) & (address != 0)).to(tl.int32)
         # The bits are read after the number, as the branch above depends on it and loads are not
-        # speculated; the host has written them before it.
-        bits_of_row = board + first + slot * words
+        # speculated; they were copied before it.
+        bits_of_row = board + num_slots + slot * words
         for tile in range(tl.cdiv(words, TILE)):
             word = tile * TILE + tl.arange(0, TILE)
             given = (word < words) & (address != 0)
@@ -86,8 +85,7 @@ def mask(
         num_stages=1,
         vocab=vocab,
         words=mask_words(vocab),
-        first=num_slots * NUMBER_WORDS,
-        NUMBER_WORDS=NUMBER_WORDS,
+        num_slots=num_slots,
         TILE=TILE,
         MAX_READS=MAX_READS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -17,9 +18,10 @@ from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.run.in_flight import InFlight, Prepared
 from jaxinfer.exec.run.mask_board import MaskBoard
-from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
+from kit.engines import compiled_for, copy_to_cpu, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
 from pallas_kernels.mask import native
+from pallas_kernels.mask.board import board_words
 from pallas_kernels.pins import NO_PINS, Pins
 
 VOCAB = 320
@@ -133,3 +135,27 @@ def test_masks_of_a_step_in_flight_are_written_when_the_one_before_is_collected(
         ("launched", "written", "collected"),
     }
     assert completed == sorted({*completed}) == [*order], "each step once, in order"
+
+
+def test_a_copy_of_the_board_in_a_devices_memory(
+    expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU reads a copy; here a CPU does, whose numbers come after the bits."""
+    copies = list[list[int]]()
+
+    def board_of(program: Program) -> MaskBoard:
+        slots = program.limits.max_num_seqs + 1
+        memory, on_device = np.zeros((2, 2, board_words(slots, VOCAB)), np.int32)
+        first = on_device.ctypes.data
+
+        def copy(*pairs: tuple[int, np.ndarray]) -> None:
+            assert all(first <= to < first + on_device.nbytes for to, _ in pairs)
+            copies.append([array.ndim for _, array in pairs])
+            copy_to_cpu(*pairs)
+
+        return MaskBoard(memory, slots, VOCAB, first, copy)
+
+    monkeypatch.setattr(MaskBoard, "of_program", board_of)
+    found = tokens(run(small_engine(), PROMPTS, KINDS["some"]))
+    assert found == expected["some"]
+    assert len(copies) > 20 and all(one == [2, 1] for one in copies)

@@ -15,12 +15,7 @@ from jaxinfer.exec.compile.memory_plan import NUM_BUFFERS
 from jaxinfer.exec.run import cuda_driver
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.executor import Executor
-from kit.engines import run, tiny_engine
-
-
-def _copy(address: int, array: np.ndarray) -> None:
-    """Copy to a CPU's memory, as the driver copies to a GPU's."""
-    ctypes.memmove(address, array.ctypes.data, array.nbytes)
+from kit.engines import copy_to_cpu, run, tiny_engine
 
 
 class _Result:
@@ -39,7 +34,7 @@ def _batch(first: int, size: int = 4) -> np.ndarray:
 
 
 def test_a_buffer_is_overwritten_when_the_step_that_read_it_has_ended() -> None:
-    staging, waited_for = BatchStaging(_copy, jax.devices()[0]), list[str]()
+    staging, waited_for = BatchStaging(copy_to_cpu, jax.devices()[0]), list[str]()
     filled = []
     for number in range(NUM_BUFFERS):
         filled.append(staging.copy_in(_batch(10 * number)))
@@ -65,9 +60,9 @@ def test_staging_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(tiny_engine(), prompts, requests)
     copied: list[int] = []
 
-    def copy(address: int, array: np.ndarray) -> None:
-        copied.append(array.size)
-        _copy(address, array)
+    def copy(pair: tuple[int, np.ndarray]) -> None:
+        copied.append(pair[1].size)
+        copy_to_cpu(pair)
 
     original = Executor.__init__
 
@@ -90,6 +85,6 @@ class _Driver:
 def test_a_driver_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_driver", _Driver)
     with pytest.raises(EngineError, match=r"makes no stream on device 1 \(its error 100\)"):
-        cuda_driver.copies_to(1)
+        cuda_driver.copies_to(1, wait=True)
     monkeypatch.setattr(cuda_driver, "_driver", lambda: None)
-    assert cuda_driver.copies_to(0) is None
+    assert cuda_driver.copies_to(0, wait=True) is None

@@ -12,7 +12,7 @@ import pytest
 from kit.interpreted_process import interpreted
 from pallas_kernels.mask import native
 from pallas_kernels.mask.api import mask
-from pallas_kernels.mask.board import NUMBER_WORDS, board_words, mask_words
+from pallas_kernels.mask.board import board_words, mask_words
 
 SLOTS = 4
 
@@ -32,8 +32,7 @@ def test_the_native_kernel(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "SECONDS", 0.1)
     words, rng = mask_words(vocab), np.random.default_rng(0)
     board = np.zeros(board_words(SLOTS, vocab), np.int32)
-    numbers = board[: SLOTS * NUMBER_WORDS : NUMBER_WORDS]
-    bits = board[SLOTS * NUMBER_WORDS :][: SLOTS * words].reshape(SLOTS, words)
+    numbers, bits = board[:SLOTS], board[SLOTS:].reshape(SLOTS, words)
     bits[:] = rng.integers(-(2**31), 2**31, bits.shape)
     bits[2, ::2], bits[2, 1::2] = -1, 0
     numbers[[0, 2, 3]] = 7

@@ -5,6 +5,7 @@ Owns: ``tiny_engine`` and ``run``. Each executable is compiled once for all engi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 
@@ -190,3 +191,9 @@ def drain(engine: Engine, collectors: dict[str, Collector]) -> None:
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     """Token ids of every completion of every request."""
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def copy_to_cpu(*pairs: tuple[int, np.ndarray]) -> None:
+    """Copy arrays to addresses in a CPU's memory, as the driver copies to a GPU's."""
+    for address, array in pairs:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)

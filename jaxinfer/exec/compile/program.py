@@ -33,7 +33,7 @@ from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
-from pallas_kernels.mask.api import reads_host
+from pallas_kernels.mask.api import reads_board
 from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
@@ -167,7 +167,7 @@ class Program:
     @property
     def reads_masks(self) -> bool:
         """True if steps wait for masks in host memory; else rows with masks are drawn again."""
-        return self.drafter is None and reads_host(self.platform, self.pins.of("mask"))
+        return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
 
     @cached_property
     def mask_words(self) -> int:

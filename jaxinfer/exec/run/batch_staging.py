@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinfer.exec.compile.memory_plan import NUM_BUFFERS
-from jaxinfer.exec.run.cuda_driver import copies_to
+from jaxinfer.exec.run.cuda_driver import Copy, copies_to
 
 
 class BatchStaging:
@@ -22,8 +21,8 @@ class BatchStaging:
     copy ends before the step is launched.
     """
 
-    def __init__(self, copy: Callable[[int, np.ndarray], None], device: Any) -> None:
-        self._copy = copy  # copies to a device address and waits
+    def __init__(self, copy: Copy, device: Any) -> None:
+        self._copy = copy  # waits for the copy
         self._device = device  # jax.Device
         self._buffers: dict[int, deque[jax.Array]] = {}  # by size, oldest first
         self._readers: dict[int, jax.Array] = {}  # a result of the reading step, by id of a buffer
@@ -31,7 +30,7 @@ class BatchStaging:
     @classmethod
     def of_device(cls, device: Any) -> BatchStaging | None:
         """Staging buffers on a ``jax.Device``; None unless it is a CUDA device."""
-        copy = copies_to(device.local_hardware_id) if device.platform == "gpu" else None
+        copy = copies_to(device.local_hardware_id, wait=True) if device.platform == "gpu" else None
         return None if copy is None else cls(copy, device)
 
     def copy_in(self, batch: np.ndarray) -> jax.Array:  # int32[...]
@@ -49,7 +48,7 @@ class BatchStaging:
         buffers.rotate(-1)
         if (result := self._readers.pop(id(buffer), None)) is not None:
             jax.block_until_ready(result)
-        self._copy(buffer.unsafe_buffer_pointer(), batch)
+        self._copy((buffer.unsafe_buffer_pointer(), batch))
         return buffer
 
     def read_by(self, result: jax.Array, buffer: jax.Array | np.ndarray) -> None:

@@ -14,6 +14,8 @@ from jaxinfer.core.errors import EngineError
 PORTABLE, MAPPED = 1, 2  # cuda.h: CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING
 
+type Copy = Callable[..., None]  # takes pairs of a device address and a host array
+
 
 def card_bytes(ordinal: int) -> int | None:
     """The total memory of a CUDA device; None without a driver."""
@@ -50,11 +52,12 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     return zeros
 
 
-def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
-    """A function that copies a host array to a device address and waits for the copy.
+def copies_to(ordinal: int, *, wait: bool) -> Copy | None:
+    """A function that copies host arrays to device addresses, one after the other.
 
-    The copy runs at the same time as other work of the device. None without a driver. Raises
-    ``EngineError`` if the driver fails; so does the function.
+    The copies run at the same time as other work of the device. If the function does not ``wait``
+    for them, the arrays must be of ``shared_zeros``, and unchanged until they have been copied.
+    None without a driver. Raises ``EngineError`` if the driver fails; so does the function.
     """
     if (driver := _driver()) is None:
         return None
@@ -62,11 +65,20 @@ def copies_to(ordinal: int) -> Callable[[int, np.ndarray], None] | None:
     if failed := call((driver.cuStreamCreate, ctypes.byref(stream), NON_BLOCKING)):
         raise EngineError(f"CUDA's driver makes no stream on device {ordinal} (its error {failed})")
 
-    def copy(address: int, array: np.ndarray) -> None:
-        to, size = ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes)
-        source = ctypes.c_void_p(array.ctypes.data)
-        queue = (driver.cuMemcpyHtoDAsync_v2, to, source, size, stream)
-        if failed := call(queue, (driver.cuStreamSynchronize, stream)):
+    then = [(driver.cuStreamSynchronize, stream)] if wait else []
+
+    def copy(*pairs: tuple[int, np.ndarray]) -> None:
+        queue = [
+            (
+                driver.cuMemcpyHtoDAsync_v2,
+                ctypes.c_uint64(address),
+                ctypes.c_void_p(array.ctypes.data),
+                ctypes.c_size_t(array.nbytes),
+                stream,
+            )
+            for address, array in pairs
+        ]
+        if failed := call(*queue, *then):
             raise EngineError(f"CUDA's driver copies nothing to device {ordinal} (error {failed})")
 
     return copy

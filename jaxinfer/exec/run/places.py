@@ -1,4 +1,4 @@
-"""Places on a board: entries of host memory that a device writes or reads, each with a number."""
+"""Places on a board: entries of memory that a device writes or reads, each with a number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ type Place = tuple[int, int, int]  # low and high half of an entry's address, an
 class Places:
     """The entries of a board, used in turns by calls with numbers from 1 to ``largest``."""
 
-    def __init__(self, memory: np.ndarray, largest: int) -> None:  # [entries, ...]
-        addresses = memory.ctypes.data + memory.strides[0] * np.arange(len(memory))
+    def __init__(self, address: int, entry_bytes: int, entries: int, largest: int) -> None:
+        addresses = address + entry_bytes * np.arange(entries)
         self._halves: list[list[int]] = addresses.view(np.int32).reshape(-1, 2).tolist()
         self._numbers = cycle(range(1, largest + 1))
 

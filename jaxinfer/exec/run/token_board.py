@@ -28,7 +28,7 @@ class TokenBoard:
     def __init__(self, memory: np.ndarray) -> None:  # int64[NUM_CALLS, B], zeros
         self._memory = memory
         # the places of calls' tokens for ``publish``
-        self.next_place = Places(memory, MAX_NUMBER).next
+        self.next_place = Places(memory.ctypes.data, memory.strides[0], NUM_CALLS, MAX_NUMBER).next
 
     @classmethod
     def of_device(cls, device: Any, rows: int) -> TokenBoard | None:

@@ -410,7 +410,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::S32>>()
         .Attr<int64_t>("num_slots")
-        .Attr<int64_t>("number_words")
         .Attr<int64_t>("milliseconds"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
