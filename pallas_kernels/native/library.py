@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quantised import PACKED, nibble_block
+from pallas_kernels.shares import in_shares
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
@@ -140,14 +141,18 @@ def pack_tiles(
     rows, packed = np.ascontiguousarray(values), kind in PACKED
     tiles = np.empty(rows.shape, np.uint8)
     inputs = rows.shape[1] * (2 if packed else 1)
-    found.jaxinfer_pack_tiles(
-        _address(rows),
-        _address(tiles),
-        ctypes.c_int64(len(rows)),
-        ctypes.c_int64(inputs),
-        ctypes.c_bool(packed),
-        _address(order),
-    )
+
+    def pack(share: slice) -> None:
+        found.jaxinfer_pack_tiles(
+            _address(rows[share]),
+            _address(tiles[share]),
+            ctypes.c_int64(share.stop - share.start),
+            ctypes.c_int64(inputs),
+            ctypes.c_bool(packed),
+            _address(order),
+        )
+
+    in_shares(len(rows), 64, rows.nbytes, pack)
     return tiles
 
 

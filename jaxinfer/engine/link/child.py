@@ -111,9 +111,10 @@ class EngineChild:
             planner = load(lambda: self._build_message.result().config)
             message = self._build_message.result()
             self._building = True  # from here on: an import interrupted in C code prints errors
-            planned, build = planner(message.config, self._progress)
-            self._channel.send(planned)
-            engine = build()
+            with gc_paused():
+                planned, build = planner(message.config, self._progress)
+                self._channel.send(planned)
+                engine = build()
         except JaxinferError:
             raise
         except Exception as error:

@@ -42,10 +42,11 @@ def start_engine(
         with backend_starting(config) as platform:
             from jaxinfer.engine.start.build import build_engine, plan_engine
             from jaxinfer.engine.start.summary import describe_plan
-        plan = plan_engine(config, progress, platform)
-        for line in describe_plan(config, plan):
-            (progress.note if tell_plan else progress.detail)(line)
-        return build_engine(plan, progress, serves_early=serves_early)
+        with gc_paused():
+            plan = plan_engine(config, progress, platform)
+            for line in describe_plan(config, plan):
+                (progress.note if tell_plan else progress.detail)(line)
+            return build_engine(plan, progress, serves_early=serves_early)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from jaxinfer.weights.gguf.blocks import FORMS, convert
 from jaxinfer.weights.gguf.header import GGUFTensor
 from jaxinfer.weights.gguf.names import undo_interleave
 from pallas_kernels.quantised import Form, Quantised, quantised
+from pallas_kernels.shares import in_shares
 
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
 _CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays
@@ -194,12 +195,16 @@ def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
     arrays = FORMS[tensor.type].arrays(outputs, inputs)
     made = {part: np.empty(*array) for part, array in arrays.items()}
     size = max(1, _CONVERTED_BYTES // row_bytes) * row_bytes
-    done = 0
-    for raw in read_chunks(path, tensor.offset, tensor.nbytes, size):
-        rows = raw.reshape(-1, row_bytes)
-        into = {part: array[done : done + len(rows)] for part, array in made.items()}
-        convert(tensor.type, rows, into)
-        done += len(rows)
+
+    def convert_rows(share: slice) -> None:
+        done, count = share.start, share.stop - share.start
+        for raw in read_chunks(path, tensor.offset + done * row_bytes, count * row_bytes, size):
+            rows = raw.reshape(-1, row_bytes)
+            into = {part: array[done : done + len(rows)] for part, array in made.items()}
+            convert(tensor.type, rows, into)
+            done += len(rows)
+
+    in_shares(outputs, 1, tensor.nbytes, convert_rows)
     return made
 
 
