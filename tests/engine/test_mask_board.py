@@ -159,3 +159,29 @@ def test_a_copy_of_the_board_in_a_devices_memory(
     found = tokens(run(small_engine(), PROMPTS, KINDS["some"]))
     assert found == expected["some"]
     assert len(copies) > 20 and all(one == [2, 1] for one in copies)
+
+
+def test_draws_with_other_extras_are_launched_when_the_masks_of_their_step_are_written(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their staging buffers may wait for the step, which waits for its masks."""
+    order = list[tuple[str, int]]()
+    draw, write = Executor._draw_all_extras, Constraints.write
+
+    def drawn(self: Executor, step: InFlight) -> None:
+        if step.prepared.masked:
+            order.append(("drawn", step.mask_number))
+        draw(self, step)
+
+    def written(self: Constraints, prepared: Prepared, number: int) -> None:
+        order.append(("written", number))
+        write(self, prepared, number)
+
+    monkeypatch.setattr(Executor, "_draw_all_extras", drawn)
+    monkeypatch.setattr(Constraints, "write", written)
+    loose = replace(PLAIN, allowed_token_ids=tuple(range(VOCAB)))
+    run(engine, PROMPTS, [loose, replace(PLAIN, logprobs=2)] * (len(PROMPTS) // 2))
+    numbers = [number for what, number in order if what == "drawn"]
+    assert len(numbers) > 5
+    for number in numbers:
+        assert order.index(("written", number)) < order.index(("drawn", number))

@@ -171,8 +171,8 @@ class Executor:
         """Queue one step and return without waiting for it.
 
         The host's arrays are prepared first. If this fails for a row, the step runs without it, and
-        its result is an error. If a call fails and the device's state is intact, its exception is
-        raised. If the state was donated to the failed call, it is lost: ``EngineError``.
+        its result is an error. An exception of a call is raised if the device's state is intact;
+        else the state was donated to that call and is lost: ``EngineError``.
         """
         if plan.admissions:
             self._requests |= (admitted := {new.slot: new.request for new in plan.admissions})
@@ -285,7 +285,7 @@ class Executor:
         # the hidden states, which are as large as a layer's, are released here
         drawn = output.token_ids, place[-1], mask_number
         step = InFlight(prepared, *drawn, [], scores, failed, pooled, taps)
-        if prepared.extras and not (prepared.is_constrained and self._in_flight):
+        if prepared.extras and not (prepared.needs_masks and self._in_flight):
             self._draw_all_extras(step)
         return step
 
@@ -299,11 +299,11 @@ class Executor:
                 self._copy_to_host(call.output.logprobs)
 
     def _continue(self, step: InFlight) -> None:
-        """Do what waited for the tokens of the step before: masks, and draws with masks."""
+        """Write masks, and launch draws with extras: their buffers may wait for earlier draws."""
         if step.prepared.masked:
             self._constraints.write(step.prepared, step.mask_number)
         try:
-            if step.prepared.is_constrained:
+            if step.prepared.extras:
                 self._draw_all_extras(step)
         except Exception as error:
             if not is_intact(self._own_arrays):
