@@ -14,7 +14,13 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.text.grammar import source
 from jaxinfer.text.grammar.compile import ConstraintCompiler
-from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, MIN_PARALLEL, Constraint, fill_masks
+from jaxinfer.text.grammar.constraint import (
+    MAX_ORIGINALS,
+    MIN_PARALLEL,
+    Constraint,
+    fill_masks,
+    push_tokens,
+)
 from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.cpu_time import cpu_seconds
@@ -151,6 +157,44 @@ def test_masks_in_parallel_are_those_of_each_filter(compiler: ConstraintCompiler
             expected = np.zeros(10, np.uint32)
             one.fill(expected)
             assert (masks[row] == expected).all() and (masks[row + 1] == 7).all()
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_filters_of_all_kinds_together_are_as_each_alone(
+    compiler: ConstraintCompiler, ignore_eos: bool
+) -> None:
+    """Grammars, some at their end, with bad words, and allowed ids; one gets a wrong token."""
+    settings = [
+        *(
+            {"structured_outputs": {"regex": form}}
+            for form in ("[a-c]{2,3}", "ab", "[abx]+", "abc")
+        ),
+        {"structured_outputs": {"regex": "[a-c]+"}, "bad_words": ["bb"]},
+        {"allowed_token_ids": [*b"abc"]},
+        {"structured_outputs": {"regex": "[a-c]{1,9}"}},
+    ]
+    constraints = [
+        compiler.compile(SamplingParams(ignore_eos=ignore_eos, **one))  # type: ignore[arg-type]
+        for one in settings
+    ]
+    together = {3 * row: one.begin([]) for row, one in enumerate(constraints) if one}
+    alone = {3 * row: one.begin([]) for row, one in enumerate(constraints) if one}
+    assert len(together) == len(settings)
+    masks, expected = np.zeros((2, 20, 10), np.uint32)
+    wrong = 6  # of the row "[abx]+"
+    for token in b"ab":
+        drawn = {key: (ord("z") if (key, token) == (wrong, ord("b")) else token,) for key in alone}
+        errors = push_tokens(together, drawn)
+        assert errors.keys() == ({wrong} if token == ord("b") else set())
+        for key in errors:
+            del together[key], alone[key]
+            masks[key] = expected[key] = 0
+        assert not fill_masks(together, masks)
+        for key, one in alone.items():
+            one.push(token)
+            one.fill(expected[key])
+        assert (masks == expected).all()
+    assert masks[3].any(), "a complete text may only end"
 
 
 def test_copies_come_from_several_matchers_and_have_the_same_masks(
