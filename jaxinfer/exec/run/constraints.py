@@ -24,7 +24,7 @@ from jaxinfer.exec.run.in_flight import LOGGER, Prepared, RowKey
 from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.step.batch import MASK_PLACE
 from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE
-from jaxinfer.text.grammar.constraint import fill_masks, push_tokens
+from jaxinfer.text.grammar.constraint import fill_masks
 
 ALL_TOKENS = 0xFFFF_FFFF  # a word of a mask that allows its 32 tokens
 
@@ -164,25 +164,18 @@ class Constraints:
         errors: dict[RowKey, JaxinferError] = {}
         if not self._slots:
             return errors
-        drew: dict[RowKey, tuple[_Followed, tuple[int, ...]]] = {}
         for row, drawn in zip(rows, token_ids, strict=False):  # padding follows
             followed = self._of(row) if row.samples else None
             if followed is None or NOT_FINITE in drawn or NO_MASK in drawn:  # these end the request
                 continue
-            drew[followed.key] = followed, drawn
-        failed = push_tokens(
-            {
-                key: one.filter
-                for key, (one, _) in drew.items()
-                if one.filter is not None and not one.error
-            },
-            {key: drawn for key, (_, drawn) in drew.items()},
-        )
-        for key, (followed, _) in drew.items():
-            if error := failed.get(key):
-                followed.error = _reported(key, error)
+            try:
+                if followed.filter is not None and not followed.error:
+                    for token_id in drawn:
+                        followed.filter.push(token_id)
+            except Exception as error:
+                followed.error = _reported(followed.key, error)
             if followed.error:
-                errors[key] = followed.error
+                errors[followed.key] = followed.error
         return errors
 
     def _of(self, row: ScheduledSeq) -> _Followed | None:
