@@ -17,9 +17,8 @@ def call_kernel(
     *,
     out_type: jax.ShapeDtypeStruct,
     scratch_types: Any,
-    ctas: int,  # or clusters of them
+    ctas: int,
     warpgroups: int,  # that compute
-    cluster: int = 1,  # CTAs, along the axis "rank"
     name: str,
 ) -> jax.Array:
     """Launch ``kernel`` on arrays in global memory; returns the array ``out``."""
@@ -31,14 +30,12 @@ def call_kernel(
         fields = {**dict.fromkeys(gmem._fields), **named, "out": out}
         kernel(gmem(**fields), scratch, *inputs[: len(weights)])
 
-    clusters: Any = {"cluster": (cluster,), "cluster_names": ("rank",)} if cluster > 1 else {}
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=(scratch_types,),
         grid=(ctas,),
         grid_names=("cta",),
-        **clusters,
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -367,15 +367,11 @@ class PromptConfig:
 
 @dataclass(frozen=True)
 class QuantisedPromptConfig:
-    """Tile sizes of ``prompt_quantised``: those of a K step of an item, of two tiles of outputs.
-
-    ``cluster`` CTAs, 1 or 2, compute adjacent items and load their rows by multicast.
-    """
+    """Tile sizes of ``prompt_quantised``: those of a K step of an item, of two tiles of outputs."""
 
     step: TiledConfig
     halves: int
     group: int = TILES_TOGETHER
-    cluster: int = 2
 
     @property
     def block_n(self) -> int:

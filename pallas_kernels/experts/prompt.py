@@ -54,19 +54,14 @@ class Spec:
         return self.sizes.inner // self.config.block_k
 
     @property
-    def cluster(self) -> int:
-        """CTAs that compute adjacent items of a tile of rows, and copy its rows together."""
-        return 1
-
-    @property
     def blocks(self) -> int:
-        """A cluster's items of a tile of rows."""
+        """Items of a tile of rows."""
         return self.sizes.outer // self.config.block_n
 
     @property
     def ctas(self) -> int:
-        """Number of resident CTAs, or clusters of them."""
-        return min(current_device().num_sms // self.cluster, self.sizes.tiles * self.blocks)
+        """Number of resident CTAs."""
+        return min(current_device().num_sms, self.sizes.tiles * self.blocks)
 
 
 class Gmem(NamedTuple):
@@ -106,17 +101,13 @@ def num_items(spec: Spec, gmem: Gmem) -> jax.Array:
 
 
 def item_at(spec: Spec, gmem: Gmem, i: jax.Array | int) -> Item:
-    """The CTA's i-th item; in a cluster it may be past the last output. CTAs compute a few tiles'
-    blocks at a time, for reuse in L2.
-    """
+    """The CTA's i-th item. CTAs compute a few tiles' blocks at a time, for reuse in L2."""
     index, group = i * spec.ctas + lax.axis_index("cta"), spec.config.group
     first = lax.div(index, jnp.int32(group * spec.blocks)) * group
     rest = index - first * spec.blocks
     height = jnp.minimum(gmem.used[0] - first, group)
     block = lax.div(rest, height)
     tile = first + rest - block * height
-    if spec.cluster > 1:
-        block = block * spec.cluster + lax.axis_index("rank")
     return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
 
 
@@ -134,7 +125,7 @@ def copy_items(
     expert, a step and its stage.
     """
     config, width = spec.config, spec.sizes.width
-    items, multicast = num_items(spec, gmem), "rank" if spec.cluster > 1 else None
+    items = num_items(spec, gmem)
 
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
@@ -150,8 +141,7 @@ def copy_items(
             copy_weights(item, expert, step, stage)
             inputs = pl.ds(step * config.block_k, config.block_k)
             rows = gmem.x.at[pl.ds(item.tile * width, width), inputs]
-            x_smem, barrier = scratch.x_smem.at[stage], scratch.barriers.at[stage]
-            plgpu.copy_gmem_to_smem(rows, x_smem, barrier, collective_axes=multicast)
+            plgpu.copy_gmem_to_smem(rows, scratch.x_smem.at[stage], scratch.barriers.at[stage])
 
     # A CTA must not exit while a barrier has a phase that was not waited for.
     total = items * spec.num_steps

@@ -44,15 +44,14 @@ class _Spec(prompt.Spec):
         return tiled.Spec(self.sizes.tiled, self.config.step)
 
     @property
-    def cluster(self) -> int:
-        """See ``prompt.Spec``."""
-        return self.config.cluster
+    def tiles(self) -> int:
+        """Tiles of outputs of each half."""
+        return self.sizes.outer // TILE
 
     @property
     def blocks(self) -> int:
-        """A cluster's items, of two tiles of outputs each; in the last one some may be missing."""
-        tiles = self.sizes.outer // TILE * self.sizes.halves
-        return -(-tiles // (PAIR * self.cluster))
+        """Items of a tile of rows: pairs of tiles of outputs; the last one may be half empty."""
+        return -(-self.tiles * self.sizes.halves // PAIR)
 
 
 class _Scratch(NamedTuple):
@@ -63,7 +62,7 @@ class _Scratch(NamedTuple):
     parts_smem: tiled.Parts  # [stages, padding, 2, groups, 64] each
     ups_smem: Ref  # float32[64, width]
     barriers: Ref  # [stages]: one arrival per copy
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup of the cluster
+    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
     ups_barrier: Ref
     ups_consumed_barrier: Ref
 
@@ -74,18 +73,17 @@ def _copy_all(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scrat
     def copy_weights(item: Item, expert: jax.Array, step: jax.Array, stage: jax.Array) -> None:
         pair = lax.div(item.first_output, jnp.int32(spec.config.block_n))
         if spec.sizes.halves == 2:
-            where: Any = (pl.ds(expert * PAIR, PAIR), pair)  # missing tiles become zeros
+            where: Any = (pl.ds(expert * PAIR, PAIR), pair)
         else:
-            where = (expert, pl.ds(pair * PAIR, PAIR))
+            where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
         tiled.copy_weights(spec.step, views, scratch, where, step, stage)
 
     prompt.copy_items(spec, gmem, scratch, copy_weights)
 
 
-def _first_output(spec: _Spec, item: Item, warpgroup: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first output of a warpgroup's tile, or of the last; and True if the tile exists."""
-    first = item.first_output + (0 if spec.sizes.halves == 2 else warpgroup * TILE)
-    return jnp.minimum(first, spec.sizes.outer - TILE), first < spec.sizes.outer
+def _first_output(spec: _Spec, item: Item, warpgroup: jax.Array) -> jax.Array:
+    """The first output of a warpgroup's tile, which may be missing in the last item."""
+    return item.first_output + (0 if spec.sizes.halves == 2 else warpgroup * TILE)
 
 
 def _accumulate(
@@ -97,7 +95,7 @@ def _accumulate(
     scratch: _Scratch,
 ) -> jax.Array:  # float32[64, width]
     """The products of the warpgroup's tile of outputs."""
-    expert, (first_output, _) = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
+    expert, first_output = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
 
     def add(step: jax.Array, totals: Any) -> Any:
         stage = prompt.stage_of(spec, item.first_step + step)
@@ -144,15 +142,16 @@ def _compute_warpgroup(
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.ups_barrier)
 
-    def write_activated(
-        item: Item, first_output: jax.Array, exists: jax.Array, gates: jax.Array
-    ) -> None:
+    def write_activated(item: Item, gates: jax.Array) -> None:
         plgpu.barrier_wait(scratch.ups_barrier)
         ups = plgpu.load(scratch.ups_smem)
         plgpu.barrier_arrive(scratch.ups_consumed_barrier)
         assert activation is not None
-        result = activated(activation, gates, ups)
-        pl.when(exists)(lambda: _write(spec, gmem, item, first_output, result))
+        _write(spec, gmem, item, item.first_output, activated(activation, gates, ups))
+
+    def write_plain(item: Item, first_output: jax.Array, total: jax.Array) -> None:
+        total = _with_bias(gmem, item, 0, first_output, total)
+        _write(spec, gmem, item, first_output, total)
 
     items = prompt.num_items(spec, gmem)
 
@@ -160,14 +159,13 @@ def _compute_warpgroup(
     def _next(i: jax.Array) -> None:
         item = prompt.item_at(spec, gmem, i)
         total = _accumulate(spec, item, warpgroup, gmem, scales, scratch)
-        first_output, exists = _first_output(spec, item, warpgroup)
-        half = warpgroup if spec.sizes.halves == 2 else 0
-        total = _with_bias(gmem, item, half, first_output, total)
         if spec.sizes.halves == 2:
+            total = _with_bias(gmem, item, warpgroup, item.first_output, total)
             pl.when(warpgroup == 1)(partial(share, i, total))
-            pl.when(warpgroup == 0)(partial(write_activated, item, first_output, exists, total))
-        else:
-            pl.when(exists)(partial(_write, spec, gmem, item, first_output, total))
+            pl.when(warpgroup == 0)(partial(write_activated, item, total))
+            return
+        first_output = _first_output(spec, item, warpgroup)
+        pl.when(first_output < spec.sizes.outer)(partial(write_plain, item, first_output, total))
 
     if spec.sizes.halves == 2:  # the last ups have been read
         pl.when((warpgroup == 1) & (items > 0))(
@@ -195,11 +193,6 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
     """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
     config, width = spec.config, spec.sizes.width
     values, parts_smem = tiled.weight_types(spec.step, parts, PAIR)
-    consumed: Any = plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages)
-    if spec.cluster > 1:  # the rows of a stage are copied to all CTAs
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_arrivals=PAIR, num_barriers=config.stages
-        )
     return _Scratch(
         x_smem=plgpu.SMEM(
             (config.stages, width, config.block_k),
@@ -217,7 +210,7 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
             num_arrivals=2 + sum(part is not None for part in parts_smem),
             num_barriers=config.stages,
         ),
-        consumed_barriers=consumed,
+        consumed_barriers=plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages),
         ups_barrier=plgpu.Barrier(),
         ups_consumed_barrier=plgpu.Barrier(),
     )
@@ -253,6 +246,5 @@ def launch_with(
         scratch_types=_scratch_types(spec, parts),
         ctas=spec.ctas,
         warpgroups=PAIR,
-        cluster=spec.cluster,
         name=f"experts_{'gate_up' if sizes.halves == 2 else 'down'}_prompt_quantised",
     )
