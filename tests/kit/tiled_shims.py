@@ -51,13 +51,14 @@ def _dot(a: np.ndarray, x: np.ndarray) -> np.ndarray:
     return a.astype(np.float32) @ x.astype(np.float32)
 
 
-def _matmuls(sums: Any, tokens: int) -> list[jax.Array]:
+def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) -> list[jax.Array]:
     """Sums of matmuls by numpy; XLA's would use its thread pool."""
     shape = jax.ShapeDtypeStruct((64, tokens), jnp.float32)
-    return [
+    found = [
         reduce(jnp.add, (io_callback(_dot, shape, a, x[...]) for a, x in operands))
         for operands in sums
     ]
+    return found if totals is None else [*map(jnp.add, totals, found)]
 
 
 def _load_words(tile: Any) -> jax.Array:

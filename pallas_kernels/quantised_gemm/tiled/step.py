@@ -4,7 +4,7 @@ A compute warpgroup loads packed values from shared memory, makes them bfloat16 
 multiplies them, as operand A of wgmma in registers. The products of a group of inputs are summed up
 by the tensor cores, then scaled in float32 and added to the result. An offset of a group multiplies
 the sum of the tokens' inputs, which is one more matmul, with ones. Scales of fp4 in bfloat16, those
-of MXFP4, are powers of 2: they multiply the operand, exactly, and a step has a single sum. Where a
+of MXFP4, are powers of 2: they multiply the operand, exactly, and steps add to one sum. Where a
 block of outputs shares a scale (fp8), it is a scalar that is read from global memory.
 """
 
@@ -166,17 +166,26 @@ def zeros(shape: tuple[int, ...]) -> jax.Array:
 def matmuls(
     sums: Sequence[Iterable[tuple[jax.Array, Ref]]],  # bfloat16[64, inputs], [inputs, tokens]
     tokens: int,
+    totals: Sequence[jax.Array] | None = None,  # float32[64, tokens] each
 ) -> list[jax.Array]:  # float32[64, tokens] each
-    """The sums of matmuls. JAX's interpreter has no wgmma with an operand in registers."""
+    """The sums of matmuls, added to ``totals``. JAX's interpreter has no wgmma with an operand in
+    registers.
+    """
 
-    def multiply(accs: list[Ref]) -> list[jax.Array]:
+    def multiply(accs: list[Ref]) -> None:
         for acc, operands in zip(accs, sums, strict=True):
             for a, x in operands:
                 plgpu.wgmma(acc, a, x)
+
+    def from_zero(accs: list[Ref]) -> list[jax.Array]:
+        multiply(accs)
         return [acc[...] for acc in accs]
 
+    if totals is not None:
+        init: Any = [plgpu.WGMMAAccumulatorRef.init(total) for total in totals]
+        return pl.run_state(multiply)(init)
     acc = plgpu.WGMMAAccumulatorRef((TILE, tokens), jnp.float32)
-    return pl.run_scoped(multiply, [acc] * len(sums))
+    return pl.run_scoped(from_zero, [acc] * len(sums))
 
 
 @dataclass(frozen=True)
@@ -339,8 +348,7 @@ class Step:
                 chain.from_iterable(map(partial(self.weights, tiles, result), range(segments)))
                 for result in results
             ]
-            products = matmuls(whole, spec.config.block_t)
-            return [total + product for total, product in zip(totals, products, strict=True)]
+            return matmuls(whole, spec.config.block_t, totals)
         registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
         for first in range(0, segments, batch):
