@@ -97,49 +97,17 @@ def _accumulate(
     """The products of the warpgroup's tile of outputs."""
     expert, first_output = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
 
-    def k_step(step: jax.Array | int) -> tiled.Step:
-        stage = prompt.stage_of(spec, item.first_step + step)
-        return tiled.Step(spec.step, stage, warpgroup, scratch)
-
-    def wait(step: tiled.Step) -> tiled.Step:
-        plgpu.barrier_wait(scratch.barriers.at[step.stage])
-        return step
-
-    def release(step: tiled.Step) -> None:
-        plgpu.barrier_arrive(scratch.consumed_barriers.at[step.stage])
-
     def add(step: jax.Array, totals: Any) -> Any:
-        one = k_step(step).with_block_scales(scales, expert, first_output, step)
-        totals = wait(one).add(totals)
-        release(one)
+        stage = prompt.stage_of(spec, item.first_step + step)
+        k_step = tiled.Step(spec.step, stage, warpgroup, scratch)
+        k_step = k_step.with_block_scales(scales, expert, first_output, step)
+        plgpu.barrier_wait(scratch.barriers.at[stage])
+        totals = k_step.add(totals)
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
 
-    def add_beside(step: jax.Array, carry: Any) -> Any:
-        """Multiply by weights that are in registers, and make the next ones at the same time."""
-        (total, weights), one = carry, k_step(step)
-        operands = zip(weights, one.all_tokens(), strict=True)
-        carry = tiled.matmuls_beside(
-            total, operands, lambda: wait(k_step(step + 1)).operands(), [*map(_zeros, weights)]
-        )
-        release(one)
-        return carry
-
-    total = tiled.zeros((TILE, spec.sizes.width))
-    if spec.sizes.form is None or not spec.sizes.form.scales_weights:
-        (total,) = lax.fori_loop(0, spec.num_steps, add, [total])
-        return total
-    start = total, wait(k_step(0)).operands()
-    total, weights = lax.fori_loop(0, spec.num_steps - 1, add_beside, start)
-    last = k_step(spec.num_steps - 1)
-    (total,) = tiled.matmuls(
-        [zip(weights, last.all_tokens(), strict=True)], spec.sizes.width, [total]
-    )
-    release(last)
+    (total,) = lax.fori_loop(0, spec.num_steps, add, [tiled.zeros((TILE, spec.sizes.width))])
     return total
-
-
-def _zeros(like: jax.Array) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(like.shape, like.dtype), plgpu.Layout.WGMMA)
 
 
 def _with_bias(

@@ -1,8 +1,8 @@
 """Stand-ins for what JAX's interpreter cannot run of Mosaic kernels with weights in tiles.
 
 It has no wgmma with an operand in registers, cannot rename registers and has no scattered accesses.
-So ``matmuls``, ``matmuls_beside``, ``load_words``, ``fragment``, ``load_at`` and ``store_at`` are
-replaced. The replacement of ``fragment`` is the layout of operand A as the PTX ISA defines it.
+So ``matmuls``, ``load_words``, ``fragment``, ``load_at`` and ``store_at`` are replaced. The
+replacement of ``fragment`` is the layout of operand A as the PTX ISA defines it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pallas_kernels.quantised_gemm.tiled import fragments, step
 def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the functions until the end of the test."""
     monkeypatch.setattr(step, "matmuls", _matmuls)
-    monkeypatch.setattr(step, "matmuls_beside", _matmuls_beside)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
     monkeypatch.setattr(decode, "load_at", _load_at)
@@ -60,13 +59,6 @@ def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) 
         for operands in sums
     ]
     return found if totals is None else [*map(jnp.add, totals, found)]
-
-
-def _matmuls_beside(
-    total: jax.Array, operands: Any, work: Any, made: Any
-) -> tuple[jax.Array, list[jax.Array]]:
-    (total,) = _matmuls([operands], total.shape[1], [total])
-    return total, [*work()]
 
 
 def _load_words(tile: Any) -> jax.Array:

@@ -10,7 +10,7 @@ block of outputs shares a scale (fp8), it is a scalar that is read from global m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -188,27 +188,6 @@ def matmuls(
     return pl.run_scoped(from_zero, [acc] * len(sums))
 
 
-def matmuls_beside(
-    total: jax.Array,  # float32[64, tokens]
-    operands: Iterable[tuple[jax.Array, Ref]],  # bfloat16[64, inputs], [inputs, tokens]
-    work: Callable[[], Sequence[jax.Array]],
-    made: Sequence[jax.Array],  # zeros of the shapes of its results
-) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """``total`` with the sum of matmuls, and the results of ``work``, which runs beside them."""
-
-    def multiply(refs: Any) -> None:
-        acc, results = refs
-        for a, x in operands:
-            plgpu.wgmma(acc, a, x)
-        for ref, result in zip(results, lax.optimization_barrier([*work()]), strict=True):
-            ref[...] = result
-
-    init: Any = plgpu.WGMMAAccumulatorRef.init(total), [*made]
-    total, found = pl.run_state(multiply)(init)
-    # Registers that a wgmma reads must not change before it ends.
-    return total, lax.optimization_barrier(found)
-
-
 @dataclass(frozen=True)
 class Step:
     """A compute warpgroup's inputs of a K step."""
@@ -358,32 +337,23 @@ class Step:
         sums = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         return lax.broadcast_in_dim(sums, (TILE, self.spec.config.block_t), [1])
 
-    def operands(self) -> list[jax.Array]:  # bfloat16[64, chunk] each
-        """The weights of the one result, if scales multiply them."""
-        return [weights for weights, _ in self._weights_and_tokens(0)]
-
-    def all_tokens(self) -> list[Ref]:  # [chunk, block_t] each
-        """The tokens' inputs for ``operands``."""
-        return [self.tokens(start) for start in range(0, self.spec.config.span, self.spec.chunk)]
-
-    def _weights_and_tokens(self, result: int) -> Iterator[tuple[jax.Array, Ref]]:
-        tiles: dict[tuple[int, int], Any] = {}
-        segments = range(self.spec.config.span // self.spec.segment)
-        return chain.from_iterable(map(partial(self.weights, tiles, result), segments))
-
     def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The results so far, float32[64, block_t] each, and this step's products."""
         spec = self.spec
         multiplied = spec.sizes.offsets and not spec.sums_given
         results, segments = range(spec.results), spec.config.span // spec.segment
         if self.scales_weights:
-            whole = [*map(self._weights_and_tokens, results)]
+            tiles: dict[tuple[int, int], Any] = {}
+            whole = [
+                chain.from_iterable(map(partial(self.weights, tiles, result), range(segments)))
+                for result in results
+            ]
             return matmuls(whole, spec.config.block_t, totals)
         registers = (len(results) + multiplied) * spec.config.block_t // 2  # of a segment's sums
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
-            tiles: dict[tuple[int, int], Any] = {}
+            tiles = {}
             sums = []
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]
