@@ -3,13 +3,14 @@
 Run from the repository root:
 
     .venv/bin/python -m bench.constrained [MODEL] [--rows 8 32] [--repeats 6] [--output FILE]
-        [--kinds words penalty] [--prompt 16] [--tokens 64] [--engine load_format=dummy]
+        [--kinds words penalty] [--prompt 16] [--tokens 64] [--quiet 0.1]
+        [--engine load_format=dummy]
 
 Each row has a prompt and draws so many tokens after the first, at temperature 1. Of the schemas,
 ``integers`` is an array of integers, with another length for each row; ``words`` asks for 60
 lower-case words, ``objects`` for objects with strings, and ``strings`` for objects with strings of
 bounded length, whose masks take llguidance five times as long. The loads run in turns, and again
-if other processes have used more than a tenth of a core; wall and CPU time are in ms a token of the
+if other processes have used more than ``quiet`` cores; wall and CPU time are in ms a token of the
 whole batch, without the prompts.
 """
 
@@ -61,7 +62,6 @@ OBJECT = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-QUIET = 0.1  # cores that other processes may use during a sample
 TRIES = 10  # for each sample; then the quietest ones count
 
 
@@ -71,6 +71,7 @@ class Sizes(NamedTuple):
     kinds: list[str]  # beside one without special rows
     prompt: int  # tokens
     tokens: int  # after the first
+    quiet: float  # cores that other processes may use during a sample
 
 
 class Sample(NamedTuple):
@@ -139,7 +140,7 @@ def measured(llm: LLM, sizes: Sizes, rows: int, repeats: int) -> list[dict[str, 
     found: dict[tuple[str, int], list[Sample]] = {load: [] for load in loads}
     for _ in range(TRIES * repeats):
         for (kind, special), samples in found.items():
-            if sum(one.others < QUIET for one in samples) < repeats:
+            if sum(one.others < sizes.quiet for one in samples) < repeats:
                 samples.append(timed(llm, sizes, rows, special, kind))
     results: list[dict[str, Any]] = []
     for (kind, special), samples in found.items():
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["words", "penalty"])
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--quiet", type=float, default=0.1, metavar="CORES")
     parser.add_argument(
         "--engine", type=setting, action="append", default=[], metavar="NAME=VALUE",
         help="a setting of the engine, such as load_format=dummy",
@@ -170,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     report = host_circumstances("jaxinfer", "pallas_kernels")
     llm = LLM(options.model, max_num_seqs=max(options.rows), **dict(options.engine))
-    sizes = Sizes(options.kinds, options.prompt, options.tokens)
+    sizes = Sizes(options.kinds, options.prompt, options.tokens, options.quiet)
     report["sizes"] = sizes._asdict()
     report["results"] = [
         result for rows in options.rows for result in measured(llm, sizes, rows, options.repeats)

@@ -133,7 +133,8 @@ def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
             values = of((count, outer, inner), jnp.float8_e4m3fn)
             return (values, of(scales, jnp.float32), None, None, None)
         values = of((count, outer, inner // 2), jnp.uint8)
-        return (values, of((count, outer, inner // case.group), jnp.float16), None, None, None)
+        scale = jnp.bfloat16 if case.form == "mxfp4" else jnp.float16
+        return (values, of((count, outer, inner // case.group), scale), None, None, None)
 
     bias = [of((count, size), dtype) if case.biases else None for size in (2 * f, d)]
     choices = [of((tokens, case.chosen), kind) for kind in (jnp.int32, jnp.float32)]
