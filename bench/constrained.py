@@ -10,8 +10,9 @@ Each row has a prompt and draws so many tokens after the first, at temperature 1
 ``integers`` is an array of integers, with another length for each row; ``words`` asks for 60
 lower-case words, ``objects`` for objects with strings, and ``strings`` for objects with strings of
 bounded length, whose masks take llguidance five times as long. The loads run in turns, and again
-if other processes have used more than ``quiet`` cores; wall and CPU time are in ms a token of the
-whole batch, without the prompts.
+if other processes have used more than ``quiet`` cores; times are in ms a token of the whole
+batch: that from the last row's first token to the last token, and CPU time without that of a batch
+of one token.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def timed(llm: LLM, sizes: Sizes, rows: int, special: int, kind: str) -> Sample:
         for row in range(rows)
     ]
 
-    def seconds(max_tokens: int) -> np.ndarray:
+    def run(max_tokens: int) -> tuple[float, np.ndarray]:
+        """Seconds from the last first token to the last one, and the clocks of the whole batch."""
         sampling = [
             SamplingParams(
                 temperature=1.0,
@@ -122,13 +124,15 @@ def timed(llm: LLM, sizes: Sizes, rows: int, special: int, kind: str) -> Sample:
             for row in range(rows)
         ]
         before = clocks()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        return clocks() - before
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        used, times = clocks() - before, [output.outputs[0].times for output in outputs]
+        firsts = [one.first_token for one in times if one is not None]
+        return max(one.finished for one in times if one is not None) - max(firsts), used
 
-    seconds(1)  # compiles schemas that the cache of grammars has dropped
-    first, all_tokens = seconds(1), seconds(1 + sizes.tokens)
+    run(1)  # compiles schemas that the cache of grammars has dropped
+    (_, first), (seconds, all_tokens) = run(1), run(1 + sizes.tokens)
     wall, own, machine = (1e3 * (all_tokens - first) / sizes.tokens).tolist()
-    return Sample(wall, own, (machine - own) / wall)
+    return Sample(1e3 * seconds / sizes.tokens, own, (machine - own) / wall)
 
 
 def measured(llm: LLM, sizes: Sizes, rows: int, repeats: int) -> list[dict[str, Any]]:

@@ -112,6 +112,7 @@ class CompletionOutput:
     ``taps`` is set when it has ended: for each of ``SamplingParams.taps`` the activations of all
     tokens of prompt and completion but the last one, for which nothing is computed.
     ``weight_versions``: of its tokens, one span unless the weights changed while it was generated.
+    ``times`` is set when it has ended, unless it has no token.
     """
 
     index: int
@@ -123,6 +124,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     taps: dict[str, np.ndarray] | None = None  # [tokens, ...] each, in the model's dtype
     weight_versions: list[WeightSpan] = field(default_factory=list[WeightSpan])
+    times: SequenceTimes | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         """True if it has ended."""
@@ -193,4 +195,5 @@ class Collector:
                 completion.taps = tapped(data, self._names, self._points)
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason = delta.stop_reason
+            completion.times = delta.times
             output.finished = all(completion.finished() for completion in output.outputs)

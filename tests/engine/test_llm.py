@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_sampling_params_for_each_prompt(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4, 9]
     with pytest.raises(RequestError, match="3 prompts came with 2"):
         llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_each_completion_has_its_times(llm: LLM) -> None:
+    before = time.monotonic()
+    outputs = llm.generate(["one", "two"], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
+    after = time.monotonic()
+    for completion in (one for output in outputs for one in output.outputs):
+        times = completion.times
+        assert times is not None
+        order = [before, times.arrived, times.started, times.first_token, times.finished, after]
+        assert order == sorted(order) and times.first_token < times.finished
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:
