@@ -14,12 +14,7 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.text.grammar import source
 from jaxinfer.text.grammar.compile import ConstraintCompiler
-from jaxinfer.text.grammar.constraint import (
-    MAX_ORIGINALS,
-    MIN_PARALLEL,
-    Constraint,
-    fill_masks,
-)
+from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, MIN_PARALLEL, Constraint, fill_masks
 from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.cpu_time import cpu_seconds
