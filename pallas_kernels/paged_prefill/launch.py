@@ -52,10 +52,14 @@ MOSAIC_HEAD_DIMS = (64, 128)  # 256 would exceed shared memory
 # Later two CTAs shared page loads by multicast, us back to back (in parentheses without): 8192
 # tokens of context 16384 2817 (2998), of 8192 1008 (1035); 4096 tokens 270 (274), 1024 24.6 (25.1),
 # 512 14.4 (14.7), 32 prompts of 256 84.0 (83.5).
+# With head_dim 64 a block has half the matmuls of 128 for the same exponentials. A third compute
+# warpgroup keeps the tensor cores busier; with a window its larger tiles see more keys in vain.
+# 8192 tokens of 64 query and 8 kv heads, us on an H100, two runs: 1499 and 1527 with two, 1277 and
+# 1280 with three; with a window of 128 171 and 174 with two, 279 and 277 with three. Two and a
+# quarter of the exponentials by polynomials: 1414 and 1436.
 BLOCK = 128  # keys per block
 STAGES = 2  # blocks of keys, and of values, in flight
 MMA_QUERIES = 64  # queries of a compute warpgroup: M of a wgmma
-COMPUTE_WARPGROUPS = 2
 CLUSTER = 2  # CTAs, if a kv head has query heads for all their compute warpgroups
 TOKEN_ALIGNMENT = 8  # TMA copies swizzled tiles from and to multiples of 8 tokens
 
@@ -72,6 +76,11 @@ class TritonConfig:
     block: int
     num_warps: int
     num_stages: int
+
+
+def num_warpgroups(head_dim: int, window: int | None) -> int:
+    """Compute warpgroups of a CTA of the Mosaic kernel."""
+    return 3 if head_dim == 64 and window is None else 2
 
 
 def mosaic_supports(

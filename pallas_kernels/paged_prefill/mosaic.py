@@ -2,14 +2,14 @@
 
 A persistent kernel: one CTA per SM, which computes one tile after the other, the longest first
 (``mosaic_plan``). Two CTAs form a cluster if a kv head has query heads for both: each loads half of
-every page, and TMA multicasts it to both. A CTA has three warpgroups. Four warps of the memory
-warpgroup copy queries and pages by TMA, two of them keys and two values, blocks ahead of the
-compute warpgroups and across the borders of tiles. Each of the two compute warpgroups attends for
-64 queries of one head: it issues Q @ K of a block, then P @ V of the previous block, and computes
-the softmax of the new scores while the latter runs. Both use the same keys: two heads of one kv
-head over the same tokens, or, if a kv head has an odd number of query heads, one head over 128
-tokens. The method is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), without its
-ping-pong scheduling. Softmax is computed in base 2, sums in float32.
+every page, and TMA multicasts it to both. Four warps of a CTA's memory warpgroup copy queries and
+pages by TMA, two of them keys and two values, blocks ahead of the compute warpgroups and across the
+borders of tiles. Each of the two or three compute warpgroups attends for 64 queries of one head: it
+issues Q @ K of a block, then P @ V of the previous block, and computes the softmax of the new
+scores while the latter runs. All use the same keys: heads of one kv head over the same tokens, or,
+if its query heads are no multiple of the warpgroups, one head over consecutive tokens. The method
+is that of FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), without its ping-pong scheduling.
+Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
 from pallas_kernels.paged_prefill.launch import (
     BLOCK,
-    COMPUTE_WARPGROUPS,
     MMA_QUERIES,
     STAGES,
     TOKEN_ALIGNMENT,
@@ -49,8 +48,9 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
     warpgroup_offsets,
 )
 
-# Per thread: 504 of the 512 registers that three warpgroups may use.
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
+# Of a thread of a compute warpgroup and of one that copies, by the number of compute warpgroups:
+# 504 and 512 of the 512 that an SM has for them.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 PARTIAL_COPIES = (32, 16, 8, 4, 2, 1)  # queries per copy where a tile is not full
 LOG2_E = math.log2(math.e)
 FOLD = 8  # columns of which each thread has two, in each of two rows
@@ -102,17 +102,17 @@ def _copy_tiles(
 
         @pl.loop(jnp.maximum(tiles_with_keys - Q_STAGES, 0), tiles_with_keys)
         def _drain_queries(index: jax.Array) -> None:
-            for warpgroup in range(COMPUTE_WARPGROUPS):
-                barrier = query_stage(index, warpgroup)[1]
+            for warpgroup in range(spec.warpgroups):
+                barrier = query_stage(spec, index, warpgroup)[1]
                 plgpu.barrier_wait(scratch.q_consumed_barriers.at[barrier])
 
 
 def _copy_queries(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch, tile: Tile) -> None:
     """Copy each compute warpgroup's queries once it has consumed the stage's previous ones."""
-    for warpgroup in range(COMPUTE_WARPGROUPS):
+    for warpgroup in range(spec.warpgroups):
         head, offset = warpgroup_offsets(spec, warpgroup)
         source = gmem.q.at[pl.ds(tile.token + offset, MMA_QUERIES), tile.head + head]
-        stage, i = query_stage(tile.index, warpgroup)
+        stage, i = query_stage(spec, tile.index, warpgroup)
         consumed = scratch.q_consumed_barriers.at[i]
         pl.when(tile.index >= Q_STAGES)(partial(plgpu.barrier_wait, consumed))
         target, barrier = scratch.q_smem.at[stage, warpgroup], scratch.q_barriers.at[i]
@@ -158,7 +158,7 @@ def _zeros(shape: tuple[int, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Arra
 def _zero_unwritten(spec: PrefillSpec, v_smem: Ref, num_written: jax.Array) -> None:  # [BLOCK, H]
     """Zero all but the first ``num_written`` values, since 0 * NaN is NaN.
 
-    Both compute warpgroups do so without synchronisation, as both write the same.
+    All compute warpgroups do so without synchronisation, as all write the same.
     """
 
     @pl.when(num_written < BLOCK)
@@ -223,7 +223,7 @@ class _WarpgroupTile:
 
     def issue_qk(self, scores: Ref, stage: jax.Array) -> None:
         """Issue the wgmma of queries and keys."""
-        q_stage, _ = query_stage(self.tile.index, self.warpgroup)
+        q_stage, _ = query_stage(self.spec, self.tile.index, self.warpgroup)
         keys = self.scratch.k_smem.at[stage].transpose((1, 0))
         plgpu.wgmma(scores, self.scratch.q_smem.at[q_stage, self.warpgroup], keys)
 
@@ -342,7 +342,7 @@ def _compute_warpgroup(
     def compute(tile: Tile) -> None:
         @pl.when(tile.first_block < tile.end_block)
         def _attend() -> None:
-            _, i = query_stage(tile.index, warpgroup)
+            _, i = query_stage(spec, tile.index, warpgroup)
             sink = None
             if gmem.sinks is not None:  # in flight while queries are
                 sink = gmem.sinks[tile.head + head].astype(jnp.float32) * LOG2_E
@@ -399,15 +399,16 @@ def _store(
 
 def _kernel(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
+    compute_registers, memory_registers = REGISTERS[spec.warpgroups]
 
-    @pl.when(warpgroup < COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup < spec.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(compute_registers, action="increase")
         _compute_warpgroup(spec, gmem, scratch, warpgroup)
 
-    @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+    @pl.when(warpgroup == spec.warpgroups)
     def _memory() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(memory_registers, action="decrease")
         _memory_warpgroup(spec, gmem, scratch)
 
 
@@ -448,7 +449,7 @@ def paged_prefill(
         grid_names=("cluster",),
         cluster=(spec.cluster,),
         cluster_names=("rank",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=spec.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",

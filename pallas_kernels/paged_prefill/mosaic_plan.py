@@ -19,10 +19,10 @@ from pallas_kernels.device import current_device
 from pallas_kernels.paged_prefill.launch import (
     BLOCK,
     CLUSTER,
-    COMPUTE_WARPGROUPS,
     MMA_QUERIES,
     STAGES,
     TOKEN_ALIGNMENT,
+    num_warpgroups,
 )
 
 ROW, ALIGNED_TOKEN, LEAD, COUNT, POSITION = range(5)  # columns of the tile table
@@ -49,21 +49,26 @@ class PrefillSpec:
         return BLOCK // self.page_size
 
     @property
+    def warpgroups(self) -> int:
+        """Compute warpgroups of a CTA."""
+        return num_warpgroups(self.head_dim, self.window)
+
+    @property
     def tile_heads(self) -> int:
-        """Query heads of a tile: one per compute warpgroup, if a kv head has enough."""
-        return COMPUTE_WARPGROUPS if self.group % COMPUTE_WARPGROUPS == 0 else 1
+        """Query heads of a tile: one per compute warpgroup, if these divide those of a kv head."""
+        return self.warpgroups if self.group % self.warpgroups == 0 else 1
 
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
-        return MMA_QUERIES * COMPUTE_WARPGROUPS // self.tile_heads
+        return MMA_QUERIES * self.warpgroups // self.tile_heads
 
     @property
     def cluster(self) -> int:
         """CTAs that load the pages of a kv head together, for different heads of the same tokens; 1
         if a kv head has too few query heads.
         """
-        return CLUSTER if self.group % (CLUSTER * COMPUTE_WARPGROUPS) == 0 else 1
+        return CLUSTER if self.group % (CLUSTER * self.tile_heads) == 0 else 1
 
     @property
     def multicast_axis(self) -> str | None:
@@ -86,13 +91,13 @@ class PrefillScratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
     k_smem: Ref  # [STAGES, BLOCK, H]
-    q_smem: Ref  # [Q_STAGES, COMPUTE_WARPGROUPS, MMA_QUERIES, H]
-    out_smem: tuple[Ref, Ref]  # [COMPUTE_WARPGROUPS, MMA_QUERIES, H]: plain and swizzled view
+    q_smem: Ref  # [Q_STAGES, warpgroups, MMA_QUERIES, H]
+    out_smem: tuple[Ref, Ref]  # [warpgroups, MMA_QUERIES, H]: plain and swizzled view
     v_smem: Ref  # [STAGES, BLOCK, H]
     k_consumed_barriers: Ref  # [STAGES]: one arrival per compute warpgroup of the cluster
     k_barriers: Ref  # [STAGES]: one arrival per page
-    q_consumed_barriers: Ref  # [Q_STAGES * COMPUTE_WARPGROUPS]
-    q_barriers: Ref  # [Q_STAGES * COMPUTE_WARPGROUPS]
+    q_consumed_barriers: Ref  # [Q_STAGES * warpgroups]
+    q_barriers: Ref  # [Q_STAGES * warpgroups]
     v_consumed_barriers: Ref  # [STAGES]: one arrival per compute warpgroup of the cluster
     v_barriers: Ref  # [STAGES]: one arrival per page
 
@@ -248,15 +253,15 @@ def stage_index(tile: Tile, block: jax.Array | int) -> jax.Array:
     return lax.rem(tile.blocks_before + block - tile.first_block, jnp.int32(STAGES))
 
 
-def query_stage(index: jax.Array, warpgroup: Any) -> tuple[jax.Array, Any]:
+def query_stage(spec: PrefillSpec, index: jax.Array, warpgroup: Any) -> tuple[jax.Array, Any]:
     """Stage of a compute warpgroup's queries of a tile in ``q_smem``, and their barrier's index."""
     stage = lax.rem(index, jnp.int32(Q_STAGES))
-    return stage, stage * COMPUTE_WARPGROUPS + warpgroup
+    return stage, stage * spec.warpgroups + warpgroup
 
 
 def warpgroup_offsets(spec: PrefillSpec, warpgroup: Any) -> tuple[Any, Any]:
     """Head and first token of a compute warpgroup within a tile."""
-    if spec.tile_heads == COMPUTE_WARPGROUPS:
+    if spec.tile_heads > 1:
         return warpgroup, 0
     return 0, warpgroup * MMA_QUERIES
 
@@ -266,16 +271,16 @@ def scratch_types(spec: PrefillSpec, dtype: Any) -> PrefillScratch:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, 64)), swizzle(128))
-    queries = (COMPUTE_WARPGROUPS, MMA_QUERIES, spec.head_dim)
+    queries = (spec.warpgroups, MMA_QUERIES, spec.head_dim)
     block = (STAGES, BLOCK, spec.head_dim)
     plain = plgpu.SMEM(queries, dtype)  # for copies of single rows, at the end of a row
     out: Any = plgpu.RefUnion(plain, plgpu.SMEM(queries, dtype, transforms=swizzled))
     barriers = plgpu.Barrier(num_arrivals=spec.pages_per_block, num_barriers=STAGES)
-    consumed: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES)
+    consumed: Any = plgpu.Barrier(num_arrivals=spec.warpgroups, num_barriers=STAGES)
     if spec.multicast_axis:
         consumed = plgpu.ClusterBarrier(
             collective_axes=(spec.multicast_axis,),
-            num_arrivals=COMPUTE_WARPGROUPS,
+            num_arrivals=spec.warpgroups,
             num_barriers=STAGES,
         )
     return PrefillScratch(
@@ -285,8 +290,8 @@ def scratch_types(spec: PrefillSpec, dtype: Any) -> PrefillScratch:
         v_smem=plgpu.SMEM(block, dtype, transforms=swizzled),
         k_consumed_barriers=consumed,
         k_barriers=barriers,
-        q_consumed_barriers=plgpu.Barrier(num_barriers=Q_STAGES * COMPUTE_WARPGROUPS),
-        q_barriers=plgpu.Barrier(num_barriers=Q_STAGES * COMPUTE_WARPGROUPS),
+        q_consumed_barriers=plgpu.Barrier(num_barriers=Q_STAGES * spec.warpgroups),
+        q_barriers=plgpu.Barrier(num_barriers=Q_STAGES * spec.warpgroups),
         v_consumed_barriers=consumed,
         v_barriers=barriers,
     )
