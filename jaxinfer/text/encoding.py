@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import RequestError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # options of transformers; a false value has no effect
 NOT_SUPPORTED = (
@@ -34,3 +37,27 @@ def refuse_options(options: Mapping[str, Any]) -> None:
                 f"the tokenizer does not support {name}; leave it out and make what it does "
                 "from input_ids."
             )
+
+
+def offsets_in(
+    text: str, encoding: tokenizers.Encoding, piece_of: Callable[[int], str]
+) -> list[int]:
+    """The offset of each token of ``encoding`` in ``text``, in characters.
+
+    Parts of one character have the same offset; an added special token has no length.
+    """
+    offsets: list[int] = []
+    end = 0  # of the text's tokens so far
+    spans = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
+    for token_id, (first, last), is_added in spans:
+        if is_added:
+            offsets.append(len(text) if end else 0)
+            continue
+        # byte-level tokenizers leave the spaces before a token's text out of its span
+        piece = piece_of(token_id)
+        earliest = max(first - (len(piece) - len(piece.lstrip())), end)
+        while first > earliest and text[first - 1].isspace():
+            first -= 1
+        offsets.append(first)
+        end = max(end, last)
+    return offsets

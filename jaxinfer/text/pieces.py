@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxinfer.core.errors import TokenizerError
@@ -71,23 +72,40 @@ def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
     return DecodeRule(False, "ByteFallback" in kinds, tuple(replacements), leading_spaces)
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a tokenizer, which is all that decoding needs."""
+
+    size: int  # with added tokens
+    special_ids: frozenset[int]
+    rule: DecodeRule
+    token_of: Callable[[int], str | None]
+    id_of: Callable[[str], int | None]
+
+
+def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
+    """The tokens of a built tokenizer; raises ``TokenizerError`` as ``read_decoder`` does."""
+    decoder, added = tokenizer.decoder, tokenizer.get_added_tokens_decoder()
+    return Vocabulary(
+        tokenizer.get_vocab_size(with_added_tokens=True),
+        frozenset(token_id for token_id, token in added.items() if token.special),
+        read_decoder(None if decoder is None else json.loads(decoder.__getstate__())),
+        tokenizer.id_to_token,
+        tokenizer.token_to_id,
+    )
+
+
 class PieceTable(dict[int, Piece]):
     """Token id -> ``Piece``, computed on first use and kept. An unknown id has empty text."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        decoder = tokenizer.decoder
-        self.rule = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
-        self._tokenizer = tokenizer
+        self.rule, self.special_ids = vocabulary.rule, vocabulary.special_ids
+        self._token_of = vocabulary.token_of
         self._byte_of = {char: byte for byte, char in byte_to_char().items()}
 
     def __missing__(self, token_id: int) -> Piece:
-        token = self._tokenizer.id_to_token(token_id) or ""
+        token = self._token_of(token_id) or ""
         byte = _BYTE_TOKEN.fullmatch(token) if self.rule.byte_fallback else None
         data = bytes([int(byte[1], 16)]) if byte else self._text_bytes(token)
         piece = Piece(data, token_id in self.special_ids)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
-
-import tokenizers
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
-from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, refuse_options
-from jaxinfer.text.gguf_tokenizer import build_gguf_tokenizer
-from jaxinfer.text.pieces import PieceTable
+from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, offsets_in, refuse_options
+from jaxinfer.text.gguf_metadata import named_tokens
+from jaxinfer.text.gguf_special import end_token_ids
+from jaxinfer.text.pieces import PieceTable, Vocabulary, vocabulary_of
 from jaxinfer.text.tokenizer_config import (
     NO_LENGTH,
     TokenizerSpec,
@@ -25,36 +24,40 @@ from jaxinfer.text.tokenizer_config import (
     special_tokens,
     write_files,
 )
+from jaxinfer.text.vocabulary import read_vocabulary
+
+if TYPE_CHECKING:
+    import tokenizers
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 
 
 def load_tokenizer(
-    spec: TokenizerSpec, *, clock: Callable[[], datetime] = datetime.now
+    spec: TokenizerSpec,
+    *,
+    clock: Callable[[], datetime] = datetime.now,
+    encodes: bool = True,
 ) -> Tokenizer:
     """Build the tokenizer that ``spec`` describes. ``clock``: the date that templates may print.
 
-    Raises ``TokenizerError`` if it is missing, unreadable or of an unsupported kind.
+    Without ``encodes`` only its vocabulary is read, and the rest is built for the first text that
+    is encoded. Raises ``TokenizerError`` if it is missing, unreadable or of an unsupported kind.
     """
     if (spec.tokenizer_json is None) == (spec.gguf_metadata is None):
         raise TokenizerError(
             "A tokenizer needs either a tokenizer.json or GGUF metadata; "
             "put tokenizer.json beside the weights."
         )
+    build = cache(partial(_build, spec))
+    vocabulary = vocabulary_of(build()) if encodes else read_vocabulary(spec)
     named, ends = special_tokens(spec), None
     if spec.gguf_metadata is not None:
-        built = build_gguf_tokenizer(spec.gguf_metadata)
-        tokenizer, ends = built.tokenizer, built.end_token_ids
-        named = built.special_tokens | named
-    else:
-        assert spec.tokenizer_json is not None
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(spec.tokenizer_json)
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+        named = named_tokens(spec.gguf_metadata) | named
+        ends = end_token_ids(spec.gguf_metadata)
     max_length = spec.tokenizer_config.get("model_max_length")
     return Tokenizer(
-        tokenizer,
+        build,
+        vocabulary,
         named,
         chat_templates(spec),
         clock,
@@ -62,6 +65,12 @@ def load_tokenizer(
         ends,
         spec.tokenizer_config,
     )
+
+
+def _build(spec: TokenizerSpec) -> tokenizers.Tokenizer:
+    from jaxinfer.text.build import build_tokenizer  # the library, which decoding does not need
+
+    return build_tokenizer(spec)
 
 
 class Tokenizer:
@@ -74,7 +83,8 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        build: Callable[[], tokenizers.Tokenizer],  # keeps what it has built
+        vocabulary: Vocabulary,
         special_tokens: Mapping[str, str],
         templates: Mapping[str, str],
         clock: Callable[[], datetime],
@@ -82,10 +92,8 @@ class Tokenizer:
         end_token_ids: frozenset[int] | None = None,
         config: Mapping[str, Any] = MappingProxyType({}),  # tokenizer_config.json
     ) -> None:
-        # Some published files truncate or pad every text to a training length.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self._build = build
+        self._vocabulary = vocabulary
         self.special_tokens_map = dict(special_tokens)
         self.model_max_length = model_max_length
         self._templates = dict(templates)
@@ -95,8 +103,8 @@ class Tokenizer:
         self._compiled = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(
             lambda template: ChatTemplate(template, clock, self.special_tokens_map)
         )
-        self._pieces = PieceTable(tokenizer)
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._pieces = PieceTable(vocabulary)
+        self.vocab_size: int = vocabulary.size
         self.bos_token = special_tokens.get("bos_token")
         self.eos_token = special_tokens.get("eos_token")
         self.unk_token = special_tokens.get("unk_token")
@@ -107,8 +115,12 @@ class Tokenizer:
         # Every token that ends a text: a GGUF vocabulary names them all; a tokenizer.json names
         # only eos.
         self.end_token_ids = eos if end_token_ids is None else end_token_ids
-        self.unk_token_id = tokenizer.token_to_id(self.unk_token or "")
-        self.pad_token_id = tokenizer.token_to_id(self.pad_token or "")
+        self.unk_token_id = vocabulary.id_of(self.unk_token or "")
+        self.pad_token_id = vocabulary.id_of(self.pad_token or "")
+
+    @property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        return self._build()
 
     def __len__(self) -> int:
         """``vocab_size``, which here includes added tokens."""
@@ -206,24 +218,10 @@ class Tokenizer:
     ) -> tuple[list[int], list[int]]:
         """``encode``, and the offset of each token in ``text``, in characters.
 
-        Parts of one character have the same offset; an added special token has no length.
+        See ``offsets_in``.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        offsets: list[int] = []
-        end = 0  # of the text's tokens so far
-        spans = zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True)
-        for token_id, (first, last), is_added in spans:
-            if is_added:
-                offsets.append(len(text) if end else 0)
-                continue
-            # byte-level tokenizers leave the spaces before a token's text out of its span
-            piece = self.token_piece(token_id)
-            earliest = max(first - (len(piece) - len(piece.lstrip())), end)
-            while first > earliest and text[first - 1].isspace():
-                first -= 1
-            offsets.append(first)
-            end = max(end, last)
-        return encoding.ids, offsets
+        return encoding.ids, offsets_in(text, encoding, self.token_piece)
 
     def decode(
         self, token_ids: int | Sequence[int], skip_special_tokens: bool = True, **options: Any
@@ -267,8 +265,8 @@ class Tokenizer:
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
         """The token of an id, or of each, as the vocabulary spells it; None for an unknown id."""
         if isinstance(ids, int):
-            return self._tokenizer.id_to_token(ids)
-        return [self._tokenizer.id_to_token(token_id) for token_id in ids]
+            return self._vocabulary.token_of(ids)
+        return [self._vocabulary.token_of(token_id) for token_id in ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, which may be a part of a character."""
@@ -383,14 +381,14 @@ class Tokenizer:
         return self._tokenizer.post_process(encoding, add_special_tokens=add_special_tokens).ids
 
     def _token_id(self, token: str | None) -> int | None:
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        token_id = None if token is None else self._vocabulary.id_of(token)
         return self.unk_token_id if token_id is None else token_id
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         if token is None:
             return None
-        token_id = self._tokenizer.token_to_id(token)
+        token_id = self._vocabulary.id_of(token)
         if token_id is None:
             raise TokenizerError(
                 f"The model's files name the {name} {token!r}, which is not in the vocabulary "

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ def load_planner(settings: Callable[[], EngineConfig]) -> Planner:
     gc.freeze()  # modules are never freed
 
     def plan(config: EngineConfig, progress: Progress) -> tuple[Planned, Callable[[], Engine]]:
-        made = plan_engine(config, progress, platform)
+        made = replace(plan_engine(config, progress, platform), encodes=False)
         for line in describe_plan(config, made):
             progress.note(line)
         planned = Planned(made.program.limits, made.tokenizer_spec)

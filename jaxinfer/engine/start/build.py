@@ -281,7 +281,7 @@ def build_engine(
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )
-    return Engine(
+    engine = Engine(
         executor,
         plan.program.limits,
         plan.facts,
@@ -292,6 +292,8 @@ def build_engine(
         weights=EngineWeights(plan, executor),
         later=later,
     )
+    loaded.others_may_load.set()
+    return engine
 
 
 def write_planned(

@@ -42,6 +42,7 @@ class Loaded(NamedTuple):
     executables: Timed[Executables]
     state: Timed[State]
     tokenizer_read: Future[None]  # its exception is that of ``EnginePlan.tokenizer``
+    others_may_load: threading.Event  # to be set once the engine is built
 
 
 def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Loaded:
@@ -56,13 +57,12 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     runs GEMMs in their memory to autotune them. The seconds of the state are those of its weights.
     """
     check_host(plan.memory)
-    read, is_read = Future[None](), threading.Event()
-    read.add_done_callback(lambda _: is_read.set())
-    build = partial(begin_executables, others_after=is_read) if serves_early else build_executables
+    read, others = Future[None](), threading.Event()
+    build = partial(begin_executables, others_after=others) if serves_early else build_executables
     loader = _Loader(plan, progress, build, read)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
-        return Loaded(*_beside(loader.state, loader.executables), read)
+        return Loaded(*_beside(loader.state, loader.executables), read, others)
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     read.set_result(None)
@@ -70,9 +70,9 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":
-        return Loaded(loader.executables(), loader.state(), read)
+        return Loaded(loader.executables(), loader.state(), read, others)
     made, (params, seconds) = _beside(loader.weights, loader.executables)
-    return Loaded(made, ((params, *init_state(plan.program)), seconds), read)
+    return Loaded(made, ((params, *init_state(plan.program)), seconds), read, others)
 
 
 @dataclass(frozen=True)

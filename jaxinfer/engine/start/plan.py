@@ -36,18 +36,19 @@ class EnginePlan:
     cache_dir: Path
     bundle: Bundle | None  # the user's, which has been found to fit
     loaded: Params | None = None  # weights that are on the device already
+    encodes: bool = True  # else another process encodes nearly all texts
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, read on first use; that takes up to 0.5 s and holds the GIL. Raises
-        ``TokenizerError``.
+        """The tokenizer, read on first use; that takes up to 0.5 s and holds the GIL, a quarter of
+        it without ``encodes``. Raises ``TokenizerError``.
         """
         if self.tokenizer_spec is None:
             return None
         # imported here, since Jinja and others are a quarter of all imports before JAX
         from jaxinfer.text.tokenizer import load_tokenizer
 
-        return load_tokenizer(self.tokenizer_spec)
+        return load_tokenizer(self.tokenizer_spec, encodes=self.encodes)
 
     @property
     def facts(self) -> ModelFacts:

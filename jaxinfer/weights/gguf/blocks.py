@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.constants import GGMLQuantizationType as Type
 
+from jaxinfer.weights.gguf.types import BLOCK_SIZES
+from jaxinfer.weights.gguf.types import TensorType as Type
 from jaxinfer.weights.quantised.layouts import powers_of_2
 from pallas_kernels.native import library
 from pallas_kernels.quantised import Form, Quantised, nibble_block
@@ -39,7 +39,7 @@ def convert(
     made: Mapping[str, np.ndarray],  # of ``Quantised.tree``, contiguous
 ) -> None:
     """Convert rows of a tensor's bytes into the arrays of a matrix, natively if that is built."""
-    if library.from_blocks(kind.value, rows, rows.size // GGML_QUANT_SIZES[kind][1], made):
+    if library.from_blocks(kind.value, rows, rows.size // BLOCK_SIZES[kind][1], made):
         return
     for part, values in from_blocks(kind, rows).tree().items():
         made[part][:] = values

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo
@@ -16,6 +15,7 @@ from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, Joined, map_name
 from jaxinfer.weights.gguf.stored import (
+    PLAIN_DTYPES,
     ExpertStack,
     KeysAndValues,
     Plain,
@@ -25,12 +25,6 @@ from jaxinfer.weights.gguf.stored import (
     read_tensor,
 )
 from pallas_kernels.quantised import Form, Quantised
-
-_UNQUANTISED = (
-    GGMLQuantizationType.F32,
-    GGMLQuantizationType.F16,
-    GGMLQuantizationType.BF16,
-)
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -54,7 +48,7 @@ class GGUFCheckpoint:
     def __init__(self, header: GGUFHeader, hf_config: Mapping[str, Any]) -> None:
         self.header = header
         self.hf_config = hf_config
-        self.quantised = any(one.type not in _UNQUANTISED for one in header.tensors.values())
+        self.quantised = any(one.type not in PLAIN_DTYPES for one in header.tensors.values())
         self.tensors: dict[str, TensorInfo] = {}
         self.forms: dict[str, Form] = {}
         self._stored: dict[str, Stored] = {}

@@ -20,27 +20,27 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.shapes import round_up
+from jaxinfer.weights.gguf.types import BLOCK_SIZES, TensorType, ValueType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
     {
-        GGUFValueType.UINT8: struct.Struct("<B"),
-        GGUFValueType.INT8: struct.Struct("<b"),
-        GGUFValueType.UINT16: struct.Struct("<H"),
-        GGUFValueType.INT16: struct.Struct("<h"),
-        GGUFValueType.UINT32: struct.Struct("<I"),
-        GGUFValueType.INT32: struct.Struct("<i"),
-        GGUFValueType.FLOAT32: struct.Struct("<f"),
-        GGUFValueType.BOOL: struct.Struct("<?"),
-        GGUFValueType.UINT64: struct.Struct("<Q"),
-        GGUFValueType.INT64: struct.Struct("<q"),
-        GGUFValueType.FLOAT64: struct.Struct("<d"),
+        ValueType.UINT8: struct.Struct("<B"),
+        ValueType.INT8: struct.Struct("<b"),
+        ValueType.UINT16: struct.Struct("<H"),
+        ValueType.INT16: struct.Struct("<h"),
+        ValueType.UINT32: struct.Struct("<I"),
+        ValueType.INT32: struct.Struct("<i"),
+        ValueType.FLOAT32: struct.Struct("<f"),
+        ValueType.BOOL: struct.Struct("<?"),
+        ValueType.UINT64: struct.Struct("<Q"),
+        ValueType.INT64: struct.Struct("<q"),
+        ValueType.FLOAT64: struct.Struct("<d"),
     }
 )
 
@@ -50,7 +50,7 @@ class GGUFTensor:
     """A tensor as stored: ``shape`` has the row length last, ``offset`` is in bytes of the file."""
 
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: TensorType
     offset: int
     nbytes: int
 
@@ -91,20 +91,20 @@ def read_header(path: Path) -> GGUFHeader:
 
 def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     cursor = _Cursor(data, len(_MAGIC))
-    version = cursor.scalar(GGUFValueType.UINT32)
+    version = cursor.scalar(ValueType.UINT32)
     if version not in _VERSIONS:
         raise CheckpointError(
             f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) are supported, "
             "convert the model again"
         )
-    num_tensors = cursor.scalar(GGUFValueType.UINT64)
-    num_keys = cursor.scalar(GGUFValueType.UINT64)
+    num_tensors = cursor.scalar(ValueType.UINT64)
+    num_keys = cursor.scalar(ValueType.UINT64)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
             raise ValueError(f"metadata key {key} is there twice")
-        metadata[key] = cursor.value(cursor.scalar(GGUFValueType.UINT32))
+        metadata[key] = cursor.value(cursor.scalar(ValueType.UINT32))
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -125,16 +125,16 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     return GGUFHeader(path, metadata, tensors, digest)
 
 
-def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
     name = cursor.string()
-    num_dims = cursor.scalar(GGUFValueType.UINT32)
-    dims = [cursor.scalar(GGUFValueType.UINT64) for _ in range(num_dims)]  # row length first
-    kind = GGMLQuantizationType(cursor.scalar(GGUFValueType.UINT32))
-    return name, tuple(reversed(dims)), kind, cursor.scalar(GGUFValueType.UINT64)
+    num_dims = cursor.scalar(ValueType.UINT32)
+    dims = [cursor.scalar(ValueType.UINT64) for _ in range(num_dims)]  # row length first
+    kind = TensorType(cursor.scalar(ValueType.UINT32))
+    return name, tuple(reversed(dims)), kind, cursor.scalar(ValueType.UINT64)
 
 
-def _stored_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-    values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[kind]
+def _stored_bytes(name: str, shape: tuple[int, ...], kind: TensorType) -> int:
+    values_per_unit, bytes_per_unit = BLOCK_SIZES[kind]
     if not shape or 0 in shape:
         raise ValueError(f"tensor {name} is empty")
     if shape[-1] % values_per_unit:
@@ -158,19 +158,19 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        return self._take(self.scalar(GGUFValueType.UINT64)).decode("utf-8", "replace")
+        return self._take(self.scalar(ValueType.UINT64)).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        if kind == GGUFValueType.STRING:
+        if kind == ValueType.STRING:
             return self.string()
-        if kind == GGUFValueType.ARRAY:
+        if kind == ValueType.ARRAY:
             return self._array()
         return self.scalar(kind)
 
     def _array(self) -> list[Any]:
-        kind = self.scalar(GGUFValueType.UINT32)
-        count = self.scalar(GGUFValueType.UINT64)
-        if kind == GGUFValueType.STRING:
+        kind = self.scalar(ValueType.UINT32)
+        count = self.scalar(ValueType.UINT64)
+        if kind == ValueType.STRING:
             return self._strings(count)
         layout = _SCALARS.get(kind)
         if layout is None:
@@ -181,7 +181,7 @@ class _Cursor:
     def _strings(self, count: int) -> list[str]:
         """As ``string``, without its calls: a vocabulary and its merges are 300,000 strings."""
         data, position, strings = self._data, self.position, []
-        length_at = _SCALARS[GGUFValueType.UINT64].unpack_from
+        length_at = _SCALARS[ValueType.UINT64].unpack_from
         for _ in range(count):
             (length,) = length_at(data, position)
             start = position + 8

@@ -5,21 +5,30 @@ Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and dequantising.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
+import ml_dtypes
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from jaxinfer.weights.checkpoint import read_bytes, read_chunks
 from jaxinfer.weights.gguf.blocks import FORMS, convert
 from jaxinfer.weights.gguf.header import GGUFTensor
 from jaxinfer.weights.gguf.names import undo_interleave
+from jaxinfer.weights.gguf.types import BLOCK_SIZES, TensorType
 from pallas_kernels.quantised import Form, Quantised, quantised
 from pallas_kernels.shares import in_shares
 
+PLAIN_DTYPES: Mapping[TensorType, Any] = MappingProxyType(
+    {
+        TensorType.F32: np.float32,
+        TensorType.F16: np.float16,
+        TensorType.BF16: ml_dtypes.bfloat16,
+    }
+)
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
 _CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays
 
@@ -176,16 +185,26 @@ def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * pa
 
 def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
     """Dequantise chunk by chunk into the result, so that no second copy of it exists."""
-    values_per_unit, bytes_per_unit = GGML_QUANT_SIZES[tensor.type]
+    values_per_unit, bytes_per_unit = BLOCK_SIZES[tensor.type]
     values = np.empty(tensor.nbytes // bytes_per_unit * values_per_unit, np.float32)
     chunk_bytes = _CHUNK_BYTES // bytes_per_unit * bytes_per_unit
     for start in range(0, tensor.nbytes, chunk_bytes):
         count = min(chunk_bytes, tensor.nbytes - start)
         raw = read_bytes(path, tensor.offset + start, count)
         first = start // bytes_per_unit * values_per_unit
-        chunk = dequantize(raw[None], tensor.type)[0]  # as one row: gguf loops over rows in Python
+        chunk = _values_of(raw, tensor.type)
         values[first : first + len(chunk)] = chunk
     return values.reshape(tensor.shape)
+
+
+def _values_of(raw: np.ndarray, kind: TensorType) -> np.ndarray:  # uint8[bytes of whole blocks]
+    if kind in PLAIN_DTYPES:
+        return raw.view(PLAIN_DTYPES[kind])
+    from gguf.constants import GGMLQuantizationType  # not at a start: see ``gguf.types``
+    from gguf.quants import dequantize
+
+    # as one row: gguf loops over rows in Python
+    return dequantize(raw[None], GGMLQuantizationType(kind))[0]
 
 
 def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
@@ -209,10 +228,12 @@ def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
 
 
 @cache
-def can_dequantise(kind: GGMLQuantizationType) -> bool:
+def can_dequantise(kind: TensorType) -> bool:
     """True if ``read_tensor`` knows the type."""
+    if kind in FORMS:  # the package knows them too, but to import it takes 0.1 s
+        return True
     try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        _values_of(np.zeros(BLOCK_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
         return False
     return True

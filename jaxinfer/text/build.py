@@ -1,0 +1,166 @@
+"""Builds the tokenizer of a tokenizer.json, or of the ``tokenizer.ggml.*`` metadata of a GGUF file
+as llama.cpp defines it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from jaxinfer.core.errors import TokenizerError
+from jaxinfer.text.gguf_metadata import (
+    TokenType,
+    flag,
+    named_tokens,
+    refuse_unknown_keys,
+    required,
+    token_types,
+)
+from jaxinfer.text.gguf_words import WORD_RULES
+from jaxinfer.text.tokenizer_config import TokenizerSpec
+
+
+def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """Build the tokenizer that ``spec`` describes; raises ``TokenizerError`` if that fails."""
+    if spec.gguf_metadata is not None:
+        built = _of_gguf(spec.gguf_metadata)
+    else:
+        assert spec.tokenizer_json is not None, "checked by ``load_tokenizer``"
+        try:
+            built = Tokenizer.from_str(spec.tokenizer_json)
+        except Exception as error:  # the library raises plain Exception
+            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+    # Some published files truncate or pad every text to a training length.
+    built.no_truncation()
+    built.no_padding()
+    return built
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer that ``metadata`` describes.
+
+    Models "gpt2" (byte-level BPE) and "llama" (sentencepiece BPE with scores). Raises
+    ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing key, and a key whose
+    value is not supported.
+    """
+    model = required(metadata, "model")
+    refuse_unknown_keys(metadata)
+    tokens: list[str] = list(required(metadata, "tokens"))
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    types = token_types(vocab, len(tokens), required(metadata, "token_type"))
+    if len(vocab) != len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
+        raise TokenizerError(f"The GGUF metadata lists the token {twice!r} twice.")
+    if model == "gpt2":
+        tokenizer, add_bos = _byte_level(metadata, vocab)
+    elif model == "llama":
+        tokenizer, add_bos = _sentencepiece(metadata, vocab, types), True
+    else:
+        raise TokenizerError(
+            f"The GGUF tokenizer model {model!r} is not supported; gpt2 and llama are."
+        )
+    _add_tokens(tokenizer, tokens, types)
+    _add_post_processor(tokenizer, metadata, named_tokens(metadata), add_bos)
+    return tokenizer
+
+
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
+    name = required(metadata, "pre")
+    if name not in WORD_RULES:
+        # "default" is refused too: a converter writes it if it does not know the pre-tokenizer.
+        raise TokenizerError(
+            f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(WORD_RULES)}); "
+            "use the model's tokenizer.json instead."
+        )
+    rules = WORD_RULES[name]
+    merges = [_pair(*merge.partition(" ")) for merge in required(metadata, "merges")]
+    tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=rules.whole_words))
+    if rules.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = rules.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rules.add_bos
+
+
+def _pair(left: str, _: str, right: str) -> tuple[str, str]:
+    return left, right
+
+
+def _bpe(vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
+    try:
+        return BPE(vocab=vocab, merges=list(merges), **options)
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"The GGUF vocabulary and merges do not fit: {error}") from error
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
+) -> Tokenizer:
+    scores = [float(score) for score in required(metadata, "scores")]
+    unknown = next((token for token, n in vocab.items() if types[n] == TokenType.UNKNOWN), None)
+    merges = _merges_from_scores(vocab, scores, types)
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    space_prefix = flag(metadata, "add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if space_prefix else spaces
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if space_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges_from_scores(
+    vocab: dict[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """The pairs to merge, in order: sentencepiece joins the pair whose union scores highest."""
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocab.items():
+        if types[token_id] != TokenType.NORMAL:
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-scores[token_id], vocab[left], vocab[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
+    """Make control tokens special, and user-defined ones whole words that are not special."""
+
+    def of(*kinds: TokenType) -> list[AddedToken]:
+        wanted = {*map(int, kinds)}
+        listed = (token for token, kind in zip(tokens, types, strict=True) if kind in wanted)
+        return [AddedToken(token, normalized=False) for token in listed]
+
+    tokenizer.add_special_tokens(of(TokenType.CONTROL, TokenType.UNKNOWN))
+    tokenizer.add_tokens(of(TokenType.USER_DEFINED))
+
+
+def _add_post_processor(
+    tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], add_bos: bool
+) -> None:
+    """Put bos before and eos after each text if the metadata says so."""
+    added: dict[str, list[str]] = {}
+    for name, default in (("bos", add_bos), ("eos", False)):
+        token = special.get(f"{name}_token")
+        is_added = flag(metadata, f"add_{name}_token", default)
+        if is_added and token is None:
+            raise TokenizerError(
+                f"The GGUF metadata adds a {name} token but has no tokenizer.ggml.{name}_token_id."
+            )
+        added[name] = [token] if is_added and token is not None else []
+    around = {*added["bos"], *added["eos"]}
+    if around:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[*added["bos"], "$A", *added["eos"]],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in sorted(around)],
+        )
