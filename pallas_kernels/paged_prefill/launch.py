@@ -56,7 +56,9 @@ MOSAIC_HEAD_DIMS = (64, 128)  # 256 would exceed shared memory
 # warpgroup keeps the tensor cores busier; with a window its larger tiles see more keys in vain.
 # 8192 tokens of 64 query and 8 kv heads, us on an H100, two runs: 1499 and 1527 with two, 1277 and
 # 1280 with three; with a window of 128 171 and 174 with two, 279 and 277 with three. Two and a
-# quarter of the exponentials by polynomials: 1414 and 1436.
+# quarter of the exponentials by polynomials: 1414 and 1436. Few tokens make too few of its tiles:
+# the first token of gpt-oss-20b after 1024 was 0.4 ms later with three, after 8192 1.6 ms earlier.
+MANY_TOKENS = 4096
 BLOCK = 128  # keys per block
 STAGES = 2  # blocks of keys, and of values, in flight
 MMA_QUERIES = 64  # queries of a compute warpgroup: M of a wgmma
@@ -78,9 +80,9 @@ class TritonConfig:
     num_stages: int
 
 
-def num_warpgroups(head_dim: int, window: int | None) -> int:
+def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
     """Compute warpgroups of a CTA of the Mosaic kernel."""
-    return 3 if head_dim == 64 and window is None else 2
+    return 3 if head_dim == 64 and window is None and num_tokens >= MANY_TOKENS else 2
 
 
 def mosaic_supports(

@@ -15,9 +15,10 @@ Softmax is computed in base 2, sums in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from pallas_kernels.paged_prefill.launch import (
     MMA_QUERIES,
     STAGES,
     TOKEN_ALIGNMENT,
+    num_warpgroups,
 )
 from pallas_kernels.paged_prefill.mosaic_plan import (
     Q_STAGES,
@@ -50,7 +52,7 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
 
 # Of a thread of a compute warpgroup and of one that copies, by the number of compute warpgroups:
 # 504 and 512 of the 512 that an SM has for them.
-REGISTERS = {2: (232, 40), 3: (160, 32)}
+REGISTERS: Mapping[int, tuple[int, int]] = MappingProxyType({2: (232, 40), 3: (160, 32)})
 PARTIAL_COPIES = (32, 16, 8, 4, 2, 1)  # queries per copy where a tile is not full
 LOG2_E = math.log2(math.e)
 FOLD = 8  # columns of which each thread has two, in each of two rows
@@ -430,7 +432,8 @@ def paged_prefill(
     q = jnp.pad(q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
     (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
     group, scale = n // num_kv_heads, scale * LOG2_E
-    spec = PrefillSpec(h, page_size, n, group, scale, window)
+    warpgroups = num_warpgroups(h, window, num_tokens)
+    spec = PrefillSpec(h, page_size, n, group, scale, window, warpgroups)
     tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, spec.tile_tokens)
     spec = replace(spec, num_tiles=tiles.shape[0])
 

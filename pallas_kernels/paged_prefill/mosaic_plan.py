@@ -22,7 +22,6 @@ from pallas_kernels.paged_prefill.launch import (
     MMA_QUERIES,
     STAGES,
     TOKEN_ALIGNMENT,
-    num_warpgroups,
 )
 
 ROW, ALIGNED_TOKEN, LEAD, COUNT, POSITION = range(5)  # columns of the tile table
@@ -41,17 +40,13 @@ class PrefillSpec:
     group: int  # query heads per kv head
     scale: float  # of scores, times log2(e); positive
     window: int | None
+    warpgroups: int  # compute warpgroups of a CTA
     num_tiles: int = 0  # entries of the tile table, spare ones included
 
     @property
     def pages_per_block(self) -> int:
         """Pages per block of keys."""
         return BLOCK // self.page_size
-
-    @property
-    def warpgroups(self) -> int:
-        """Compute warpgroups of a CTA."""
-        return num_warpgroups(self.head_dim, self.window)
 
     @property
     def tile_heads(self) -> int:

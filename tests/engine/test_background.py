@@ -123,6 +123,28 @@ def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     return seen
 
 
+def test_saved_executables_load_after_the_first_ones_have_run(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_compiled(build_engine(plan, serves_early=True))
+    order: list[str] = []
+    load_all, warm_up = background.load_all, Executor.warm_up
+
+    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
+        order.append("first" if set(names) == {*plan.program.first_names} else "others")
+        return load_all(bundle, progress, names)
+
+    def run(executor: Executor) -> None:
+        threading.Event().wait(0.2)  # in which a thread would begin to load
+        order.append("run")
+        warm_up(executor)
+
+    monkeypatch.setattr(background, "load_all", loaded)
+    monkeypatch.setattr(Executor, "warm_up", run)
+    until_compiled(build_engine(plan, serves_early=True))
+    assert order == ["first", "run", "others"]
+
+
 def test_requests_are_served_before_all_is_compiled(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,16 +161,16 @@ def test_the_tokenizer_is_read_before_compiling_and_while_executables_load(
         assert reading.wait(10), "the tokenizer is read after the executables"
         return build_executables(*arguments, **named)
 
-    def reads(*arguments: Any) -> Any:
+    def reads(*arguments: Any, **named: Any) -> Any:
         reading.set()
         assert loading.wait(10), "the tokenizer is read before the executables"
-        return load_tokenizer(*arguments)
+        return load_tokenizer(*arguments, **named)
 
     monkeypatch.setattr(engine_loading, "build_executables", loads)
     monkeypatch.setattr(tokenizer, "load_tokenizer", reads)
     assert start_engine(config).tokenizer is not None
 
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise TokenizerError("read twice")
 
     monkeypatch.setattr(tokenizer, "load_tokenizer", fails)

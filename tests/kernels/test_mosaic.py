@@ -84,7 +84,28 @@ def test_ctas_compute_several_tiles(
     assert problem is None, problem
 
 
-@pytest.mark.parametrize("name", ["smollm2_tp3_window_bf16", "qwen3_4b_t1024_ctx1024"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smollm2_tp3_tile_edges_bf16",  # a kv head of three query heads
+        pytest.param("smollm2_tp3_sinks_window_bf16", marks=pytest.mark.nightly),
+        pytest.param("gpt_oss_tp8_sinks_bf16", marks=pytest.mark.nightly),  # of eight
+    ],
+)
+@pytest.mark.usefixtures("on_hopper")
+def test_three_compute_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "_accumulate", _accumulate)
+    monkeypatch.setattr(mosaic, "num_warpgroups", lambda *_: 3)  # as for many tokens
+    kernel = mosaic.paged_prefill.__wrapped__  # not the trace of other tests
+    inputs = OP.build(CASES[name], 0)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, Impl("mosaic", kernel), CASES[name], inputs)
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize(
+    "name", ["smollm2_tp3_window_bf16", "qwen3_4b_t1024_ctx1024", "gpt_oss_20b_t8192"]
+)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(name: str) -> None:
     inputs = OP.build(CASES[name], 0)
