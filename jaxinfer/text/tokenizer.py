@@ -48,8 +48,11 @@ def load_tokenizer(
             "A tokenizer needs either a tokenizer.json or GGUF metadata; "
             "put tokenizer.json beside the weights."
         )
-    build = cache(partial(_build, spec))
-    vocabulary = vocabulary_of(build()) if encodes else read_vocabulary(spec)
+    if encodes:  # the spec, of up to 30 MB, is not kept
+        built = _build(spec)
+        vocabulary, build = vocabulary_of(built), lambda: built
+    else:
+        vocabulary, build = read_vocabulary(spec), cache(partial(_build, spec))
     named, ends = special_tokens(spec), None
     if spec.gguf_metadata is not None:
         named = named_tokens(spec.gguf_metadata) | named
