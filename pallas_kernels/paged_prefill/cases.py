@@ -128,6 +128,15 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    PagedCase(  # enough tokens for Mosaic's three compute warpgroups
+        "gpt_oss_tp8_4200_tokens",
+        shapes.GPT_OSS_20B_TP8,
+        (900, 350) * 7,
+        (300,) * 14,
+        sinks=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (4097, 100), (130, 100), tags=("full",)),
     PagedCase(
         "qwen3_4b_many",
