@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxinfer.core.config import EngineConfig
@@ -17,6 +18,7 @@ from jaxinfer.engine.start import build, loading
 from jaxinfer.engine.start import plan as engine_plan
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
+from jaxinfer.exec.run import device_memory
 from kit.checkpoints import tiny_llama_config
 
 SECONDS = 10  # timeout of waits
@@ -127,3 +129,18 @@ def test_the_kernel_runtime_is_loaded_before_threads_compile(
     )
     build.plan_engine(plan.config)
     assert threads and max(threads) <= before
+
+
+def test_on_a_cpu_an_array_of_pages_is_released_before_the_next_is_made(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all pages, which few users need, are in the peak of the resident memory."""
+    page = plan.program.state()[0]
+
+    def made() -> int:
+        return sum(one.shape == page.shape for one in jax.live_arrays())
+
+    before, counts = made(), list[int]()
+    monkeypatch.setattr(device_memory, "release_zeros", lambda *_: counts.append(made() - before))
+    state, _ = device_memory.init_state(plan.program)
+    assert len(state) > 1 and counts == [*range(1, 1 + len(state))]

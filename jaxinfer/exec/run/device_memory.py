@@ -82,9 +82,9 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
 
     def make() -> tuple[State, SlotState]:
         with allocating(tree_bytes((state, slots))):
-            made = [zeros_of[one]() for one in state]
-            if placement.platform == "cpu":
-                made = [*map(_without_memory, made)]
+            on_cpu = placement.platform == "cpu"
+            zeroed = (zeros_of[one]() for one in state)  # one after the other
+            made = [_without_memory(array) if on_cpu else array for array in zeroed]
             zeros = (np.zeros(one.shape, one.dtype) for one in jax.tree.leaves(slots))
             put = jax.tree.unflatten(jax.tree.structure(slots), map(placement.put, zeros))
             return jax.block_until_ready((tuple(made), put))
