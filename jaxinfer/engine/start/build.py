@@ -292,7 +292,8 @@ def build_engine(
         weights=EngineWeights(plan, executor),
         later=later,
     )
-    loaded.others_may_load.set()
+    if executables.later is not None:
+        executables.later.load_others()
     return engine
 
 

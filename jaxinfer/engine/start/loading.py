@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from os.path import isdir
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,6 @@ class Loaded(NamedTuple):
     executables: Timed[Executables]
     state: Timed[State]
     tokenizer_read: Future[None]  # its exception is that of ``EnginePlan.tokenizer``
-    others_may_load: threading.Event  # to be set once the engine is built
 
 
 def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Loaded:
@@ -57,12 +56,12 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     runs GEMMs in their memory to autotune them. The seconds of the state are those of its weights.
     """
     check_host(plan.memory)
-    read, others = Future[None](), threading.Event()
-    build = partial(begin_executables, others_after=others) if serves_early else build_executables
+    read = Future[None]()
+    build = begin_executables if serves_early else build_executables
     loader = _Loader(plan, progress, build, read)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
-        return Loaded(*_beside(loader.state, loader.executables), read, others)
+        return Loaded(*_beside(loader.state, loader.executables), read)
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     read.set_result(None)
@@ -70,9 +69,9 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":
-        return Loaded(loader.executables(), loader.state(), read, others)
+        return Loaded(loader.executables(), loader.state(), read)
     made, (params, seconds) = _beside(loader.weights, loader.executables)
-    return Loaded(made, ((params, *init_state(plan.program)), seconds), read, others)
+    return Loaded(made, ((params, *init_state(plan.program)), seconds), read)
 
 
 @dataclass(frozen=True)

@@ -51,20 +51,19 @@ def begin_executables(
     folder: Path,
     memory: MemoryPlan,
     progress: Progress,
-    others_after: threading.Event,
     settings: Mapping[str, Any] | None = None,
 ) -> Executables:
     """``build_executables`` that returns as soon as ``Program.first_names`` are there.
 
     Where these are all, it is ``build_executables``. The executables of ``later`` must be added by
-    the engine, and ``later`` be closed at its end. Others are loaded ``others_after`` an event, as
+    the engine, and ``later`` be closed at its end. Saved ones are loaded after ``load_others``, as
     loads contend for the GIL with what a start still has to do.
     """
     if set(program.first_names) == set(program.names()):
         return build_executables(
             program, folder=folder, memory=memory, progress=progress, settings=settings
         )
-    building = Building(program, folder, memory, settings or {}, progress, others_after)
+    building = Building(program, folder, memory, settings or {}, progress)
     try:
         first = building.first.result()
     except BaseException:  # also Ctrl-C
@@ -82,11 +81,11 @@ class Building:
     memory: MemoryPlan
     settings: Mapping[str, Any]
     progress: Progress
-    others_after: threading.Event
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
     num_compiled: int = 0  # of the first executables; other bundles had the rest of them
     compiles: bool = False  # else the bundle exists
+    _may_load: threading.Event = field(default_factory=threading.Event)
     _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
     _closed: bool = False
 
@@ -115,10 +114,14 @@ class Building:
                 return taken
             taken[name] = loaded
 
+    def load_others(self) -> None:
+        """See ``Later``."""
+        self._may_load.set()
+
     def close(self) -> None:
         """See ``Later``. What is not saved as a bundle is removed."""
         self._closed = True
-        self.others_after.set()
+        self._may_load.set()
 
     def _run(self) -> None:
         try:
@@ -143,7 +146,7 @@ class Building:
         first = self.program.first_names
         self.first.set_result(dict(load_all(bundle, self.progress, first)))
         others = [name for name in self.program.names() if name not in first]
-        self.others_after.wait()
+        self._may_load.wait()
         for loaded in load_all(bundle, self.progress, others):
             if self._closed:
                 return

@@ -58,6 +58,10 @@ class Later(Protocol):
         """True if ``take`` returns executables now."""
         ...
 
+    def load_others(self) -> None:
+        """Begin to load saved executables: the engine is built, which needs the GIL."""
+        ...
+
     def take(self) -> dict[str, Compiled]:
         """The executables that were loaded since the last call."""
         ...
