@@ -87,12 +87,12 @@ def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    waiting = len(prompts)
+    waiting = {str(i) for i in range(len(prompts))}  # some may get tokens before others begin
     while waiting:
         deltas = engine.step().deltas
         if errors := [delta.error for delta in deltas if delta.error]:
             raise RuntimeError(errors[0])
-        waiting -= sum(bool(delta.token_ids) for delta in deltas)
+        waiting -= {delta.request_id for delta in deltas if delta.token_ids}
     started = time.perf_counter()
     while engine.has_work:
         engine.step()
