@@ -166,7 +166,7 @@ class Program:
 
     @property
     def reads_masks(self) -> bool:
-        """True if steps wait for masks in host memory; else rows with masks are drawn again."""
+        """True if steps wait for masks on the mask board; else rows with masks are drawn again."""
         return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
 
     @cached_property
