@@ -37,19 +37,12 @@ type Generate = Callable[[Prompts, int], object]  # and the new tokens of each
 
 def jaxinfer_engine(config: Path, routing: str) -> Generate:
     """Our engine, as a function."""
-    import jax.numpy as jnp
-
     from jaxinfer import LLM, SamplingParams
-    from jaxinfer.nn.ffn import experts
 
-    if routing == "same":
-        experts._shifted = lambda choices, h, count: jnp.broadcast_to(
-            jnp.arange(choices.shape[1], dtype=choices.dtype), choices.shape
-        )
     llm = LLM(
         str(config),
         load_format="dummy",
-        dummy_routing="auto" if routing == "loaded" else "uniform",
+        dummy_routing="auto" if routing == "loaded" else routing,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_num_seqs=128,

@@ -3,13 +3,14 @@
 Run from the repository root, all groups or some, which are merged in one file:
 
     .venv/bin/python -m bench.step --output FILE
-    .venv/bin/python -m bench.step --only tpot,ttft --output FILE
+    .venv/bin/python -m bench.step --only tpot,ttft --batches 1 8 64 --prompts 512 --output FILE
 
 Weights are random and prompts are random token ids: speed depends on neither. Prefix caching is off
 except in its own ablation: the same prompts run several times, and a cache would skip the prefill
 that is measured. Floors are for the devices in ``floor.CEILINGS``. Rows of a mixture of experts
 state how many distinct experts a step read (``experts``); random weights may choose few of them,
-unless ``--engine dummy_routing=uniform`` spreads their choices.
+unless ``--engine dummy_routing=uniform`` spreads their choices. Groups that follow each other with
+the same settings share an engine.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -89,7 +89,8 @@ class Workload:
     @property
     def max_model_len(self) -> int:
         """The context of the large model's engine: the longest case and its decode tokens."""
-        return max(self.long_input, *self.ttft_inputs) + 2 * cases.DECODED
+        long = self.long_input if self.long_batches else 0
+        return max(self.tpot_input, long, *self.ttft_inputs) + 2 * cases.DECODED
 
     def num_pages(self, page_size: int) -> int:
         """Enough for every case: the pool's size does not change times."""
@@ -112,6 +113,7 @@ class Bench:
         self.gpt2_config: Path = arguments.gpt2_config
         self._given: dict[str, Any] = dict(arguments.engine)
         self.used: dict[str, Any] = {}  # settings of the engines of the current group
+        self._engine: tuple[LLM, DistinctExperts] | None = None
 
     def facts(self) -> dict[str, Any]:
         """The facts that all rows of a file share."""
@@ -122,21 +124,20 @@ class Bench:
         always = {"load_format": "dummy", "skip_tokenizer_init": True, "seed": self.seed}
         return {"model": str(config), **always, **more, **self._given}
 
-    @contextmanager
-    def engine(self, config: Path, **more: Any) -> Generator[LLM]:
-        """An engine, whose memory is freed at the end."""
+    def engine(self, config: Path, **more: Any) -> tuple[LLM, DistinctExperts]:
+        """An engine: the last one if its settings are the same, else a new one in its memory."""
         settings = self.settings(config, **{"enable_prefix_caching": False, **more})
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
             page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
             settings.setdefault("num_pages", self.work.num_pages(page_size))
-        self.used = settings
-        llm = LLM(**settings)
-        try:
-            yield llm
-        finally:
-            del llm
+        if self._engine is None or self.used != settings:
+            self._engine = None
             gc.collect()
+            llm = LLM(**settings)
+            self._engine = llm, DistinctExperts(llm, self.work.tpot_input + cases.DECODED)
+        self.used = settings
+        return self._engine
 
     def prompts(self, config: Path) -> Prompts:
         """Prompts of the model's vocabulary."""
@@ -185,44 +186,42 @@ def tpot(bench: Bench) -> Iterator[Row]:
     work, config = bench.work, bench.config
     prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
     short: dict[int, float] = {}
-    with bench.engine(config) as llm:
-        experts = DistinctExperts(llm)
-        for batch in work.tpot_batches:
-            samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
-            found = experts.decode(prompts(batch, work.tpot_input))
-            least = _decode_floor_ms(floor, batch, work.tpot_input, share_of(found))
-            yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input, **found)
-            short[batch] = middle(samples)
-        for batch in work.long_batches:
-            samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
-            least = _decode_floor_ms(floor, batch, work.long_input)
-            size, longer = (
-                decode_bytes(costs, batch, _mean_context(tokens))
-                for tokens in (work.tpot_input, work.long_input)
-            )
-            predicted = round(short[batch] * longer / size, 4)  # the floors' ratio
-            case = f"b{batch}/{work.long_input}"
-            yield row("tpot_ms", case, samples, least, predicted=predicted)
+    llm, experts = bench.engine(config)
+    for batch in work.tpot_batches:
+        samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
+        found = experts.decode(prompts(batch, work.tpot_input))
+        least = _decode_floor_ms(floor, batch, work.tpot_input, share_of(found))
+        yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input, **found)
+        short[batch] = middle(samples)
+    for batch in work.long_batches:
+        samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
+        least = _decode_floor_ms(floor, batch, work.long_input)
+        size, longer = (
+            decode_bytes(costs, batch, _mean_context(tokens))
+            for tokens in (work.tpot_input, work.long_input)
+        )
+        predicted = round(short[batch] * longer / size, 4)  # the floors' ratio
+        case = f"b{batch}/{work.long_input}"
+        yield row("tpot_ms", case, samples, least, predicted=predicted)
 
 
 def ttft(bench: Bench) -> Iterator[Row]:
     """TTFT of a single prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
     prompts, floor = bench.prompts(config), bench.floor(config)
-    with bench.engine(config) as llm:
-        experts = DistinctExperts(llm)
-        for length in work.ttft_inputs:
-            samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
-            found = experts.prompt(prompts(1, length)[0])
-            least = floor and 1e3 * floor.prefill(1, length, share_of(found))
-            yield row("ttft_ms", str(length), samples, least, **found)
+    llm, experts = bench.engine(config)
+    for length in work.ttft_inputs:
+        samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
+        found = experts.prompt(prompts(1, length)[0])
+        least = floor and 1e3 * floor.prefill(1, length, share_of(found))
+        yield row("ttft_ms", str(length), samples, least, **found)
 
 
 def offline(bench: Bench) -> Iterator[Row]:
     """Output tokens per second of many prompts at once, greedy and sampled."""
-    with bench.engine(bench.config) as llm:
-        for case in SAMPLINGS:
-            yield _offline(bench, llm, bench.config, case, case)
+    llm, _ = bench.engine(bench.config)
+    for case in SAMPLINGS:
+        yield _offline(bench, llm, bench.config, case, case)
 
 
 def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> Row:
@@ -238,22 +237,22 @@ def gpt2(bench: Bench) -> Iterator[Row]:
     work, config = bench.work, bench.gpt2_config
     single, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
     many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
-    with bench.engine(config) as llm:
-        samples = cases.tpot_ms(llm, single, work.repeats)
-        least = _decode_floor_ms(floor, 1, work.gpt2_input)
-        yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)
-        yield _offline(bench, llm, config, "sampled", "gpt2/sampled")
-        calls: dict[str, Callable[[], float]] = {
-            "gpt2/b1": lambda: cases.seconds_of(llm, single, GREEDY, 1 + cases.DECODED),
-            "gpt2/sampled": lambda: cases.seconds_of(llm, many, SAMPLED, tokens_out),
-        }
-        for case, call in calls.items():
-            seconds = middle(work.repeats.of(call))
-            busy = busy_seconds(call)
-            if busy is None:
-                print(f"device_busy      {case:20} the profiler shows no GPU here")
-            else:
-                yield row("device_busy", case, [busy / seconds], None, busy_s=busy)
+    llm, _ = bench.engine(config)
+    samples = cases.tpot_ms(llm, single, work.repeats)
+    least = _decode_floor_ms(floor, 1, work.gpt2_input)
+    yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)
+    yield _offline(bench, llm, config, "sampled", "gpt2/sampled")
+    calls: dict[str, Callable[[], float]] = {
+        "gpt2/b1": lambda: cases.seconds_of(llm, single, GREEDY, 1 + cases.DECODED),
+        "gpt2/sampled": lambda: cases.seconds_of(llm, many, SAMPLED, tokens_out),
+    }
+    for case, call in calls.items():
+        seconds = middle(work.repeats.of(call))
+        busy = busy_seconds(call)
+        if busy is None:
+            print(f"device_busy      {case:20} the profiler shows no GPU here")
+        else:
+            yield row("device_busy", case, [busy / seconds], None, busy_s=busy)
 
 
 def start(bench: Bench) -> Iterator[Row]:
@@ -291,17 +290,17 @@ def _ablated(bench: Bench, name: str, change: Mapping[str, Any]) -> Iterator[Row
     sizes = {"max_num_seqs": most, "decode_bucket_start": most, "mixed_bucket_start": most}
     sizes |= {"prefill_bucket_start": length, "prefill_bucket_factor": 1 << 20}
     fresh = _fresh_prompts(bench.prompts(bench.config))
-    with bench.engine(bench.config, **sizes, **change) as llm:
+    llm, _ = bench.engine(bench.config, **sizes, **change)
 
-        def ttft_ms() -> float:
-            return 1e3 * cases.seconds_of(llm, next(fresh)(1, length), GREEDY, 1)
+    def ttft_ms() -> float:
+        return 1e3 * cases.seconds_of(llm, next(fresh)(1, length), GREEDY, 1)
 
-        for batch in work.ablation_batches:
-            samples = _fresh_tpot(llm, fresh, batch, work)
-            case = f"{name}/b{batch}"
-            yield row("ablation_tpot_ms", case, samples, None, environment=environment())
-        samples, case = work.repeats.of(ttft_ms), f"{name}/{length}"
-        yield row("ablation_ttft_ms", case, samples, None, environment=environment())
+    for batch in work.ablation_batches:
+        samples = _fresh_tpot(llm, fresh, batch, work)
+        case = f"{name}/b{batch}"
+        yield row("ablation_tpot_ms", case, samples, None, environment=environment())
+    samples, case = work.repeats.of(ttft_ms), f"{name}/{length}"
+    yield row("ablation_ttft_ms", case, samples, None, environment=environment())
 
 
 def _fresh_prompts(prompts: Prompts) -> Iterator[Prompts]:
@@ -342,6 +341,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="a setting of every engine, such as max_num_batched_tokens=4096",
     )  # fmt: skip
     parser.add_argument("--label", help="name of an ablation made by a variable or --engine")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="rows of tpot, without the cases of a long context"
+    )
+    parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts of ttft")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/step.json"))
@@ -368,7 +371,12 @@ def main(argv: list[str] | None = None, work: Workload | None = None) -> None:
     """Measure group by group; the file is complete after each row."""
     arguments = parse_arguments(argv)
     prepare_backend(DEFAULT_GPU_MEMORY_UTILIZATION)  # before `facts` starts JAX's backend
-    bench = Bench(arguments, work or Workload())
+    work = work or Workload()
+    if arguments.batches:
+        work = replace(work, tpot_batches=tuple(arguments.batches), long_batches=())
+    if arguments.prompts:
+        work = replace(work, ttft_inputs=tuple(arguments.prompts))
+    bench = Bench(arguments, work)
     for group in arguments.only:
         if group not in OWN_PROCESSES:
             # raises before the measurement if the rows could not be merged

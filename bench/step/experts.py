@@ -1,12 +1,14 @@
 """Distinct experts that steps read, counted from the choices that routers made of a run's tokens.
 
 Owns: ``DistinctExperts``. Steps keep these choices to themselves. So the sequences of the timed run
-go through ``forward``, which has the same routers and returns their choices as taps.
+go through ``forward``, which has the same routers and returns their choices as taps. It is compiled
+for one length, since a mixture of 48 layers may take half a minute. Its attention holds all scores
+of a sequence, 8.6 GB for 32 heads and 8,192 tokens: a longer prompt is counted up to that length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,10 +35,12 @@ def mean_distinct(choices: np.ndarray) -> float:  # int[steps, layers, tokens, k
 class DistinctExperts:
     """Counts for the runs of one engine, each as fields of a row; none for a model without experts.
 
-    ``distinct_experts`` is a mean over layers and steps, of the ``experts`` of a layer.
+    ``distinct_experts`` is a mean over layers and steps, of the ``experts`` of a layer. ``length``
+    is the number of tokens that ``forward`` is compiled for.
     """
 
     llm: LLM
+    length: int
 
     def decode(self, prompts: list[list[int]]) -> dict[str, Any]:
         """The count for decode steps of a batch, in each of which a sequence has one token."""
@@ -52,19 +56,22 @@ class DistinctExperts:
         return self._fields(of_rows.transpose(2, 1, 0, 3))
 
     def prompt(self, prompt: list[int]) -> dict[str, Any]:
-        """The count for all tokens of one prompt."""
+        """The count for the first ``length`` tokens of one prompt: more may read more experts."""
         if not self._layers:
             return {}
-        return self._fields(np.stack(list(self._choices([prompt]))))
+        return self._fields(np.stack(list(self._choices([prompt[: self.length]]))))
 
     def _fields(self, choices: np.ndarray) -> dict[str, Any]:  # int[steps, layers, tokens, k]
         count = next(iter(self._layers.values())).count
         return {"distinct_experts": round(mean_distinct(choices), 2), "experts": count}
 
-    def _choices(self, texts: Iterable[list[int]]) -> Iterable[np.ndarray]:
+    def _choices(self, texts: Iterable[list[int]]) -> Iterator[np.ndarray]:
         """The choices of each text's tokens, int32[layers, tokens, k]."""
         params = self.llm.model.params
-        return (np.asarray(self._forward(params, jnp.asarray(ids, jnp.int32))) for ids in texts)
+        for ids in texts:
+            padded = np.zeros(self.length, np.int32)  # no token sees those after it
+            padded[: len(ids)] = ids
+            yield np.asarray(self._forward(params, padded))[:, : len(ids)]
 
     @cached_property
     def _layers(self) -> dict[str, ExpertsConfig]:

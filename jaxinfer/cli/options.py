@@ -30,9 +30,7 @@ MODEL = Group(
         Setting("tokenizer", text, "A tokenizer from elsewhere, in any form of MODEL."),
         Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
         Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
-        Setting(
-            "dummy_routing", text, "Experts of random weights: auto, uniform (for benchmarks)."
-        ),
+        Setting("dummy_routing", text, "Experts of random weights: auto, uniform, same (benches)."),
         Setting("dtype", text, "Weights and KV cache: auto, bfloat16, float16, float32."),
         Setting("cpu_weights", text, "Quantised weights on a CPU: auto, quantised, float32."),
         Setting("quantization", text, "Quantise while loading: int4, int8, fp8.", ("-q",)),

@@ -27,7 +27,7 @@ CHOICES = MappingProxyType(
     {
         "dtype": ("auto", "float32", "bfloat16", "float16"),
         "load_format": ("auto", "safetensors", "gguf", "dummy"),
-        "dummy_routing": ("auto", "uniform"),
+        "dummy_routing": ("auto", "uniform", "same"),
         "generation_config": ("auto", "vllm"),
         "task": ("auto", "generate", "embed", "score"),
         "pooling": KINDS,
@@ -80,7 +80,8 @@ class EngineConfig:
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
     ``dummy_routing``: with random weights, "uniform" replaces the choices of routers (mixtures of
-    experts) by uniform pseudo-random ones. With "auto" random routers choose, perhaps few experts.
+    experts) by uniform pseudo-random ones, "same" by the first experts for every token. With "auto"
+    random routers choose, perhaps few experts.
     ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
     ..."; each shape of a step in which that is possible is compiled a second time.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.

@@ -157,8 +157,8 @@ class ExpertsConfig:
 
     ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
     that the scores by which experts are chosen have them. ``shared`` is a network that every token
-    uses as well; its output is not weighted. ``uniform`` replaces the router's choices by uniform
-    pseudo-random ones, for benchmarks of random weights.
+    uses as well; its output is not weighted. ``dummy_routing`` replaces the router's choices, for
+    benchmarks of random weights: see ``EngineConfig``.
     """
 
     count: int
@@ -169,7 +169,7 @@ class ExpertsConfig:
     router_bias: bool = False
     choice_bias: bool = False
     shared: FeedForwardConfig | None = None
-    uniform: bool = False
+    dummy_routing: str = "auto"
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""

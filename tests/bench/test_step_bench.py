@@ -69,8 +69,11 @@ def test_groups_fill_one_file(
 ) -> None:
     monkeypatch.setattr(step_cases, "DECODED", 4)
     output = tmp_path / "step.json"
+    made = Mock(side_effect=step.LLM)
+    monkeypatch.setattr(step, "LLM", made)
     run(flags, "tpot,offline", output)
-    report = run(flags, "ttft", output)
+    assert made.call_count == 1, "groups of the same settings share an engine"
+    report = run(flags, "ttft", output, "--prompts", "8", "40")
     assert {"device", "versions", "git", "model"} <= report.keys()
     assert report["versions"].keys() >= {"python", "jax", "jaxlib"}
     assert cases(report) == {
@@ -225,17 +228,23 @@ def test_distinct_experts_are_counted_by_layer_and_step() -> None:
 def test_rows_of_a_mixture_of_experts_state_what_steps_read(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Choices are uniform: a token's two of five experts, and more for more tokens."""
+    """A token has two of five experts: others than its neighbours', or the same two."""
     monkeypatch.setattr(step_cases, "DECODED", 8)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(tiny_qwen3_moe_config()))
-    flags = [*flags[:-2], f"--config={config}", "--engine=dummy_routing=uniform"]
-    report = run(flags, "tpot,ttft", tmp_path / "step.json")
-    found = {(row["metric"], row["case"]): row for row in report["rows"]}
+    flags = [*flags[:-2], f"--config={config}", "--batches", "1", "2"]
+
+    def measured(routing: str) -> dict[tuple[str, str], Any]:
+        routed = [*flags, f"--engine=dummy_routing={routing}"]
+        report = run(routed, "tpot,ttft", tmp_path / f"{routing}.json")
+        return {(row["metric"], row["case"]): row for row in report["rows"]}
+
+    found = measured("uniform")
+    assert ("tpot_ms", "b2/40") not in found  # `--batches` leaves a long context out
     assert found["tpot_ms", "b1"]["distinct_experts"] == 2
     assert 2.5 < found["tpot_ms", "b2"]["distinct_experts"] < 3.9  # 5 (1 - 0.6 ** 2) = 3.2
     assert found["ttft_ms", "40"]["distinct_experts"] == found["ttft_ms", "40"]["experts"] == 5
-    assert "distinct_experts" not in found["tpot_ms", "b2/40"]
+    assert {row["distinct_experts"] for row in measured("same").values()} == {2}
 
 
 def test_floors_by_hand() -> None:

@@ -56,12 +56,12 @@ def test_mxfp4_is_served_as_it_is_and_dequantised(gpt_oss: Path, tmp_path: Path)
     assert answers(LLM(str(gpt_oss), cpu_weights="float32", **settings)) == first
 
 
-def test_uniform_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
+def test_dummy_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
     plan = plan_engine(
         EngineConfig(model=str(gpt_oss), load_format="dummy", dummy_routing="uniform", **SIZES)
     )
     ffn = plan.program.model.config.layers[0].ffn
-    assert isinstance(ffn, ExpertsConfig) and ffn.uniform
+    assert isinstance(ffn, ExpertsConfig) and ffn.dummy_routing == "uniform"
     assert ("fp4", 32) in {(form.kind, form.group or 32) for _, form in plan.program.model.forms}
     with pytest.raises(ConfigError, match="has weights whose routers choose; use it with load_f"):
         plan_engine(EngineConfig(model=str(gpt_oss), dummy_routing="uniform", **SIZES))

@@ -25,8 +25,8 @@ def model_of(source: ModelSource, config: EngineConfig, platform: str) -> tuple[
     ``config`` has its device's defaults. Raises ``ConfigError`` or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
-    if config.dummy_routing == "uniform":
-        model = _uniformly_routed(source, model)
+    if config.dummy_routing != "auto":
+        model = _dummy_routed(source, model, config.dummy_routing)
     if source.scheme or source.forms or config.quantization:
         from jaxinfer.weights.quantised.choose import quantised_source  # 40 ms
 
@@ -35,22 +35,22 @@ def model_of(source: ModelSource, config: EngineConfig, platform: str) -> tuple[
     return source, model
 
 
-def _uniformly_routed(source: ModelSource, model: Model) -> Model:
-    """The model with uniform choices of experts, which only random weights may have."""
+def _dummy_routed(source: ModelSource, model: Model, routing: str) -> Model:
+    """The model with forced choices of experts, which only random weights may have."""
     if source.checkpoint is not None:
         raise ConfigError(
-            f"dummy_routing is 'uniform', but {source.reference} has weights whose routers choose; "
-            "use it with load_format='dummy'"
+            f"dummy_routing is {routing!r}, but {source.reference} has weights whose routers "
+            "choose; use it with load_format='dummy'"
         )
     layers = tuple(
-        replace(layer, ffn=replace(layer.ffn, uniform=True))
+        replace(layer, ffn=replace(layer.ffn, dummy_routing=routing))
         if isinstance(layer.ffn, ExpertsConfig)
         else layer
         for layer in model.config.layers
     )
     if layers == model.config.layers:
         raise ConfigError(
-            f"dummy_routing is 'uniform', but {model.architecture} has no experts; leave it out"
+            f"dummy_routing is {routing!r}, but {model.architecture} has no experts; leave it out"
         )
     return replace(model, config=replace(model.config, layers=layers))
 

@@ -81,7 +81,13 @@ class Experts(nn.Module):
         choices, weights = route(
             h, router, routing=c.routing, bias=bias, choice_bias=choice_bias, impl=impl
         )
-        return _shifted(choices, h, c.count) if c.uniform else choices, weights
+        match c.dummy_routing:
+            case "uniform":
+                choices = _shifted(choices, h, c.count)
+            case "same":
+                first = jnp.arange(choices.shape[1], dtype=choices.dtype)
+                choices = jnp.broadcast_to(first, choices.shape)
+        return choices, weights
 
     def _stack(self, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Stack:
         stack = weight(self, name, shape, dtype)
