@@ -41,7 +41,6 @@ from jaxinfer.core.config import (
     DEFAULT_PAGE_SIZE,
     prepare_backend,
 )
-from jaxinfer.models.registry import build_model
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -143,17 +142,13 @@ class Bench:
         """Prompts of the model's vocabulary."""
         return Prompts(json.loads(config.read_text())["vocab_size"], self.seed)
 
-    def costs(self, config: Path) -> Costs:
-        """Costs of the model in the engine's dtype."""
-        dtype = self._given.get("dtype", "bfloat16")
-        return costs_of(build_model(json.loads(config.read_text()), dtype))
 
-    def floor(self, config: Path) -> Floor | None:
-        """The floor on this device; None if its ceilings have not been measured."""
-        import jax
+def floor_of(costs: Costs) -> Floor | None:
+    """The floor on this device; None if its ceilings have not been measured."""
+    import jax
 
-        ceiling = CEILINGS.get(jax.devices()[0].device_kind)
-        return ceiling and Floor(self.costs(config), ceiling)
+    ceiling = CEILINGS.get(jax.devices()[0].device_kind)
+    return ceiling and Floor(costs, ceiling)
 
 
 def row(metric: str, case: str, samples: list[float], floor: float | None, **more: Any) -> Row:
@@ -184,9 +179,9 @@ def _mean_context(tokens_in: int) -> float:
 def tpot(bench: Bench) -> Iterator[Row]:
     """TPOT by batch, and at a long context next to the prediction from the shorter one."""
     work, config = bench.work, bench.config
-    prompts, floor, costs = bench.prompts(config), bench.floor(config), bench.costs(config)
-    short: dict[int, float] = {}
     llm, experts = bench.engine(config)
+    prompts, costs = bench.prompts(config), costs_of(llm.model.model)
+    floor, short = floor_of(costs), dict[int, float]()
     for batch in work.tpot_batches:
         samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
         found = experts.decode(prompts(batch, work.tpot_input))
@@ -208,8 +203,8 @@ def tpot(bench: Bench) -> Iterator[Row]:
 def ttft(bench: Bench) -> Iterator[Row]:
     """TTFT of a single prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
-    prompts, floor = bench.prompts(config), bench.floor(config)
     llm, experts = bench.engine(config)
+    prompts, floor = bench.prompts(config), floor_of(costs_of(llm.model.model))
     for length in work.ttft_inputs:
         samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
         found = experts.prompt(prompts(1, length)[0])
@@ -226,18 +221,20 @@ def offline(bench: Bench) -> Iterator[Row]:
 
 def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> Row:
     count, tokens_in, tokens_out = bench.work.offline
-    prompts, floor = bench.prompts(config)(count, tokens_in), bench.floor(config)
+    prompts, costs = bench.prompts(config)(count, tokens_in), costs_of(llm.model.model)
+    floor = floor_of(costs)
+    distinct = costs.expert_share if bench.used.get("dummy_routing") == "same" else None
     samples = cases.offline_tok_s(llm, prompts, SAMPLINGS[sampling], tokens_out, bench.work.repeats)
-    most = floor and count * tokens_out / floor.generate(count, tokens_in, tokens_out)
+    most = floor and count * tokens_out / floor.generate(count, tokens_in, tokens_out, distinct)
     return row("offline_tok_s", case, samples, most, size=[count, tokens_in, tokens_out])
 
 
 def gpt2(bench: Bench) -> Iterator[Row]:
     """A small model, limited by the host: speeds, and the share of time the device computes."""
     work, config = bench.work, bench.gpt2_config
-    single, floor = bench.prompts(config)(1, work.gpt2_input), bench.floor(config)
-    many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
     llm, _ = bench.engine(config)
+    single, floor = bench.prompts(config)(1, work.gpt2_input), floor_of(costs_of(llm.model.model))
+    many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
     samples = cases.tpot_ms(llm, single, work.repeats)
     least = _decode_floor_ms(floor, 1, work.gpt2_input)
     yield row("tpot_ms", "gpt2/b1", samples, least, input=work.gpt2_input)

@@ -5,15 +5,16 @@ Owns: the costs of a model's decode steps and prefills, and the measured ceiling
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxinfer.models.base import Model, abstract_params
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from jaxinfer.models.base import Model, Params, abstract_params
+from jaxinfer.nn.decoder_config import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Costs:
     """Bytes and operations of one model."""
 
     weight_bytes: int  # that every step reads, without those of experts
-    kv_bytes: int  # of one token of context
-    token_flops: int  # in the layers' matrices, for one token
+    kv_bytes: int  # of one token of context, without layers whose attention has a window
+    token_flops: float  # in the layers' matrices, for one token; two of fp8 count as one
     head_flops: int  # for one token whose logits are computed
-    pair_flops: int  # in attention, for one query and one key, over all layers
+    pair_flops: int  # in attention, for one query and one key, over all layers without a window
     expert_bytes: int = 0  # of all experts of all layers
     expert_share: float = 0.0  # of a layer's experts that a token uses
 
@@ -53,42 +54,55 @@ class Costs:
         taken to choose independently and all experts equally often, as with ``dummy_routing``
         "uniform"; then a layer reads 1 - (1 - share) ** tokens of its experts.
         """
-        if distinct is None:
-            distinct = 1 - (1 - self.expert_share) ** tokens
-        return self.weight_bytes + distinct * self.expert_bytes
+        expected = 1 - (1 - self.expert_share) ** tokens
+        share = expected if distinct is None else distinct
+        return self.weight_bytes + share * self.expert_bytes
 
 
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters, without tables of which a step gathers only a few rows."""
     config = model.config
     mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention
-    weight_bytes = matrix_size = expert_bytes = 0
     mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(model)):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        gathered = name == "positions" or (name == "embed" and not config.tie_word_embeddings)
-        if leaf.ndim == 3:  # a stack of experts
+    floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))
+    tables = {"positions"} if config.tie_word_embeddings else {"positions", "embed"}
+    weight_bytes = expert_bytes = 0
+    fp8 = set[str]()
+    for name, leaf in _named(abstract_params(model)):
+        parts = name.split("/")  # perhaps of a quantised matrix, which is one array in `floats`
+        whole = next(p for i in range(len(parts)) if (p := "/".join(parts[: i + 1])) in floats)
+        if leaf.dtype == jnp.float8_e4m3fn:
+            fp8.add(whole)
+        if floats[whole].ndim == 3:  # a stack of experts
             expert_bytes += leaf.size * leaf.dtype.itemsize
-            continue
-        if not gathered:
+        elif whole not in tables:
             weight_bytes += leaf.size * leaf.dtype.itemsize
-        if "/" in name and leaf.ndim == 2 and "norm" not in name and "bias" not in name:
-            matrix_size += leaf.size
+    matrices = 0.0
+    for name, leaf in floats.items():
+        if "/" in name and leaf.ndim >= 2 and "norm" not in name and "bias" not in name:
+            used = share if leaf.ndim == 3 else 1
+            matrices += leaf.size * used * (0.5 if name in fp8 else 1)
     return Costs(
         weight_bytes=weight_bytes,
         kv_bytes=model.state.bytes_per_token,
-        token_flops=2 * (matrix_size + sum(_chosen_size(ffn, config) for ffn in mixtures)),
+        token_flops=2 * matrices,
         head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=sum(map(_pair_flops, mixers)),
+        pair_flops=sum(_pair_flops(mixer) for mixer in mixers if not _window(mixer)),
         expert_bytes=expert_bytes,
         expert_share=share,
     )
 
 
-def _chosen_size(ffn: ExpertsConfig, config: DecoderSpec) -> int:
-    """Weights of the experts that a token uses in a layer."""
-    return 3 * ffn.routing.chosen * ffn.width * config.hidden_size
+def _named(params: Params) -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree and their paths, such as layers_0/qkv."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def _window(mixer: Any) -> int | None:
+    """The tokens of a window; latent attention has none."""
+    return getattr(mixer, "window", None)
 
 
 def _pair_flops(mixer: Any) -> int:
@@ -121,12 +135,14 @@ class Floor:
         size = costs.bytes_of_weights(num_prompts * tokens, distinct)
         return self._seconds(size, num_prompts * one)
 
-    def generate(self, num_prompts: int, num_input: int, num_output: int) -> float:
+    def generate(
+        self, num_prompts: int, num_input: int, num_output: int, distinct: float | None = None
+    ) -> float:
         """All prompts prefilled at once, then all of them decoded together."""
         context = num_input + num_output / 2  # the mean over the decode steps
         steps = num_output - 1  # the first token comes from the prefill
-        decode = self.decode(num_prompts, context)
-        return self.prefill(num_prompts, num_input) + steps * decode
+        decode = self.decode(num_prompts, context, distinct)
+        return self.prefill(num_prompts, num_input, distinct) + steps * decode
 
     def _seconds(self, size: float, flops: float) -> float:
         return max(size / self.ceiling.bytes_per_s, flops / self.ceiling.flops_per_s)

@@ -24,8 +24,10 @@ from bench.step.cases import Prompts, Repeats
 from bench.step.experts import mean_distinct, share_of
 from bench.step.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.models.base import abstract_params
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
+from pallas_kernels.quantised import Form
 
 TINY = step.Workload(
     tpot_batches=(1, 2),
@@ -214,6 +216,22 @@ def test_the_experts_that_a_step_reads() -> None:
     assert costs.bytes_of_weights(1) == pytest.approx(6.1e9, rel=0.02)
     assert costs.bytes_of_weights(64) == pytest.approx(costs.bytes_of_weights(10**6), rel=0.02)
     assert costs.bytes_of_weights(8, distinct=0.5) == costs.weight_bytes + experts
+
+
+def test_quantised_weights_have_their_own_bytes_and_fp8_half_the_operations() -> None:
+    model = build_model(tiny_qwen3_moe_config(), "bfloat16")
+    floats, prefix = costs_of(model), "model.layers.0."
+    forms = {f"{prefix}self_attn.o_proj.weight": Form("fp8", None, "float32")}
+    forms |= {
+        f"{prefix}mlp.experts.{i}.down_proj.weight": Form("int8", 32, "float16") for i in range(5)
+    }
+    costs = costs_of(replace(model, forms=tuple(forms.items())))
+    layer = abstract_params(model)["layers_0"]
+    (outputs, inputs), (experts, rows, columns) = layer["o"].shape, layer["down"].shape
+    assert floats.weight_bytes - costs.weight_bytes == outputs * inputs - 4 * outputs
+    saved = experts * rows * (columns - 2 * (columns // 32))
+    assert floats.expert_bytes - costs.expert_bytes == saved
+    assert floats.token_flops - costs.token_flops == outputs * inputs
 
 
 def test_distinct_experts_are_counted_by_layer_and_step() -> None:
