@@ -20,7 +20,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 from bench.circumstances import write_report
 from bench.step import cases
 from bench.step.busy import busy_seconds
-from bench.step.cases import GREEDY, SAMPLED, Prompts, Repeats, middle
+from bench.step.cases import GREEDY, SAMPLED, Prompts, Workload, middle
 from bench.step.experts import DistinctExperts, share_of
 from bench.step.file import Row, environment, facts, merged_report, read_report
 from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
@@ -39,8 +39,10 @@ from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
+    EngineConfig,
     prepare_backend,
 )
+from jaxinfer.engine.start.build import plan_engine
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}
@@ -68,39 +70,6 @@ ABLATIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The sizes of every case; the results use the defaults, tests smaller ones."""
-
-    tpot_batches: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
-    tpot_input: int = 1024
-    long_batches: tuple[int, ...] = (1, 16)  # of tpot_batches
-    long_input: int = 16384
-    ttft_inputs: tuple[int, ...] = (512, 1024, 4096, 16384)
-    offline: tuple[int, int, int] = (128, 256, 64)  # prompts, tokens in, tokens out
-    gpt2_input: int = 256
-    ablation_batches: tuple[int, ...] = (1, 64)
-    ablation_input: int = 4096  # of the single prompt
-    warm_starts: int = 5
-    memory_sequences: int = 512  # the number that an engine of default sizes runs at once on a GPU
-    repeats: Repeats = Repeats()
-
-    @property
-    def max_model_len(self) -> int:
-        """The context of the large model's engine: the longest case and its decode tokens."""
-        long = self.long_input if self.long_batches else 0
-        return max(self.tpot_input, long, *self.ttft_inputs) + 2 * cases.DECODED
-
-    def num_pages(self, page_size: int) -> int:
-        """Enough for every case: the pool's size does not change times."""
-        batches = [(batch, self.tpot_input) for batch in self.tpot_batches]
-        batches += [(batch, self.long_input) for batch in self.long_batches]
-        count, tokens_in, tokens_out = self.offline
-        batches += [(count, tokens_in + tokens_out), (1, max(self.ttft_inputs))]
-        spare = cases.DECODED + page_size  # the pages in use end in one that is not full
-        return 1 + max(n * (-(-(tokens + spare) // page_size)) for n, tokens in batches)
-
-
 class Bench:
     """One call: the model shapes, the settings of the command line, and the engines."""
 
@@ -112,6 +81,7 @@ class Bench:
         self.gpt2_config: Path = arguments.gpt2_config
         self._given: dict[str, Any] = dict(arguments.engine)
         self.used: dict[str, Any] = {}  # settings of the engines of the current group
+        self._counts: bool = not arguments.uncounted
         self._engine: tuple[LLM, DistinctExperts] | None = None
 
     def facts(self) -> dict[str, Any]:
@@ -129,14 +99,20 @@ class Bench:
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
             page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
-            settings.setdefault("num_pages", self.work.num_pages(page_size))
+            groups = len(plan_engine(EngineConfig(**settings)).program.limits.windows)
+            settings.setdefault("num_pages", self.work.num_pages(page_size, groups))
         if self._engine is None or self.used != settings:
             self._engine = None
             gc.collect()
             llm = LLM(**settings)
-            self._engine = llm, DistinctExperts(llm, self.work.tpot_input + cases.DECODED)
+            length = self.work.tpot_input + cases.DECODED if self._counts else 0
+            self._engine = llm, DistinctExperts(llm, length)
         self.used = settings
         return self._engine
+
+    def share(self, costs: Costs) -> float | None:
+        """The share of experts that steps read; None: what uniform choices lead to."""
+        return costs.expert_share if self.used.get("dummy_routing") == "same" else None
 
     def prompts(self, config: Path) -> Prompts:
         """Prompts of the model's vocabulary."""
@@ -185,7 +161,8 @@ def tpot(bench: Bench) -> Iterator[Row]:
     for batch in work.tpot_batches:
         samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
         found = experts.decode(prompts(batch, work.tpot_input))
-        least = _decode_floor_ms(floor, batch, work.tpot_input, share_of(found))
+        share = share_of(found) or bench.share(costs)
+        least = _decode_floor_ms(floor, batch, work.tpot_input, share)
         yield row("tpot_ms", f"b{batch}", samples, least, input=work.tpot_input, **found)
         short[batch] = middle(samples)
     for batch in work.long_batches:
@@ -204,11 +181,12 @@ def ttft(bench: Bench) -> Iterator[Row]:
     """TTFT of a single prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
     llm, experts = bench.engine(config)
-    prompts, floor = bench.prompts(config), floor_of(costs_of(llm.model.model))
+    prompts, costs = bench.prompts(config), costs_of(llm.model.model)
+    floor = floor_of(costs)
     for length in work.ttft_inputs:
         samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
         found = experts.prompt(prompts(1, length)[0])
-        least = floor and 1e3 * floor.prefill(1, length, share_of(found))
+        least = floor and 1e3 * floor.prefill(1, length, share_of(found) or bench.share(costs))
         yield row("ttft_ms", str(length), samples, least, **found)
 
 
@@ -223,9 +201,10 @@ def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> 
     count, tokens_in, tokens_out = bench.work.offline
     prompts, costs = bench.prompts(config)(count, tokens_in), costs_of(llm.model.model)
     floor = floor_of(costs)
-    distinct = costs.expert_share if bench.used.get("dummy_routing") == "same" else None
     samples = cases.offline_tok_s(llm, prompts, SAMPLINGS[sampling], tokens_out, bench.work.repeats)
-    most = floor and count * tokens_out / floor.generate(count, tokens_in, tokens_out, distinct)
+    most = floor and count * tokens_out / floor.generate(
+        count, tokens_in, tokens_out, bench.share(costs)
+    )
     return row("offline_tok_s", case, samples, most, size=[count, tokens_in, tokens_out])
 
 
@@ -342,6 +321,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--batches", type=int, nargs="+", help="rows of tpot, without the cases of a long context"
     )
     parser.add_argument("--prompts", type=int, nargs="+", help="tokens of the prompts of ttft")
+    parser.add_argument(
+        "--uncounted", action="store_true", help="do not count experts, which takes memory"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, default=Path("bench/results/local/step.json"))

@@ -1,6 +1,6 @@
 """The timed calls of an engine: ``LLM.generate`` from call to return.
 
-Owns: the prompts, the number of repeats, each metric's definition. TPOT is (time of 65 tokens -
+Owns: the sizes of cases, the prompts, the number of repeats, each metric's definition. TPOT is (time of 65 tokens -
 time of 1) / 64 of a whole batch, the runs in an order that favours neither (``tpot_seconds``), TTFT
 the time of 1 token. A batch whose prefill takes several steps decodes its first rows during the
 prefill, as it does in use.
@@ -40,6 +40,42 @@ class Repeats:
         ):
             samples.append(run())
         return samples
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sizes of every case; the results use the defaults, tests smaller ones."""
+
+    tpot_batches: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256)
+    tpot_input: int = 1024
+    long_batches: tuple[int, ...] = (1, 16)  # of tpot_batches
+    long_input: int = 16384
+    ttft_inputs: tuple[int, ...] = (512, 1024, 4096, 16384)
+    offline: tuple[int, int, int] = (128, 256, 64)  # prompts, tokens in, tokens out
+    gpt2_input: int = 256
+    ablation_batches: tuple[int, ...] = (1, 64)
+    ablation_input: int = 4096  # of the single prompt
+    warm_starts: int = 5
+    memory_sequences: int = 512  # the number that an engine of default sizes runs at once on a GPU
+    repeats: Repeats = Repeats()
+
+    @property
+    def max_model_len(self) -> int:
+        """The context of the large model's engine: the longest case and its decode tokens."""
+        long = self.long_input if self.long_batches else 0
+        return max(self.tpot_input, long, *self.ttft_inputs) + 2 * DECODED
+
+    def num_pages(self, page_size: int, groups: int) -> int:
+        """Enough for every case: the pool's size does not change times.
+
+        ``groups`` of layers, with and without windows, have pages of their own.
+        """
+        batches = [(batch, self.tpot_input) for batch in self.tpot_batches]
+        batches += [(batch, self.long_input) for batch in self.long_batches]
+        count, tokens_in, tokens_out = self.offline
+        batches += [(count, tokens_in + tokens_out), (1, max(self.ttft_inputs))]
+        spare = DECODED + page_size  # the pages in use end in one that is not full
+        return 1 + groups * max(n * (-(-(tokens + spare) // page_size)) for n, tokens in batches)
 
 
 @dataclass(frozen=True)

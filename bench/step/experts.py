@@ -4,6 +4,7 @@ Owns: ``DistinctExperts``. Steps keep these choices to themselves. So the sequen
 go through ``forward``, which has the same routers and returns their choices as taps. It is compiled
 for one length, since a mixture of 48 layers may take half a minute. Its attention holds all scores
 of a sequence, 8.6 GB for 32 heads and 8,192 tokens: a longer prompt is counted up to that length.
+XLA's experts copy weights (9.8 GB for Qwen3-30B-A3B), which may not fit: see ``--uncounted``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class DistinctExperts:
     """Counts for the runs of one engine, each as fields of a row; none for a model without experts.
 
     ``distinct_experts`` is a mean over layers and steps, of the ``experts`` of a layer. ``length``
-    is the number of tokens that ``forward`` is compiled for.
+    is the number of tokens that ``forward`` is compiled for; 0: no row is counted.
     """
 
     llm: LLM
@@ -75,8 +76,8 @@ class DistinctExperts:
 
     @cached_property
     def _layers(self) -> dict[str, ExpertsConfig]:
-        """The layers with experts, by the names of their choices."""
-        layers = self.llm.model.config.layers
+        """The layers whose experts are counted, by the names of their choices."""
+        layers = self.llm.model.config.layers if self.length else ()
         return {
             f"layers.{i}.experts": layer.ffn
             for i, layer in enumerate(layers)

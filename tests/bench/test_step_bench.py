@@ -29,7 +29,7 @@ from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
 from pallas_kernels.quantised import Form
 
-TINY = step.Workload(
+TINY = step_cases.Workload(
     tpot_batches=(1, 2),
     tpot_input=8,
     long_batches=(2,),
@@ -263,6 +263,8 @@ def test_rows_of_a_mixture_of_experts_state_what_steps_read(
     assert 2.5 < found["tpot_ms", "b2"]["distinct_experts"] < 3.9  # 5 (1 - 0.6 ** 2) = 3.2
     assert found["ttft_ms", "40"]["distinct_experts"] == found["ttft_ms", "40"]["experts"] == 5
     assert {row["distinct_experts"] for row in measured("same").values()} == {2}
+    flags.append("--uncounted")
+    assert all("experts" not in row for row in measured("uniform").values())
 
 
 def test_floors_by_hand() -> None:
@@ -303,9 +305,10 @@ def test_prompts_are_the_same_for_the_same_seed() -> None:
 
 
 def test_every_case_fits_in_the_pages() -> None:
-    work = step.Workload()
-    assert work.num_pages(16) > 256 * -(-(1024 + 65) // 16)
-    assert work.num_pages(64) > 16 * -(-(16384 + 65) // 64)
+    work = step_cases.Workload()
+    assert work.num_pages(16, groups=1) > 256 * -(-(1024 + 65) // 16)
+    assert work.num_pages(64, groups=1) > 16 * -(-(16384 + 65) // 64)
+    assert work.num_pages(16, groups=2) > 2 * 256 * -(-(1024 + 65) // 16)
     assert work.max_model_len >= 16384 + 65
 
 
