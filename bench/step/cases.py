@@ -1,9 +1,9 @@
 """The timed calls of an engine: ``LLM.generate`` from call to return.
 
-Owns: the sizes of cases, the prompts, the number of repeats, each metric's definition. TPOT is (time of 65 tokens -
-time of 1) / 64 of a whole batch, the runs in an order that favours neither (``tpot_seconds``), TTFT
-the time of 1 token. A batch whose prefill takes several steps decodes its first rows during the
-prefill, as it does in use.
+Owns: the sizes of cases, the prompts, the number of repeats, each metric's definition. TPOT is
+(time of 65 tokens - time of 1) / 64 of a whole batch, the runs in an order that favours neither
+(``tpot_seconds``), TTFT the time of 1 token. A batch whose prefill takes several steps decodes its
+first rows during the prefill, as it does in use.
 """
 
 from __future__ import annotations
