@@ -145,6 +145,27 @@ def test_saved_executables_load_after_the_first_ones_have_run(
     assert order == ["first", "run", "others"]
 
 
+def test_others_are_compiled_after_the_first_ones_have_run(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    warm_up = Executor.warm_up
+
+    def compiled(program: Program, names: Any, *arguments: Any) -> Any:
+        order.append("first" if {*names} == {*plan.program.first_names} else "others")
+        return compile_all(program, names, *arguments)
+
+    def run(executor: Executor) -> None:
+        threading.Event().wait(0.2)  # in which a thread would begin to compile
+        order.append("run")
+        warm_up(executor)
+
+    monkeypatch.setattr(background, "compile_all", compiled)
+    monkeypatch.setattr(Executor, "warm_up", run)
+    until_compiled(build_engine(plan, serves_early=True))
+    assert order == ["first", "run", "others"]
+
+
 def test_requests_are_served_before_all_is_compiled(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,7 @@ def test_a_step_waits_only_for_its_own_kernels(
     assert sorted(events[:-2]) == sorted((last, *others[:-1]))
 
 
-def test_steps_to_link_are_traced_first_and_wait_for_linked_kernels(
+def test_the_longest_step_and_those_to_link_are_traced_first_and_wait_for_linked_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = PROGRAM.names()
@@ -129,7 +129,8 @@ def test_steps_to_link_are_traced_first_and_wait_for_linked_kernels(
     monkeypatch.setattr(Program, "trace", traced)
     record_compilations(events, monkeypatch)
     stored = exec_compile.compile_all(PROGRAM, names, tmp_path, NoProgress())
-    assert begun == [linked, *reversed(others)]
+    longest, *rest = reversed(others)
+    assert begun == [longest, linked, *rest]
     assert sorted(events[:-2]) == sorted(others)
     assert events[-2:] == ["kernels", linked]
     assert (*stored,) == names

@@ -293,7 +293,7 @@ def build_engine(
         later=later,
     )
     if executables.later is not None:
-        executables.later.load_others()
+        executables.later.begin_others()
     return engine
 
 

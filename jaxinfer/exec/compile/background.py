@@ -56,8 +56,8 @@ def begin_executables(
     """``build_executables`` that returns as soon as ``Program.first_names`` are there.
 
     Where these are all, it is ``build_executables``. The executables of ``later`` must be added by
-    the engine, and ``later`` be closed at its end. Saved ones are loaded after ``load_others``, as
-    loads contend for the GIL with what a start still has to do.
+    the engine, and ``later`` be closed at its end. They are compiled or loaded after
+    ``begin_others``, as that contends for the GIL with what a start still has to do.
     """
     if set(program.first_names) == set(program.names()):
         return build_executables(
@@ -85,7 +85,7 @@ class Building:
     workspace_bytes: int = 0  # the largest so far
     num_compiled: int = 0  # of the first executables; other bundles had the rest of them
     compiles: bool = False  # else the bundle exists
-    _may_load: threading.Event = field(default_factory=threading.Event)
+    _may_begin: threading.Event = field(default_factory=threading.Event)
     _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
     _closed: bool = False
 
@@ -114,14 +114,14 @@ class Building:
                 return taken
             taken[name] = loaded
 
-    def load_others(self) -> None:
+    def begin_others(self) -> None:
         """See ``Later``."""
-        self._may_load.set()
+        self._may_begin.set()
 
     def close(self) -> None:
         """See ``Later``. What is not saved as a bundle is removed."""
         self._closed = True
-        self._may_load.set()
+        self._may_begin.set()
 
     def _run(self) -> None:
         try:
@@ -146,7 +146,7 @@ class Building:
         first = self.program.first_names
         self.first.set_result(dict(load_all(bundle, self.progress, first)))
         others = [name for name in self.program.names() if name not in first]
-        self._may_load.wait()
+        self._may_begin.wait()
         for loaded in load_all(bundle, self.progress, others):
             if self._closed:
                 return
@@ -170,6 +170,8 @@ class Building:
             self._loaded.put((name, load_executable(folder, one)))
 
         others = [name for name in program.names() if name not in stored]
+        self._may_begin.wait()
+        self._check_open()
         stored |= compile_all(program, others, folder, progress, load_saved)
         write_manifest(folder, program, self.memory, self._in_order(stored), self.settings)
 
@@ -192,6 +194,9 @@ class Building:
 
     def _check_saved(self, _: str, stored: StoredExecutable) -> None:
         self._check(stored.workspace_bytes)
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineError("the engine was shut down while its executables were compiled")
 

@@ -58,8 +58,8 @@ class Later(Protocol):
         """True if ``take`` returns executables now."""
         ...
 
-    def load_others(self) -> None:
-        """Begin to load saved executables: the engine is built, which needs the GIL."""
+    def begin_others(self) -> None:
+        """Begin with the other executables: the engine is built, which needs the GIL."""
         ...
 
     def take(self) -> dict[str, Compiled]:
@@ -199,10 +199,12 @@ def compile_all(
     This thread traces, lowers and saves; a thread per core compiles. Lowering is Python code, and
     several threads are much slower at it than one, as they contend for the interpreter lock; XLA
     does not hold it. Mosaic kernels, which take most of the time, are lowered and compiled by other
-    processes at the same time. Steps with kernels to link are traced first, as these kernels are
-    compiled when the step is lowered. The others follow in reverse order of names, as those that
-    XLA compiles longest have the last names. Saving holds the interpreter lock for 0.1 s each, so
-    it begins when all steps are traced, and steps that can be lowered are lowered first.
+    processes at the same time. The step with the last name, the largest with prompts, is traced
+    first: its attention kernel and then XLA take longest, one after the other (note 0024). Steps
+    with kernels to link are next, as these kernels are compiled when the step is lowered. The
+    others follow in reverse order of names, as those that XLA compiles longest have the last names.
+    Saving holds the interpreter lock for 0.1 s each, so it begins when all steps are traced, and
+    steps that can be lowered are lowered first.
     """
     if not names:
         return {}
@@ -219,7 +221,7 @@ def compile_all(
             steps = _Compilation(program, folder, toolchain, pool, advance)
             if to_link:  # only Mosaic kernels are linked, and only they need worker processes
                 toolchain.start_workers()
-            for name in (*to_link, *others):
+            for name in (*others[:1], *to_link, *others[1:]):
                 steps.trace(name)
             while steps.unfinished:
                 steps.proceed()
