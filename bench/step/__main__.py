@@ -167,7 +167,7 @@ def tpot(bench: Bench) -> Iterator[Row]:
         short[batch] = middle(samples)
     for batch in work.long_batches:
         samples = cases.tpot_ms(llm, prompts(batch, work.long_input), work.repeats)
-        least = _decode_floor_ms(floor, batch, work.long_input)
+        least = _decode_floor_ms(floor, batch, work.long_input, bench.share(costs))
         size, longer = (
             decode_bytes(costs, batch, _mean_context(tokens))
             for tokens in (work.tpot_input, work.long_input)
