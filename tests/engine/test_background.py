@@ -22,7 +22,7 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile import background, memory_plan
+from jaxinfer.exec.compile import background, build, memory_plan
 from jaxinfer.exec.compile.build import compile_all
 from jaxinfer.exec.compile.bundle import Bundle, open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
@@ -31,7 +31,7 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
 from kit.checkpoints import tiny_llama_config
 
-SECONDS = 30  # timeout of waits
+SECONDS = 3  # timeout of waits
 FIRST = (Bucket(4), Bucket(4, 16, 1, scores=True))
 
 
@@ -164,6 +164,28 @@ def test_others_are_compiled_after_the_first_ones_have_run(
     monkeypatch.setattr(Executor, "warm_up", run)
     until_compiled(build_engine(plan, serves_early=True))
     assert order == ["first", "run", "others"]
+
+
+def test_first_executables_are_loaded_while_others_of_them_compile(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, saved = threading.Event(), list[str]()
+    load_executable, executable_file = background.load_executable, build.executable_file
+
+    def load(*arguments: Any) -> Any:
+        made = load_executable(*arguments)
+        loaded.set()
+        return made
+
+    def save(program: Program, name: str, compiled: Any) -> Any:
+        assert not saved or loaded.wait(SECONDS)
+        saved.append(name)
+        return executable_file(program, name, compiled)
+
+    monkeypatch.setattr(background, "load_executable", load)
+    monkeypatch.setattr(build, "executable_file", save)
+    until_compiled(build_engine(plan, serves_early=True))
+    assert len(saved) == len(plan.program.names())
 
 
 def test_requests_are_served_before_all_is_compiled(

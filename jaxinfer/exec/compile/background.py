@@ -158,11 +158,17 @@ class Building:
         program, progress = self.program, self.progress
         stored = take_cached(program, self.folder.parent, folder, progress)
         first = [name for name in program.first_names if name not in stored]
-        stored |= compile_all(program, first, folder, progress, self._check_saved)
-        self.num_compiled = len(first)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            loaded = pool.map(partial(load_executable, folder), stored.values())
-            self.first.set_result(dict(zip(stored, loaded, strict=True)))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:  # loads while the longest ones compile
+            load = partial(load_executable, folder)
+            loads = {name: pool.submit(load, one) for name, one in stored.items()}
+
+            def load_first(name: str, one: StoredExecutable) -> None:
+                self._check_saved(name, one)
+                loads[name] = pool.submit(load, one)
+
+            stored |= compile_all(program, first, folder, progress, load_first)
+            self.num_compiled = len(first)
+            self.first.set_result({name: made.result() for name, made in loads.items()})
         self._keep(folder, stored)
 
         def load_saved(name: str, one: StoredExecutable) -> None:
