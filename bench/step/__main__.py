@@ -39,9 +39,9 @@ from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
-    EngineConfig,
     prepare_backend,
 )
+from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.start.build import plan_engine
 
 SHAPES = Path(__file__).parents[1] / "shapes"
@@ -99,7 +99,7 @@ class Bench:
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
             page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
-            groups = len(plan_engine(EngineConfig(**settings)).program.limits.windows)
+            groups = len(plan_engine(engine_config(None, settings)).program.limits.windows)
             settings.setdefault("num_pages", self.work.num_pages(page_size, groups))
         if self._engine is None or self.used != settings:
             self._engine = None

@@ -62,7 +62,8 @@ class Costs:
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters, without tables of which a step gathers only a few rows."""
     config = model.config
-    mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention
+    mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention, also latent
+    whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
     mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
     floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))
@@ -88,7 +89,7 @@ def costs_of(model: Model) -> Costs:
         kv_bytes=model.state.bytes_per_token,
         token_flops=2 * matrices,
         head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=sum(_pair_flops(mixer) for mixer in mixers if not _window(mixer)),
+        pair_flops=sum(map(_pair_flops, whole_context)),
         expert_bytes=expert_bytes,
         expert_share=share,
     )
@@ -98,11 +99,6 @@ def _named(params: Params) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree and their paths, such as layers_0/qkv."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
-
-
-def _window(mixer: Any) -> int | None:
-    """The tokens of a window; latent attention has none."""
-    return getattr(mixer, "window", None)
 
 
 def _pair_flops(mixer: Any) -> int:

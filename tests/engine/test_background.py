@@ -31,7 +31,7 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
 from kit.checkpoints import tiny_llama_config
 
-SECONDS = 3  # timeout of waits
+SECONDS = 30  # timeout of waits
 FIRST = (Bucket(4), Bucket(4, 16, 1, scores=True))
 
 
@@ -123,44 +123,40 @@ def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     return seen
 
 
-def test_saved_executables_load_after_the_first_ones_have_run(
-    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    until_compiled(build_engine(plan, serves_early=True))
+def stages(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records whether the first or the other executables are being compiled or loaded."""
     order: list[str] = []
-    load_all, warm_up = background.load_all, Executor.warm_up
+    load_all = background.load_all
+
+    def record(names: Any) -> None:
+        order.append("first" if {*names} <= {*plan.program.first_names} else "others")
 
     def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
-        order.append("first" if set(names) == {*plan.program.first_names} else "others")
+        record(names)
         return load_all(bundle, progress, names)
 
-    def run(executor: Executor) -> None:
-        threading.Event().wait(0.2)  # in which a thread would begin to load
-        order.append("run")
-        warm_up(executor)
-
-    monkeypatch.setattr(background, "load_all", loaded)
-    monkeypatch.setattr(Executor, "warm_up", run)
-    until_compiled(build_engine(plan, serves_early=True))
-    assert order == ["first", "run", "others"]
-
-
-def test_others_are_compiled_after_the_first_ones_have_run(
-    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    warm_up = Executor.warm_up
-
     def compiled(program: Program, names: Any, *arguments: Any) -> Any:
-        order.append("first" if {*names} == {*plan.program.first_names} else "others")
+        record(names)
         return compile_all(program, names, *arguments)
 
+    monkeypatch.setattr(background, "load_all", loaded)
+    monkeypatch.setattr(background, "compile_all", compiled)
+    return order
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_others_are_compiled_or_loaded_after_the_first_ones_have_run(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    if saved:
+        until_compiled(build_engine(plan, serves_early=True))
+    order, warm_up = stages(plan, monkeypatch), Executor.warm_up
+
     def run(executor: Executor) -> None:
-        threading.Event().wait(0.2)  # in which a thread would begin to compile
+        threading.Event().wait(0.2)  # in which a thread would begin with the others
         order.append("run")
         warm_up(executor)
 
-    monkeypatch.setattr(background, "compile_all", compiled)
     monkeypatch.setattr(Executor, "warm_up", run)
     until_compiled(build_engine(plan, serves_early=True))
     assert order == ["first", "run", "others"]
@@ -239,17 +235,12 @@ def test_others_are_loaded_after_the_tokenizer(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_engine(plan)
-    order, load_all = list[str](), background.load_all
-
-    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
-        order.append("first" if {*names} <= {*plan.program.first_names} else "others")
-        return load_all(bundle, progress, names)
+    order = stages(plan, monkeypatch)
 
     def read(_: EnginePlan) -> None:
         time.sleep(0.3)
         order.append("tokenizer")
 
-    monkeypatch.setattr(background, "load_all", loaded)
     monkeypatch.setattr(EnginePlan, "tokenizer", property(read))
     until_compiled(build_engine(plan, serves_early=True))
     assert order.index("first") < order.index("tokenizer") < order.index("others")

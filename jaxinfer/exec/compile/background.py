@@ -158,8 +158,8 @@ class Building:
         program, progress = self.program, self.progress
         stored = take_cached(program, self.folder.parent, folder, progress)
         first = [name for name in program.first_names if name not in stored]
+        load = partial(load_executable, folder)
         with ThreadPoolExecutor(NUM_THREADS) as pool:  # loads while the longest ones compile
-            load = partial(load_executable, folder)
             loads = {name: pool.submit(load, one) for name, one in stored.items()}
 
             def load_first(name: str, one: StoredExecutable) -> None:
@@ -173,7 +173,7 @@ class Building:
 
         def load_saved(name: str, one: StoredExecutable) -> None:
             self._check_saved(name, one)
-            self._loaded.put((name, load_executable(folder, one)))
+            self._loaded.put((name, load(one)))
 
         others = [name for name in program.names() if name not in stored]
         self._may_begin.wait()
