@@ -65,6 +65,7 @@ GPT_OSS_20B = replace(
 )
 V2_LITE = replace(QWEN3_30B, name="v2_lite", count=64, chosen=6, inner=1408)
 INT4 = replace(QWEN3_30B, name="qwen3_30b_int4", form="int4", group=128, tiled=True)
+Q4_K = replace(INT4, name="qwen3_30b_q4_k", form="q4_k", group=32)
 FP8 = replace(QWEN3_30B, name="qwen3_30b_fp8", form="fp8_blocks", group=128, tiled=True)
 FP8_ROWS = replace(FP8, name="qwen3_30b_fp8_rows", form="fp8", group=0)
 V3 = replace(FP8, name="deepseek_v3_fp8", count=16, width=7168, inner=2048)  # 16 of 256 experts
@@ -132,6 +133,19 @@ CASES = (
     replace(_BF16, name="int4_tiles", form="int4", tiled=True),
     replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),
     replace(_BF16, name="int8_tiles", form="int8", tiled=True),
+    replace(
+        _BF16, name="q4_k_tiles_t200", form="q4_k", tiled=True, tokens=200, width=256, inner=256
+    ),
+    replace(
+        _BF16,
+        name="q6_k_tiles_t200",
+        form="q6_k",
+        group=16,
+        tiled=True,
+        tokens=200,
+        width=256,
+        inner=256,
+    ),
     replace(_BF16, name="fp4_tiles", form="fp4", tiled=True, biases=True, activation=CLAMPED),
     replace(_BF16, name="mxfp4_tiles", form="mxfp4", tiled=True, tokens=9),
     replace(_BF16, name="mxfp4_tiles_t100", form="mxfp4", tiled=True, tokens=100, load="holes"),
@@ -145,7 +159,7 @@ CASES = (
     ),
     *(
         case
-        for model in (QWEN3_30B, INT4, FP8, FP8_ROWS, V3, GPT_OSS_20B, V2_LITE)
+        for model in (QWEN3_30B, INT4, Q4_K, FP8, FP8_ROWS, V3, GPT_OSS_20B, V2_LITE)
         for case in _steps(model)
     ),
 )

@@ -391,7 +391,7 @@ class QuantisedPromptConfig:
     def fits(self, sizes: GemmSizes) -> bool:
         """True if the tiles divide a call of these sizes."""
         pair = self.step.by_half and self.step.warpgroups == PAIR and self.step.split_k == 1
-        if sizes.form is None or sizes.form.offsets or self.step.block_t != sizes.width:
+        if sizes.form is None or self.step.block_t != sizes.width:
             return False
         return pair and replace(self.step, by_half=False, warpgroups=1).fits(sizes.tiled)
 

@@ -3,7 +3,8 @@
 The persistent kernel of ``prompt`` with the K steps of ``quantised_gemm.tiled.step``, as in
 ``quantised_gemm.tiled.large``: outputs are M of a wgmma, rows N, and each of two compute warpgroups
 multiplies 64 outputs: gates and ups, or adjacent outputs. One makes its operand while the other
-one's matmul runs. The second one passes its ups to the first one through shared memory.
+one's matmul runs. The second one passes its ups to the first one through shared memory. The sums of
+inputs that offsets multiply are computed before, by XLA.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class _Spec(prompt.Spec):
     @property
     def step(self) -> tiled.Spec:
         """Those of a K step."""
-        return tiled.Spec(self.sizes.tiled, self.config.step)
+        sizes = self.sizes.tiled
+        return tiled.Spec(sizes, self.config.step, sums_given=sizes.offsets)
 
     @property
     def tiles(self) -> int:
@@ -60,6 +62,7 @@ class _Scratch(NamedTuple):
     x_smem: Ref  # [stages, width, block_k]
     values_smem: Ref  # [stages, 2, tiles, rows, ROW_BYTES]
     parts_smem: tiled.Parts  # [stages, padding, 2, groups, 64] each
+    sums_given_smem: Ref  # float32[stages, groups, width]; None without offsets
     ups_smem: Ref  # float32[64, width]
     barriers: Ref  # [stages]: one arrival per copy
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
@@ -67,8 +70,15 @@ class _Scratch(NamedTuple):
     ups_consumed_barrier: Ref
 
 
-def _copy_all(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scratch) -> None:
+def _copy_all(
+    spec: _Spec,
+    gmem: prompt.Gmem,
+    views: tiled.Gmem,
+    sums: Ref,  # float32[groups, N * width], None without offsets
+    scratch: _Scratch,
+) -> None:
     """Copy the K steps of all items."""
+    width = spec.sizes.width
 
     def copy_weights(item: Item, expert: jax.Array, step: jax.Array, stage: jax.Array) -> None:
         pair = lax.div(item.first_output, jnp.int32(spec.config.block_n))
@@ -77,6 +87,11 @@ def _copy_all(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scrat
         else:
             where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
         tiled.copy_weights(spec.step, views, scratch, where, step, stage)
+        if sums is not None:
+            smem = scratch.sums_given_smem.at[stage]
+            first = lax.div(step * spec.config.block_k, jnp.int32(spec.sizes.tiled.group))
+            rows = sums.at[pl.ds(first, smem.shape[0]), pl.ds(item.tile * width, width)]
+            plgpu.copy_gmem_to_smem(rows, smem, scratch.barriers.at[stage])
 
     prompt.copy_items(spec, gmem, scratch, copy_weights)
 
@@ -173,7 +188,9 @@ def _compute_warpgroup(
         )
 
 
-def _kernel(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scratch) -> None:
+def _kernel(
+    spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, sums: Ref, scratch: _Scratch
+) -> None:
     warpgroup = lax.axis_index("warpgroup")
     grid_dependency_wait()
     launch_dependents()
@@ -181,7 +198,7 @@ def _kernel(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scratch
     @pl.when(warpgroup == PAIR)
     def _memory() -> None:
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        in_one_warp(lambda: _copy_all(spec, gmem, views, scratch))
+        in_one_warp(lambda: _copy_all(spec, gmem, views, sums, scratch))
 
     @pl.when(warpgroup < PAIR)
     def _compute() -> None:
@@ -191,8 +208,9 @@ def _kernel(spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, scratch: _Scratch
 
 def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
     """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
-    config, width = spec.config, spec.sizes.width
+    config, width, offsets = spec.config, spec.sizes.width, spec.sizes.tiled.offsets
     values, parts_smem = tiled.weight_types(spec.step, parts, PAIR)
+    sums = (config.stages, config.step.rows(spec.sizes.tiled.group), width)
     return _Scratch(
         x_smem=plgpu.SMEM(
             (config.stages, width, config.block_k),
@@ -201,19 +219,26 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
         ),
         values_smem=values,
         parts_smem=parts_smem,
+        sums_given_smem=plgpu.SMEM(sums, jnp.float32) if offsets else None,
         ups_smem=plgpu.SMEM(
             (TILE, width if spec.sizes.halves == 2 else 32),
             jnp.float32,
             transforms=tiled.swizzled(32, 4),
         ),
         barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts_smem),
+            num_arrivals=2 + sum(part is not None for part in parts_smem) + offsets,
             num_barriers=config.stages,
         ),
         consumed_barriers=plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages),
         ups_barrier=plgpu.Barrier(),
         ups_consumed_barrier=plgpu.Barrier(),
     )
+
+
+def _sums(x: jax.Array | None, group: int) -> jax.Array:  # [rows, K] to float32[K / group, rows]
+    """The sums of each row's inputs by group."""
+    assert x is not None
+    return x.astype(jnp.float32).reshape(len(x), -1, group).sum(axis=2).T
 
 
 def launch_with(
@@ -233,9 +258,12 @@ def launch_with(
     assert w is not None
     values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
     used = [part for part in parts if part is not None]
+    if sizes.tiled.offsets:
+        used.append(_sums(arrays["x"], sizes.tiled.group))
 
     def kernel(gmem: prompt.Gmem, scratch: Any, values: Any, *factors: Any) -> None:
-        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(factors), None), scratch)
+        *rest, sums = factors if sizes.tiled.offsets else (*factors, None)
+        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(rest), None), sums, scratch)
 
     return call_kernel(
         kernel,

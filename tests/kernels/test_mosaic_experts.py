@@ -56,6 +56,9 @@ INTERPRETED = {
     "fp8_prompt": replace(TILES, form="fp8", group=0, tokens=MANY),
     "fp8_blocks_prompt": CASES["fp8_blocks_tiles_t200"],
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
+    "int4_offsets_prompt": replace(TILES, form="int4_offsets", tokens=MANY, load="holes"),
+    "q4_k_prompt": CASES["q4_k_tiles_t200"],
+    "q6_k_prompt": replace(TILES, form="q6_k", group=16, tokens=MANY, **PAIRS),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
@@ -161,7 +164,9 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
         pytest.param(replace(TILES, tiled=False), "int4 weights are not arranged", id="by_rows"),
         pytest.param(replace(BF16, form="fp8", group=0), "fp8 weights are not", id="fp8"),
         pytest.param(
-            replace(TILES, form="int4_offsets", tokens=MANY), "no K steps fit", id="offsets"
+            replace(TILES, group=96, width=192, inner=192, tokens=MANY),
+            "no K steps fit",
+            id="group",
         ),
         pytest.param(
             replace(CASES["fp8_blocks_tiles"], width=192, inner=64, group=64),
