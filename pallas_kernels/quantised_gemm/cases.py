@@ -176,7 +176,7 @@ def random_matrix(
             small = rng.integers(-128, 128, groups).astype(np.int8)
             return Quantised("int8", values, small, supers=supers(size / 1300))
         small, minima = (rng.integers(0, 64, groups).astype(np.uint8) for _ in range(2))
-        return Quantised("int8", values, small, None, minima, supers(size / 330, -size / 21))
+        return Quantised("int8", values, small, None, minima, supers(size / 530, -size / 34))
     values = pack_nibbles(rng.integers(0, 16, (outer, inner)))
     if form == "fp4":
         return Quantised("fp4", values, floats(size / 3))
@@ -191,7 +191,7 @@ def random_matrix(
     if form == "int4_offsets":
         return Quantised("int4", values, floats(size / 5), offsets=-floats(size * 1.5))
     small, minima = (rng.integers(0, 64, groups).astype(np.uint8) for _ in range(2))
-    return Quantised("int4", values, small, None, minima, supers(size / 160, -size / 21))
+    return Quantised("int4", values, small, None, minima, supers(size / 256, -size / 34))
 
 
 def cost(case: QuantisedCase) -> Cost:
