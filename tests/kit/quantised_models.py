@@ -91,9 +91,10 @@ def quantised_tensors() -> tuple[Model, QuantisedTensors]:
 
 
 @cache
-def quantised_model() -> tuple[Model, Params]:
-    """The model with its parameters on the device."""
+def quantised_model(arrangement: str | None = None) -> tuple[Model, Params]:
+    """The model with its parameters on the device, in the order of an arrangement of this name."""
     model, checkpoint = quantised_tensors()
+    model = replace(model, arrangement=arrangement)
     made: dict[str, np.ndarray] = {}
     for planned in plan_params(model, checkpoint):
         made |= planned.whole(checkpoint, default_placement())
