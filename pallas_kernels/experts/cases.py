@@ -88,6 +88,21 @@ _FP8_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("_t200", {"width": 256, "inner": 128, "tokens": 200, "split": False}),
     ("_t300", {"width": 2048, "inner": 128, "count": 4, "tokens": 300, "split": False}),
 )
+# One block of 256 inputs in gate_up; in down the inputs are more K steps than are in flight.
+_K_FORM: dict[str, Any] = {"width": 256, "inner": 1024, "count": 4}
+_FORMS_OF_TILES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("int4_zeros", {"group": 64}),
+    ("int4_offsets", {}),
+    ("int8_offsets", {}),
+    ("q4_k", _K_FORM),
+    ("q5_k", _K_FORM),
+    ("q6_k", {**_K_FORM, "group": 16}),
+)
+_TILED_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    ("_t100", {"tokens": 100, "load": "holes"}),
+    ("_t300", {"tokens": 300, "split": False}),
+)
 CASES = (
     replace(_SMALL, name="one_token", tokens=1),
     replace(_SMALL, name="seven_experts"),
@@ -133,18 +148,11 @@ CASES = (
     replace(_BF16, name="int4_tiles", form="int4", tiled=True),
     replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),
     replace(_BF16, name="int8_tiles", form="int8", tiled=True),
-    replace(
-        _BF16, name="q4_k_tiles_t200", form="q4_k", tiled=True, tokens=200, width=256, inner=256
-    ),
-    replace(
-        _BF16,
-        name="q6_k_tiles_t200",
-        form="q6_k",
-        group=16,
-        tiled=True,
-        tokens=200,
-        width=256,
-        inner=256,
+    replace(_BF16, name="int8_tiles_t300", form="int8", tiled=True, tokens=300),
+    *(
+        replace(_BF16, name=f"{form}_tiles{suffix}", form=form, tiled=True, **sizes, **more)
+        for form, sizes in _FORMS_OF_TILES
+        for suffix, more in _TILED_CALLS
     ),
     replace(_BF16, name="fp4_tiles", form="fp4", tiled=True, biases=True, activation=CLAMPED),
     replace(_BF16, name="mxfp4_tiles", form="mxfp4", tiled=True, tokens=9),

@@ -18,8 +18,12 @@ from pallas_kernels.shapes import normal
 
 # The forms of cases: kind, and which of zeros, offsets and supers there are; fp8_blocks has scales
 # of blocks of BLOCK outputs. Another one is mxfp4, whose scales are powers of 2 in bfloat16.
-FORMS = ("int4", "int4_zeros", "int4_offsets", "q4_k", "int8", "q6_k", "fp8", "fp4", "fp8_blocks")
-KIND_OF_FORM = MappingProxyType({"q4_k": "int4", "q6_k": "int8", "mxfp4": "fp4"})
+FORMS = (
+    *("int4", "int4_zeros", "int4_offsets", "q4_k"),
+    *("int8", "int8_offsets", "q5_k", "q6_k"),
+    *("fp8", "fp4", "fp8_blocks"),
+)
+KIND_OF_FORM = MappingProxyType({"q4_k": "int4", "q5_k": "int8", "q6_k": "int8", "mxfp4": "fp4"})
 BLOCK = 128
 
 
@@ -38,6 +42,7 @@ class QuantisedCase:
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
     tiled: bool = False  # arranged for the Hopper kernels
+    wide: bool = False  # a float32 result, as of an LM head
 
     @property
     def kind(self) -> str:
@@ -74,13 +79,15 @@ _TILED_FORMS = (
     ("int4_offsets", 32),
     ("q4_k", 32),
     ("int8", 32),
+    ("int8_offsets", 32),
+    ("q5_k", 32),
     ("q6_k", 16),
     ("fp4", 32),
 )
 CASES = (
     *(
         QuantisedCase(f"{form}_t{tokens}_{dtype}", form, tokens, 512, 192, group, dtype=dtype)
-        for form, group in zip(FORMS[:-1], (128, 128, 32, 32, 32, 16, 512, 32), strict=True)
+        for form, group in zip(FORMS[:-1], (128, 128, 32, 32, 32, 32, 32, 16, 512, 32), strict=True)
         for tokens, dtype in ((1, "float32"), (8, _BF16))
     ),
     QuantisedCase("smollm2_gate_up_t3", "int4_offsets", 3, 576, 1536, 32, swiglu=True),
@@ -94,6 +101,11 @@ CASES = (
     ),
     QuantisedCase("fp8_blocks_down_t64", "fp8_blocks", 64, 2560, 128, 128, split=True, dtype=_BF16),
     QuantisedCase("half_block_t5", "int4", 5, 96, 48, 32),
+    # Powers of 2 times e2m1 are exact in bfloat16, so no implementation rounds weights or results.
+    *(
+        QuantisedCase(f"head_tiles_t{tokens}", "mxfp4", tokens, 512, 192, 32, wide=True, **_TILED)
+        for tokens in (64, 136)
+    ),
     *(
         QuantisedCase(f"{form}_tiles_t{tokens}", form, tokens, 512, 256, group, **_TILED)
         for form, group in _TILED_FORMS
@@ -129,7 +141,7 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
     w = arrange(w) if case.tiled else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
-    static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": False}
+    static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": case.wide}
     return Inputs((x, *w.arrays), static)
 
 
@@ -143,19 +155,28 @@ def random_matrix(
     def floats(scale: float) -> np.ndarray:
         return (rng.uniform(0.5, 1.5, groups) * scale).astype(np.float16)
 
+    def supers(*means: float) -> np.ndarray:
+        shape = (outer, max(1, inner // 256), len(means))
+        return (rng.uniform(0.5, 1.5, shape) * means).astype(np.float16)
+
     if form in ("fp8", "fp8_blocks"):
         if form == "fp8_blocks":
             groups = (outer // BLOCK, inner // group)
         values = rng.normal(size=(outer, inner)).astype(ml_dtypes.float8_e4m3fn)
         return Quantised("fp8", values, floats(size).astype(np.float32))
-    if form in ("int8", "q6_k"):
-        limit = 127 if form == "int8" else 32
-        values = rng.integers(-limit, limit, (outer, inner)).astype(np.int8)
+    if KIND_OF_FORM.get(form, form).startswith("int8"):
+        low, high = {"q5_k": (0, 32), "q6_k": (-32, 32)}.get(form, (-128, 128))
+        values = rng.integers(low, high, (outer, inner)).astype(np.int8)
         if form == "int8":
             return Quantised("int8", values, floats(size / 70))
-        small = rng.integers(-128, 128, groups).astype(np.int8)
-        large = rng.uniform(0.5, 1.5, (outer, max(1, inner // 256), 1)) * size / 1300
-        return Quantised("int8", values, small, supers=large.astype(np.float16))
+        if form == "int8_offsets":
+            offsets = floats(size) - np.float16(size)  # of either sign
+            return Quantised("int8", values, floats(size / 70), offsets=offsets)
+        if form == "q6_k":
+            small = rng.integers(-128, 128, groups).astype(np.int8)
+            return Quantised("int8", values, small, supers=supers(size / 1300))
+        small, minima = (rng.integers(0, 64, groups).astype(np.uint8) for _ in range(2))
+        return Quantised("int8", values, small, None, minima, supers(size / 530, -size / 34))
     values = pack_nibbles(rng.integers(0, 16, (outer, inner)))
     if form == "fp4":
         return Quantised("fp4", values, floats(size / 3))
@@ -170,8 +191,7 @@ def random_matrix(
     if form == "int4_offsets":
         return Quantised("int4", values, floats(size / 5), offsets=-floats(size * 1.5))
     small, minima = (rng.integers(0, 64, groups).astype(np.uint8) for _ in range(2))
-    large = rng.uniform(0.5, 1.5, (outer, inner // 256, 2)) * size / [160, -21]
-    return Quantised("int4", values, small, None, minima, large.astype(np.float16))
+    return Quantised("int4", values, small, None, minima, supers(size / 256, -size / 34))
 
 
 def cost(case: QuantisedCase) -> Cost:

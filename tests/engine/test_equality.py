@@ -87,11 +87,20 @@ def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]])
     ],
 )
 def test_every_family_serves(model_name: str) -> None:
+    """Together and from the pages of earlier requests as alone without prefix reuse."""
     # only two executables, to save compile time: one for a single row, one for rows together
     limits = replace(
         tiny_limits(max_num_seqs=2), buckets=(Bucket(1), Bucket(2, 32, 2, scores=True))
     )
-    engine = tiny_engine(limits, model_name=model_name)
-    together = tokens(run(engine, prompts(), SAMPLING["greedy"]))
-    fresh = tiny_engine(limits, model_name=model_name)
-    assert together == tokens(run(fresh, prompts(), SAMPLING["greedy"], together=False))
+    cold = tiny_engine(replace(limits, enable_prefix_caching=False), model_name=model_name)
+    alone = run(cold, prompts(), SAMPLING["greedy"], together=False)
+    assert not any(output.num_cached_tokens for output in alone)
+    served = tiny_engine(limits, model_name=model_name)
+    assert tokens(run(served, prompts(), SAMPLING["greedy"])) == tokens(alone)
+    last = slice(-4, None)  # whose pages are all still there, also with two groups of layers
+    again = run(served, prompts()[last], SAMPLING["greedy"])
+    assert tokens(again) == tokens(alone[last])
+    cached = [output.num_cached_tokens for output in again]
+    if served.limits.windows == (None,):
+        assert cached == [(len(prompt) - 1) // 4 * 4 for prompt in prompts()[last]]
+    assert any(cached)  # pages before a window have other tokens by now

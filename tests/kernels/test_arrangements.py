@@ -19,7 +19,7 @@ from pallas_kernels.native import library
 from pallas_kernels.quantised import Form, Quantised, dequantised
 from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 
-GROUPS = {"q6_k": 16, "int8": 32, "int4_offsets": 32}
+GROUPS = {"q6_k": 16, "int8": 32, "int8_offsets": 32, "int4_offsets": 32}
 CASES = [
     (one, form)
     for one in ARRANGEMENTS

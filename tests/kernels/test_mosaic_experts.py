@@ -30,6 +30,7 @@ HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
 CASES = {case.name: case for case in cases.CASES}
 BF16 = replace(CASES["seven_experts_bf16"], count=5)
 TILES = replace(CASES["int4_tiles"], width=64, inner=64, count=3, chosen=2, tokens=2)
+K_FORM: Any = {"width": 256, "inner": 256}  # whole blocks of 256 inputs in both GEMMs
 # Two tiles of outputs an item; in the last item of down one is missing.
 PAIRS: Any = {"width": 192, "inner": 256}
 MANY = launch.FEW_TOKENS + 1
@@ -46,7 +47,13 @@ INTERPRETED = {
     "int4": TILES,
     "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
+    "int4_offsets": replace(TILES, form="int4_offsets", inner=128),
+    "q4_k": replace(TILES, form="q4_k", chosen=1, **K_FORM),
+    "q4_k_many_of_few": replace(TILES, form="q4_k", tokens=100, load="holes", **K_FORM),
     "int8": replace(TILES, form="int8"),
+    "int8_offsets": replace(TILES, form="int8_offsets", tokens=17),
+    "q5_k": replace(TILES, form="q5_k", **K_FORM),
+    "q6_k": replace(TILES, form="q6_k", group=16, **K_FORM),
     "mxfp4": replace(TILES, form="mxfp4", biases=True, activation=cases.CLAMPED, **PAIRS),
     "mxfp4_many_of_few": CASES["mxfp4_tiles_t100"],
     "fp4": replace(TILES, form="fp4"),
@@ -57,8 +64,11 @@ INTERPRETED = {
     "fp8_blocks_prompt": CASES["fp8_blocks_tiles_t200"],
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "int4_offsets_prompt": replace(TILES, form="int4_offsets", tokens=MANY, load="holes"),
-    "q4_k_prompt": CASES["q4_k_tiles_t200"],
-    "q6_k_prompt": replace(TILES, form="q6_k", group=16, tokens=MANY, **PAIRS),
+    "q4_k_prompt": replace(TILES, form="q4_k", tokens=200, **K_FORM),
+    "int8_offsets_prompt": replace(TILES, form="int8_offsets", tokens=MANY),
+    "int4_zeros_prompt": replace(TILES, tokens=MANY, form="int4_zeros", group=64, load="holes"),
+    "int8_prompt": replace(TILES, tokens=MANY, form="int8", split=False),
+    "q6_k_prompt": replace(TILES, tokens=MANY, form="q6_k", group=16, **K_FORM),
     "fp4_prompt": replace(TILES, tokens=MANY, form="fp4"),
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
@@ -66,6 +76,8 @@ NIGHTLY = (
     *("fp8", "fp8_prompt", "fp8_blocks_many_of_few", "qwen3_30b_fp8_t8192"),
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
     *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
+    *("int4_offsets", "int8_offsets", "q4_k_many_of_few", "q5_k", "q6_k"),
+    *("int4_zeros_prompt", "int8_prompt", "q6_k_prompt", "int8_offsets_prompt"),
 )
 LOWERED = (
     *("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192"),

@@ -6,6 +6,7 @@ What the interpreter cannot do with registers is replaced (``kit.tiled_shims``).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,10 +39,13 @@ FORMS = (
     ("int4_offsets", 32),
     ("q4_k", 32),
     ("int8", 32),
+    ("int8_offsets", 32),
+    ("q5_k", 32),
     ("q6_k", 16),
     ("fp4", 32),
     ("mxfp4", 32),
 )
+NIGHTLY = ("int8", "q5_k", "q5_k_t512")  # of LARGE and LOWERED; others contain their parts
 # Every byte but the two that are NaN.
 E4M3 = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
 
@@ -51,6 +55,12 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp, see THREADS.
     monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
     replace_registers(monkeypatch)
+
+
+def _marked(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
+    """Parameters of the cases, some of them for nightly runs."""
+    nightly = {name: pytest.mark.nightly for name in NIGHTLY}
+    return [pytest.param(*one, marks=nightly.get(name, ()), id=name) for name, one in cases.items()]
 
 
 def _arranged(inputs: Inputs) -> Inputs:
@@ -75,10 +85,12 @@ def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, A
 
 
 def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
-    result, expected = (np.asarray(x, np.float64) for x in _run(case, config))
-    assert result.shape == expected.shape
+    result, expected = _run(case, config)
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
     # Weights are exact, so only sums and the result are rounded.
-    np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
+    bound = 1e-5 if case.wide else 8e-3
+    result, expected = (np.asarray(x, np.float64) for x in (result, expected))
+    np.testing.assert_allclose(result, expected, rtol=bound, atol=bound)
 
 
 def _case(form: str, group: int, tokens: int, **more: Any) -> QuantisedCase:
@@ -129,6 +141,7 @@ LAUNCHES = {
     "gates_and_ups_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 2, 3, 1, True)),
     "both_apart": (replace(PLAIN, swiglu=True), TiledConfig(8, 128, 4, 2, 1, True)),
     "q4_k_apart": (_case("q4_k", 32, 32, swiglu=True), TiledConfig(32, 128, 2, 2, 1, True)),
+    "head": (_case("q5_k", 32, 16, wide=True), TiledConfig(16, 128, 1, 2)),
     "swiglu_zeros": (_case("int4_zeros", 128, 8, swiglu=True), TiledConfig(8, 128, 2, 3)),
     "swiglu_q4_k": (_case("q4_k", 32, 64, swiglu=True), TiledConfig(64, 128, 2, 2)),
     "swiglu_q6_k": (_case("q6_k", 16, 24, swiglu=True), TiledConfig(24, 128, 2, 2)),
@@ -156,11 +169,13 @@ LARGE = {
     "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
     "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
     "int8": (replace(MANY, form="int8", group=32, tokens=72), 1),
+    "int8_offsets": (replace(MANY, form="int8_offsets", group=32, tokens=72), 1),
+    "q5_k": (replace(MANY, form="q5_k", group=32, tokens=72), 1),
     "fp4": (replace(MANY, form="fp4", group=32, tokens=72), 1),
 }
 
 
-@pytest.mark.parametrize(("case", "cluster"), LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(("case", "cluster"), _marked(LARGE))
 @pytest.mark.parametrize("num_sms", [2, pytest.param(132, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("replaced")
 def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
@@ -193,16 +208,19 @@ LOWERED = {
     "swiglu_t64": (_case("int4_zeros", 128, 64, swiglu=True), "tiled"),
     "split_t8": (_case("q4_k", 32, 8, split=True), "tiled"),
     "int8_t64": (_case("int8", 32, 64), "tiled"),
+    "q5_k_t64": (_case("q5_k", 32, 64), "tiled"),
+    "head_t16": (_case("int8_offsets", 32, 16, wide=True), "tiled"),
     "q6_k_t16": (_case("q6_k", 16, 16), "tiled"),
     "fp4_t128": (_case("fp4", 32, 128), "tiled"),
     "t256": (_case("int4", 128, 256), "tiled_large"),
     "swiglu_t1024": (_case("int4", 128, 1024, swiglu=True), "tiled_large"),
     "q4_k_t512": (_case("q4_k", 32, 512), "tiled_large"),
+    "q5_k_t512": (_case("q5_k", 32, 512), "tiled_large"),
     "q6_k_t512": (_case("q6_k", 16, 512), "tiled_large"),
 }
 
 
-@pytest.mark.parametrize(("case", "name"), LOWERED.values(), ids=LOWERED)
+@pytest.mark.parametrize(("case", "name"), _marked(LOWERED))
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: QuantisedCase, name: str) -> None:
     args, static = _call(case)
@@ -237,6 +255,7 @@ def test_refusals(change: dict[str, Any], reason: str) -> None:
     [
         pytest.param({"tokens": 64}, "64 tokens are fewer than 129", id="few"),
         pytest.param({"tokens": 204}, "204 tokens are not a multiple of 8", id="tokens"),
+        pytest.param({"wide": True}, "the result is bfloat16", id="wide"),
         pytest.param({"outer": 192}, "192 outputs or 512 inputs are not a multiple", id="outer"),
         pytest.param({"dtype": "float32"}, "tokens are float32, not bfloat16", id="float32"),
     ],

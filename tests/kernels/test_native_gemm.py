@@ -24,7 +24,9 @@ from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
 
 INNER, OUTER = 512, 96
-GROUPS: dict[str, int] = dict(zip(FORMS, (128, 128, 32, 32, 512, 16, 512, 32, 128), strict=True))
+GROUPS: dict[str, int] = dict(
+    zip(FORMS, (128, 128, 32, 32, 512, 32, 32, 16, 512, 32, 128), strict=True)
+)
 each_form = pytest.mark.parametrize("form", [form for form in FORMS if "fp8" not in form])
 
 
@@ -98,7 +100,9 @@ def test_rounding_of_activations_costs_less_than_a_ten_thousandth(form: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["int4", "int4_zeros", "int4_offsets", "int8", "fp4"])
+@pytest.mark.parametrize(
+    "form", ["int4", "int4_zeros", "int4_offsets", "int8", "int8_offsets", "fp4"]
+)
 def test_other_dtypes_of_scales(form: str, dtype: str) -> None:
     def cast(part: np.ndarray | None) -> np.ndarray | None:
         return None if part is None else part.astype(ml_dtypes.bfloat16).astype(dtype)

@@ -17,6 +17,8 @@ FORMS = (
     (Form("int4", 32, "float16", offsets=True), "int4_offsets"),
     (Form("int4", 32, "uint8", offsets=True, super_group=256), "q4_k"),
     (Form("int8", 32, "float16"), "int8"),
+    (Form("int8", 32, "float16", offsets=True), "int8_offsets"),
+    (Form("int8", 32, "uint8", offsets=True, super_group=256), "q5_k"),
     (Form("int8", 16, "int8", super_group=256), "q6_k"),
     (Form("fp8", None, "float32"), "fp8"),
     (Form("fp8", 128, "float32", block_outputs=128), "fp8_blocks"),

@@ -15,6 +15,10 @@ from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.quantised import Form, Quantised
 
+# The names that safetensors has for dtypes.
+_DTYPES = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
+_DTYPES |= {"float8_e4m3fn": "F8_E4M3", "float16": "F16"}
+
 
 class Held:
     """Bytes of watched arrays that are alive, and the most of them at any time."""
@@ -59,6 +63,18 @@ class InMemory:
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         raise KeyError(name)
+
+
+class Typed(InMemory):
+    """Arrays in memory under the dtypes that safetensors have."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(arrays)
+        self.tensors = {
+            name: TensorInfo(a.shape, kind, a.nbytes, kind in ("F32", "F16", "BF16"))
+            for name, a in arrays.items()
+            for kind in [_DTYPES[str(a.dtype)]]
+        }
 
 
 def source_of(checkpoint: Checkpoint, *, quantised: bool = False) -> ModelSource:

@@ -31,14 +31,15 @@ _OF_STEMS = {
     "0.mlp.gate_proj": "int4_zeros",
     "0.mlp.up_proj": "int4_offsets",
     "0.mlp.down_proj": "fp8",
-    "1.self_attn.q_proj": "int4_offsets",
-    "1.self_attn.k_proj": "int4_offsets",
+    "1.self_attn.q_proj": "int8_offsets",
+    "1.self_attn.k_proj": "int8_offsets",
     "1.self_attn.v_proj": None,
     "1.self_attn.o_proj": "fp4",
     "1.mlp.gate_proj": "fp8_blocks",
     "1.mlp.up_proj": "fp8_blocks",
-    "1.mlp.down_proj": "q4_k",
+    "1.mlp.down_proj": "q5_k",
 }
+_GROUPS = {"q4_k": 32, "q5_k": 32, "q6_k": 16, "fp8": 128, "fp8_blocks": 128}
 
 
 class QuantisedTensors:
@@ -82,7 +83,7 @@ def quantised_tensors() -> tuple[Model, QuantisedTensors]:
     for name in sorted(plain):
         form = next((form for stem, form in _OF_STEMS.items() if f"{stem}.weight" in name), None)
         if form is not None:
-            group = {"q6_k": 16, "q4_k": 32, "fp8": 128, "fp8_blocks": 128}.get(form, 64)
+            group = _GROUPS.get(form, 64)
             matrices[name] = random_matrix(rng, form, *plain.pop(name).shape, group)
     assert {form for form in _OF_STEMS.values() if form} == {*FORMS}
     checkpoint = QuantisedTensors(matrices, plain)
@@ -90,9 +91,10 @@ def quantised_tensors() -> tuple[Model, QuantisedTensors]:
 
 
 @cache
-def quantised_model() -> tuple[Model, Params]:
-    """The model with its parameters on the device."""
+def quantised_model(arrangement: str | None = None) -> tuple[Model, Params]:
+    """The model with its parameters on the device, in the order of an arrangement of this name."""
     model, checkpoint = quantised_tensors()
+    model = replace(model, arrangement=arrangement)
     made: dict[str, np.ndarray] = {}
     for planned in plan_params(model, checkpoint):
         made |= planned.whole(checkpoint, default_placement())

@@ -22,7 +22,7 @@ from jaxinfer.models.params import nested, tensors_of
 from jaxinfer.models.quantised import arranged_on_device
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
-from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
@@ -30,27 +30,13 @@ from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from kit import published_formats
 from kit.checkpoints import random_hf_tensors
-from kit.memory_checkpoint import Held, InMemory, source_of
+from kit.memory_checkpoint import Held, InMemory, Typed, source_of
 from kit.tiny_models import tiny_config
 from pallas_kernels.experts.stack import arrays_of, matrix_of
 from pallas_kernels.quantised import E2M1, quantised
 from pallas_kernels.route.routing import Groups, Routing
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-DTYPES = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
-DTYPES |= {"float8_e4m3fn": "F8_E4M3", "float16": "F16"}
-
-
-class Typed(InMemory):
-    """Arrays in memory under the dtypes that safetensors have."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().__init__(arrays)
-        self.tensors = {
-            name: TensorInfo(a.shape, kind, a.nbytes, kind in ("F32", "F16", "BF16"))
-            for name, a in arrays.items()
-            for kind in [DTYPES[str(a.dtype)]]
-        }
 
 
 def params_of(model: Model, checkpoint: Checkpoint) -> tuple[Model, Params]:

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import Model, forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 from jaxinfer.weights.quantised.choose import quantised_source
@@ -66,9 +68,10 @@ def test_logical_tensors(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read(plain), tensors[plain])
 
 
-def test_every_tensor_is_read_once(
+def test_a_load_reads_every_tensor_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("jaxinfer.weights.load.LOAD_THREADS", 1)
     config, tensors, _ = kit.published(name)
     reads: Counter[str] = Counter()
     read = SafetensorsCheckpoint.read
@@ -79,11 +82,10 @@ def test_every_tensor_is_read_once(
 
     monkeypatch.setattr(SafetensorsCheckpoint, "read", counted)
     checkpoint = kit.opened(kit.write_published(tmp_path, config, tensors))
-    for logical in checkpoint.tensors.keys() - checkpoint.unneeded:
-        if logical in checkpoint.forms:
-            checkpoint.read_quantised(logical)
-        else:
-            checkpoint.read(logical)
+    plain = kit.model()
+    model = replace(plain, forms=forms_of(plain.family, checkpoint))
+    placed = {"placement": default_placement(), "cache_dir": tmp_path / "cache"}
+    load_params(model, source_of(checkpoint), **placed, seed=0, progress=NoProgress())
     assert reads == Counter(dict.fromkeys(tensors, 1))
     assert sum(i.nbytes for i in checkpoint.tensors.values()) == sum(
         tensor.nbytes for tensor in tensors.values()
