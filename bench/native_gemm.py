@@ -1,4 +1,4 @@
-"""Measures the native CPU kernel of quantised_gemm on the matrices of a model of 1.5 B parameters.
+"""Measures the native CPU kernel of quantised_gemm on matrices of models of 1.5 and 4 B parameters.
 
 Run from the repository root: ``python -m bench.native_gemm [--tokens 1,8,64,512]``. For each matrix
 and number of tokens it prints the best time of a call, the weights' bytes per second, also as a
@@ -48,6 +48,9 @@ CASES = (
     Case("q4_k", "q4_k", 32, 8960, 1536),
     Case("q6_k", "q6_k", 16, 1536, 8960),
     Case("q6_k", "q6_k", 16, 8960, 1536),
+    Case("int8", "int8", 2560, 2560, 9728),
+    Case("fp8", "fp8", 2560, 2560, 9728),
+    Case("fp8 blocks", "fp8_blocks", 128, 2560, 9728),
 )
 
 

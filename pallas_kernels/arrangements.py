@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native.library import library, pack_lanes, pack_tiles
-from pallas_kernels.quantised import PACKED, Form, Quantised, dequantised, nibble_block
+from pallas_kernels.quantised import KINDS, PACKED, Form, Quantised, dequantised, nibble_block
 from pallas_kernels.quantised_gemm.tiled import arrange as tiled
 
 _HIGHEST = 0x80  # XORed to an int8, it adds 128
@@ -178,7 +178,7 @@ def _pack_tiles(kind: str, values: np.ndarray) -> np.ndarray | None:
     return pack_tiles(kind, values, _tile_order(kind))
 
 
-LANES = Arrangement("lanes", 16, ("int4", "int8", "fp4"), _lane_positions, pack_lanes)
+LANES = Arrangement("lanes", 16, KINDS, _lane_positions, pack_lanes)
 TILES = Arrangement(
     "tiles",
     tiled.TILE,

@@ -74,9 +74,9 @@ class EngineConfig:
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
-    ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies with
-    16-bit activations where the native kernel runs, "float32" dequantises it. "auto" is "quantised"
-    if the kernel is installed.
+    ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies it
+    with the native kernel where that runs, "float32" dequantises it. "auto" keeps the matrices that
+    the kernel can multiply, if it is installed.
     ``quantization``: "fp8", "int8" or "int4" quantises the linear layers of a model of floats while
     it loads, weights only; for a quantised model it may name the method of its files.
     ``dummy_routing``: with random weights, "uniform" replaces the choices of routers (mixtures of

@@ -122,20 +122,24 @@ CASES = (
             ("fp8_blocks", 128, 5),
         )
     ),
-    *(  # for tests of the native kernel, which rounds activations
+    *(  # for tests of the native kernel, which rounds activations of other forms than fp8
         replace(
             _SMALL,
             name=f"{form}_lanes",
             form=form,
             width=256,
             inner=256,
+            group=BLOCK if form == "fp8_blocks" else 32,
             lanes=True,
             tokens=tokens,
             biases=form == "fp4",
             activation=CLAMPED if form == "fp4" else SWIGLU,
             tags=(),
         )
-        for form, tokens in (("int4", 1), ("int8", 33), ("q4_k", 5), ("fp4", 5))
+        for form, tokens in (
+            *(("int4", 1), ("int8", 33), ("q4_k", 5), ("fp4", 5), ("fp8", 5)),
+            ("fp8_blocks", 33),
+        )
     ),
     replace(_SMALL, name="fp4", form="fp4", biases=True, activation=CLAMPED),
     replace(_BF16, name="seven_experts_bf16", tags=("ci",)),

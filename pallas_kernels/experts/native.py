@@ -1,4 +1,4 @@
-"""experts by the native library: in float32, or with 16-bit activations and quantised weights.
+"""experts by the native library, with weights in float32 or quantised.
 
 Rows are sorted by expert; only the weights of experts that a token chose are read. The arithmetic
 of quantised weights is that of ``quantised_gemm.native``. A token's result depends neither on the
@@ -19,11 +19,9 @@ from pallas_kernels.experts.ref import NUM_ARRAYS
 from pallas_kernels.experts.stack import PLAIN, Activation, size_of
 from pallas_kernels.native.library import EXPERTS, MISSING, call, library
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.quantised_gemm.native import BLOCK
+from pallas_kernels.quantised_gemm.native import BLOCK, LANES, PADDING, misfit_of, record_bytes
 from pallas_kernels.quantised_gemm.native import KINDS as QUANTISED_KINDS
 
-LANES = 16  # outputs of a tile; floats are read as many at a time
-PADDING = 8  # rows of an expert are padded to whole tiles of tokens
 KINDS = MappingProxyType({**QUANTISED_KINDS, PLAIN: 3})  # as in kernel.h
 
 
@@ -45,11 +43,14 @@ def supports(
         if kind not in KINDS:
             return f"{kind} weights are not in lanes"
         _, outputs, inputs = size_of(kind, stack)  # type: ignore[arg-type]
-        if outputs % LANES or inputs % LANES:
+        if outputs % LANES or inputs % LANES:  # floats are read as many at a time
             return f"{outputs} outputs of {inputs} inputs are not multiples of {LANES}"
-        group = inputs if kind == PLAIN else Quantised(kind, *stack).group
-        if kind != PLAIN and (inputs % BLOCK or (group % BLOCK and group != BLOCK // 2)):
-            return f"{inputs} inputs in groups of {group} do not fit blocks of {BLOCK}"
+        if kind == PLAIN:
+            continue
+        if inputs % BLOCK:
+            return f"{inputs} inputs are not a multiple of {BLOCK}"
+        if (misfit := misfit_of(Quantised(kind, *stack).form)) is not None:
+            return misfit
     return MISSING if library() is None else None
 
 
@@ -83,19 +84,13 @@ def experts(
 
 
 def workspace_bytes(choices: tuple[int, ...], kinds: tuple[str, str], stacks: list[Any]) -> int:
-    """Bytes of the rows, their hidden values and their rounded activations, as in experts.inc."""
+    """Bytes of the rows, their hidden values and their activations as records: see experts.inc."""
     gate_up, down = stacks[:NUM_ARRAYS], stacks[NUM_ARRAYS:]
     pairs = math.prod(choices)
     count, width, inner = size_of(kinds[1], down)  # type: ignore[arg-type]
-    records = max(_record_bytes(kinds[0], gate_up), _record_bytes(kinds[1], down))
+    records = max(
+        0 if kind == PLAIN else record_bytes(Quantised(kind, *stack))
+        for kind, stack in zip(kinds, (gate_up, down), strict=True)
+    )
     padded = pairs + PADDING * min(count, pairs)
     return 4 * pairs * (width + 3 * inner) + padded * records
-
-
-def _record_bytes(kind: str, stack: list[Any]) -> int:
-    """Bytes of one row's rounded activations: see ``quantised_gemm.native.workspace_bytes``."""
-    if kind == PLAIN:
-        return 0
-    w = Quantised(kind, *stack)
-    block = BLOCK if w.group % BLOCK == 0 else BLOCK // 2
-    return w.num_inputs // block * (2 * block + 8) + w.num_inputs // w.group * 4

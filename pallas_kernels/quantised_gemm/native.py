@@ -1,9 +1,11 @@
-"""quantised_gemm by the native kernel: 16-bit activations against quantised weights.
+"""quantised_gemm by the native kernel: quantised weights, activations in 16 bits or in float32.
 
 Each token's activations are rounded to 16 bits in blocks of 32 (16 where weights have groups of
 16), with one float32 scale a block, and multiplied as two bytes; so a result differs from the
-definition by some 2e-5 of its usual size (8 bits: 5e-3, which changed answers of small models). It
-depends on neither the other tokens of a call nor the number of threads.
+definition by some 2e-5 of its usual size (8 bits: 5e-3, which changed answers of small models).
+Weights in fp8 are converted to float32 in registers and multiplied by activations in float32,
+which are not rounded. A result depends on neither the other tokens of a call nor the number of
+threads.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.native.library import GEMM, MISSING, call, library
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised import Form, Quantised
 
 BLOCK = 32  # inputs that share a scale of activations
-KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2})  # as in kernel.h
+LANES = 16  # outputs of a tile
+PADDING = 8  # tokens are padded to whole tiles
+FP8 = "fp8_lanes"
+# as in kernel.h
+KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2, FP8: 4})
 
 
 def supports(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes
-    scales: jax.Array,  # [O, G]
+    scales: jax.Array,  # [O, G], or of blocks of outputs [O / B, G]
     zeros: jax.Array | None,  # uint8[O, G]
     offsets: jax.Array | None,  # [O, G]
     supers: jax.Array | None,  # [O, S, 1 or 2]
@@ -41,8 +47,10 @@ def supports(
     if x.dtype != jnp.float32:
         return f"tokens are {x.dtype}, not float32"
     w = Quantised(kind, values, scales, zeros, offsets, supers)
-    if w.num_inputs % BLOCK or (w.group % BLOCK and w.group != BLOCK // 2):
-        return f"{w.num_inputs} inputs in groups of {w.group} do not fit blocks of {BLOCK}"
+    if w.num_inputs % BLOCK:
+        return f"{w.num_inputs} inputs are not a multiple of {BLOCK}"
+    if (misfit := misfit_of(w.form)) is not None:
+        return misfit
     if swiglu and w.num_outputs % 32:
         return f"{w.num_outputs} outputs are not whole tiles of gates and ups"
     return MISSING if library() is None else None
@@ -51,7 +59,7 @@ def supports(
 def quantised_gemm(
     x: jax.Array,  # [T, K]
     values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
+    scales: jax.Array,  # [O, G], or of blocks of outputs [O / B, G]
     zeros: jax.Array | None,  # uint8[O, G]
     offsets: jax.Array | None,  # [O, G]
     supers: jax.Array | None,  # [O, S, 1 or 2]
@@ -67,15 +75,28 @@ def quantised_gemm(
     results = (
         jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32),
         jax.ShapeDtypeStruct(
-            (workspace_bytes(x.shape[0], x.shape[1], scales.shape[1]),), jnp.uint8
+            (-(-len(x) // PADDING) * PADDING * record_bytes(Quantised(kind, values, scales)),),
+            jnp.uint8,
         ),
     )
     out, _ = call(GEMM, results, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
     return out
 
 
-def workspace_bytes(num_tokens: int, num_inputs: int, num_groups: int) -> int:
-    """Bytes of rounded activations, as ``WorkspaceBytes`` of ``native/src/kernel.h``."""
-    block = BLOCK if num_inputs // num_groups % BLOCK == 0 else BLOCK // 2
-    padded = -(-num_tokens // 8) * 8
-    return padded * (num_inputs // block * (2 * block + 8) + num_groups * 4)
+def misfit_of(form: Form) -> str | None:
+    """Why the kernel cannot multiply matrices of this form; None if it can, once in lanes."""
+    if form.group is not None and form.group % BLOCK and form.group != BLOCK // 2:
+        return f"groups of {form.group} inputs do not fit blocks of {BLOCK}"
+    if form.block_outputs > 1 and form.block_outputs % LANES:
+        return f"scales of {form.block_outputs} outputs are not those of whole tiles of {LANES}"
+    if form.block_outputs > 1 and form.scale_dtype != "float32":
+        return f"scales of blocks of outputs are {form.scale_dtype}, not float32"
+    more = form.zeros or form.offsets or form.super_group is not None
+    return "fp8 weights have more than scales" if more and form.kind in ("fp8", FP8) else None
+
+
+def record_bytes(w: Quantised) -> int:
+    """Bytes of one token's activations in the workspace: see ``native/src/kernel.h``."""
+    block = BLOCK if w.group % BLOCK == 0 else BLOCK // 2
+    values = 4 * w.num_inputs if w.kind == FP8 else w.num_inputs // block * (2 * block + 8)
+    return values + w.num_inputs // w.group * 4

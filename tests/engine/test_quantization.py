@@ -14,6 +14,7 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.models.base import Model
 from kit import published_formats as kit
 from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_hf_folder
+from pallas_kernels.native.library import MISSING, variants
 
 
 def plan(folder: Path, **settings: object) -> EnginePlan:
@@ -60,6 +61,22 @@ def test_floats_are_quantised_while_they_load(
     assert forms(made.program.model) >= {form}
     names = {name.rsplit(".", 2)[1] for name, _ in made.program.model.forms}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    kernel = f"{quantization}_lanes" if variants() else quantization
+    assert kernel in {path.rsplit("/", 1)[-1] for path in made.program.model.arrays}
+
+
+@pytest.mark.skipif(not variants(), reason=MISSING)
+@pytest.mark.parametrize(("block", "kept"), [([16, 32], True), ([8, 32], False)])
+def test_by_default_a_cpu_keeps_what_its_kernel_can_multiply(
+    floats: Path, block: list[int], kept: bool
+) -> None:
+    config = json.loads((floats / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
+    (floats / "config.json").write_text(json.dumps(config))
+    made = plan(floats, load_format="dummy", cpu_weights="auto").program.model
+    assert forms(made) == ({f"fp8 {block[0]}x{block[1]}"} if kept else set())
+    every = plan(floats, load_format="dummy", cpu_weights="quantised").program.model
+    assert forms(every) == {f"fp8 {block[0]}x{block[1]}"}
 
 
 def test_a_method_that_is_not_that_of_the_files(floats: Path) -> None:

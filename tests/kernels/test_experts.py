@@ -35,7 +35,7 @@ def case(name: str) -> Any:
     return next(one for one in cases.CASES if one.name == name)
 
 
-@pytest.mark.parametrize("name", ["seven_experts", "int4_lanes", "fp4_lanes"])
+@pytest.mark.parametrize("name", ["seven_experts", "int4_lanes", "fp4_lanes", "fp8_blocks_lanes"])
 def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) -> None:
     inputs = cases.build(case(name), seed=0)
     run = jax.jit(lambda *args: native.experts(*args, **inputs.static))
@@ -53,16 +53,21 @@ def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) 
         np.testing.assert_array_equal(alone, whole[some])
 
 
-@pytest.mark.parametrize("name", ["int4_lanes", "int8_lanes", "q4_k_lanes", "fp4_lanes"])
-def test_native_experts_with_quantised_weights(name: str) -> None:
-    """Two products whose activations are rounded to 16 bits."""
+@pytest.mark.parametrize(
+    ("name", "tolerance"),  # activations are rounded to 16 bits, twice; with fp8 they are not
+    [
+        *((f"{form}_lanes", 2e-4) for form in ("int4", "int8", "q4_k", "fp4")),
+        *((f"{form}_lanes", 2e-6) for form in ("fp8", "fp8_blocks")),
+    ],
+)
+def test_native_experts_with_quantised_weights(name: str, tolerance: float) -> None:
     inputs = cases.build(case(name), seed=0)
     assert native.supports(*inputs.args, **inputs.static) is None
     found = np.asarray(jax.jit(lambda *args: native.experts(*args, **inputs.static))(*inputs.args))
     by_rows = replace(case(name), lanes=False)
     plain = cases.build(by_rows, seed=0)
     expected = np.asarray(ref.experts(*plain.args, **plain.static))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 def test_every_pair_is_in_one_tile_of_its_expert() -> None:

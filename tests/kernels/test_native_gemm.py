@@ -19,7 +19,7 @@ from pallas_kernels.arrangements import LANES
 from pallas_kernels.native import library
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.quantised_gemm import native as gemm
-from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
+from pallas_kernels.quantised_gemm.cases import BLOCK, FORMS, random_matrix
 
 pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
 
@@ -27,10 +27,12 @@ INNER, OUTER = 512, 96
 GROUPS: dict[str, int] = dict(
     zip(FORMS, (128, 128, 32, 32, 512, 32, 32, 16, 512, 32, 128), strict=True)
 )
-each_form = pytest.mark.parametrize("form", [form for form in FORMS if "fp8" not in form])
+ROUNDED = [form for form in FORMS if "fp8" not in form]  # fp8 multiplies floats as they are
+each_form = pytest.mark.parametrize("form", FORMS)
 
 
 def matrix(form: str, outer: int = OUTER, inner: int = INNER) -> Quantised:
+    outer = max(outer, 2 * BLOCK) if form == "fp8_blocks" else outer
     group = min(GROUPS[form], inner)
     return random_matrix(np.random.default_rng(1), form, outer, inner, group)
 
@@ -67,6 +69,11 @@ def rounded(x: np.ndarray, block: int) -> np.ndarray:  # float64[T, K]
     return (whole * (largest / unit).astype(np.float64)).reshape(x.shape)
 
 
+def multiplied(x: np.ndarray, w: Quantised) -> np.ndarray:
+    """The activations that the kernel multiplies."""
+    return x if w.base == "fp8" else rounded(x, 16 if w.group == 16 else 32)
+
+
 def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x))))
 
@@ -86,13 +93,13 @@ def test_equals_the_definition_with_rounded_activations(
     form: str, swiglu: bool, tokens: int
 ) -> None:
     w, x = matrix(form), normals(tokens)
-    expected = defined(rounded(x, 16 if w.group == 16 else 32), w, swiglu)
+    expected = defined(multiplied(x, w), w, swiglu)
     actual = native(x, w, swiglu)
     assert actual.dtype == np.float32
     assert np.abs(actual - expected).max() < 4e-6 * rms(expected)
 
 
-@each_form
+@pytest.mark.parametrize("form", ROUNDED)
 def test_rounding_of_activations_costs_less_than_a_ten_thousandth(form: str) -> None:
     w, x = matrix(form), normals(64)
     expected = defined(x, w)
@@ -114,10 +121,12 @@ def test_other_dtypes_of_scales(form: str, dtype: str) -> None:
     assert np.abs(native(x, w) - expected).max() < 4e-6 * rms(expected)
 
 
+@pytest.mark.parametrize("form", ["int4_offsets", "fp8"])
 @pytest.mark.parametrize(("outer", "inner"), [(16, 32), (48, 96), (576, 1536), (32, 8960)])
-def test_other_sizes(outer: int, inner: int) -> None:
-    w, x = matrix("int4_offsets", outer, inner), normals(9, inner)
-    expected = defined(rounded(x, 32), w)
+def test_other_sizes(outer: int, inner: int, form: str) -> None:
+    group = inner if form == "fp8" else 32
+    w, x = random_matrix(np.random.default_rng(1), form, outer, inner, group), normals(9, inner)
+    expected = defined(multiplied(x, w), w)
     assert np.abs(native(x, w) - expected).max() < 1e-5 * rms(expected)
 
 
@@ -141,12 +150,55 @@ def test_variants_give_the_same_bits(form: str, swiglu: bool, chosen_again: None
         assert np.array_equal(native(x, w, swiglu), expected), name
 
 
+def test_every_value_of_fp8_is_exact(chosen_again: None) -> None:
+    """Also the seven that are subnormal as float16 and float32, which XLA's threads flush."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes[codes % 128 == 127] = 0  # NaN
+    values = np.resize(codes, (16, 32)).view(ml_dtypes.float8_e4m3fn)
+    w = Quantised("fp8", values, np.full((16, 1), 0.75, np.float32))
+    found = library.library()
+    assert found is not None
+    for index, name in enumerate(library.variants()):
+        found.jaxinfer_choose(index)
+        actual = native(np.eye(32, dtype=np.float32), w)
+        assert np.array_equal(actual, values.astype(np.float32).T * 0.75), name
+
+
+def test_a_weight_that_is_nan_makes_its_output_nan(chosen_again: None) -> None:
+    w, x = matrix("fp8_blocks"), normals(3)
+    w.values[[5, 17], [7, 300]] = [np.nan, -np.float32(np.nan)]
+    assert set(w.values.view(np.uint8)[[5, 17], [7, 300]].tolist()) == {0x7F, 0xFF}
+    found = library.library()
+    assert found is not None
+    for index, name in enumerate(library.variants()):
+        found.jaxinfer_choose(index)
+        is_nan = np.isnan(native(x, w))
+        assert is_nan[:, [5, 17]].all() and is_nan.sum() == 6, name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"scales": np.ones((2, 4), np.float16)}, "scales of blocks of outputs are float16"),
+        ({"scales": np.ones((32, 4), np.float32)}, "scales of 8 outputs are not those of whole"),
+        ({"scales": np.ones((256, 64), np.float32)}, "groups of 8 inputs do not fit blocks of 32"),
+        ({"zeros": np.zeros((256, 4), np.uint8)}, "fp8 weights have more than scales"),
+    ],
+)
+def test_fp8_that_the_kernel_refuses(change: dict[str, np.ndarray], reason: str) -> None:
+    w = replace(matrix("fp8_blocks"), **change)
+    static = {"kind": "fp8_lanes", "swiglu": False, "split": False, "wide": True}
+    refusal = gemm.supports(jnp.asarray(normals(1)), *w.arrays, **static)
+    assert refusal is not None and reason in refusal
+
+
 ONE_THREAD = """
 import os, sys
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 import numpy as np
 from kernels import test_native_gemm as tests
-np.save(sys.argv[1], tests.native(tests.normals(21), tests.matrix("q4_k"), swiglu=True))
+made = {form: tests.native(tests.normals(21), tests.matrix(form), True) for form in sys.argv[2:]}
+np.savez(sys.argv[1], **made)
 """
 
 
@@ -154,10 +206,11 @@ np.save(sys.argv[1], tests.native(tests.normals(21), tests.matrix("q4_k"), swigl
 def test_one_thread_gives_the_same_bits(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
-    file = tmp_path / "out.npy"
-    subprocess.run([sys.executable, "-c", ONE_THREAD, file], env=environment, check=True)
-    expected = native(normals(21), matrix("q4_k"), swiglu=True)
-    assert np.array_equal(np.load(file), expected)
+    file, forms = tmp_path / "out.npz", ("q4_k", "fp8_blocks")
+    subprocess.run([sys.executable, "-c", ONE_THREAD, file, *forms], env=environment, check=True)
+    made = np.load(file)
+    for form in forms:
+        assert np.array_equal(made[form], native(normals(21), matrix(form), swiglu=True)), form
 
 
 def test_threads_wait_for_all_activations() -> None:
@@ -173,14 +226,16 @@ def test_threads_wait_for_all_activations() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_tokens_that_are_not_finite(value: float) -> None:
-    w, x = matrix("q4_k"), normals(5)
+@pytest.mark.parametrize("form", ["q4_k", "fp8"])
+def test_tokens_that_are_not_finite(form: str, value: float) -> None:
+    w, x = matrix(form), normals(5)
     others = [0, 1, 3, 4]
     expected = native(x, w)[others]
     x[2, 40] = value
     for swiglu in (False, True):
         actual = native(x, w, swiglu)
-        assert np.isnan(actual[2]).all()
+        # fp8 weights may be zero, and have signs of their own
+        assert np.isnan(actual[2]).all() if form == "q4_k" else not np.isfinite(actual[2]).any()
         assert np.isfinite(actual[others]).all()
     assert np.array_equal(native(x, w)[others], expected)
 

@@ -58,9 +58,8 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
     def values(tree: dict[str, np.ndarray]) -> np.ndarray:
         w = quantised(tree)
         every = jnp.arange(w.num_outputs)
-        assert w.base == "fp8" or w.kind.removeprefix(w.base) == (
-            "" if arrangement is None else f"_{arrangement}"
-        )
+        by_rows = arrangement is None or (w.base, arrangement) == ("fp8", "tiles")
+        assert w.kind == (w.base if by_rows else f"{w.base}_{arrangement}")
         return np.asarray(rows_of(quantised(jax.tree.map(jnp.asarray, tree)), every))
 
     qk = stored(0, "self_attn.q_proj", "self_attn.k_proj")

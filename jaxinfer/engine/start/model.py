@@ -14,6 +14,7 @@ from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.arrangements import LANES, TILES
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.native.library import variants
+from pallas_kernels.quantised_gemm.native import misfit_of
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.choose import Forms
@@ -60,7 +61,8 @@ def _kept(config: EngineConfig, forms: Forms, platform: str) -> dict[str, Any]:
     if platform != "cpu":
         return {"forms": forms, "arrangement": TILES.name if not_hopper() is None else None}
     native = bool(variants())
-    kept = native if config.cpu_weights == "auto" else config.cpu_weights == "quantised"
-    if not kept:
-        return {}
-    return {"forms": forms, "arrangement": LANES.name if native else None}
+    if config.cpu_weights == "auto":  # XLA dequantises a matrix of another form at each call
+        forms = tuple((name, form) for name, form in forms if native and misfit_of(form) is None)
+    elif config.cpu_weights == "float32":
+        forms = ()
+    return {"forms": forms, "arrangement": LANES.name if native and forms else None}

@@ -138,6 +138,7 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
   call.outputs = result->dimensions()[1];
   call.group = call.inputs / scales.dimensions()[1];
   call.super_group = supers.element_count() == 0 ? 0 : call.inputs / supers.dimensions()[1];
+  call.block_outputs = values.dimensions()[0] / scales.dimensions()[0];
   if (!FactorOf(scales.element_type(), &call.factor)) {
     return ffi::Error::InvalidArgument("quantised_gemm: unknown dtype of scales");
   }
@@ -476,7 +477,7 @@ void jaxinfer_pack_nibbles(const uint8_t* rows, uint8_t* tiles, int64_t outputs,
   }
 }
 
-// Packs signed bytes from rows into tiles of bytes that are 128 higher.
+// Packs bytes from rows into tiles with their highest bit inverted: int8 become 128 higher.
 void jaxinfer_pack_bytes(const uint8_t* rows, uint8_t* tiles, int64_t outputs, int64_t inputs) {
   for (int64_t tile = 0; tile < outputs / 16; ++tile) {
     for (int64_t quad = 0; quad < inputs / 4; ++quad) {

@@ -6,12 +6,13 @@
 //   values   int4, fp4: for 8 inputs 64 bytes; byte 4 * o + j has input j of output o in its low
 //            half and input j + 4 in its high half
 //            int8: for 4 inputs 64 bytes; byte 4 * o + j is 128 + input j of output o
-//   scales, zeros, offsets   [groups, 16]
+//            fp8: as int8; the byte is input j of output o with the other sign
+//   scales, zeros, offsets   [groups, 16]; scales of blocks of outputs [groups], for each block
 //   supers                   float16[groups of supers, 1 or 2, 16]
 //
 // A weight of value v is scale * (v - zero) + offset: see quantised.py. Activations are integers of 16
 // bits, 256 * high + low of two int8, with one scale for a block of 32 inputs, or of 16 where weights
-// have groups of 16.
+// have groups of 16. With fp8 weights, whose values have exponents, activations stay in float32.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,8 @@ namespace jaxinfer {
 constexpr int kLanes = 16;      // outputs of a tile
 constexpr int kMostTokens = 8;  // of a tile of tokens, in any variant
 
-enum class Kind : int { kInt4 = 0, kInt8 = 1, kFp4 = 2, kFloat = 3 };  // kFloat: only of experts
+// kFloat: only of experts; kFp8: without zeros, offsets and supers
+enum class Kind : int { kInt4 = 0, kInt8 = 1, kFp4 = 2, kFloat = 3, kFp8 = 4 };
 enum class Factor : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kUint8 = 3, kInt8 = 4 };
 
 // One GEMM: out[t, o] = sum over k of x[t, k] * w[o, k].
@@ -30,6 +32,7 @@ struct GemmCall {
   bool swiglu;                      // the first half of the matrix are gates, the second ups
   int64_t tokens, inputs, outputs;  // outputs: those of the result
   int64_t group, super_group;       // super_group: 0 without supers
+  int64_t block_outputs;            // that share scales, in float32 if they are several
   Factor factor;                    // of scales and offsets
   const float* x;                   // [tokens, inputs]
   const uint8_t* values;
@@ -46,9 +49,11 @@ inline int64_t BlockOf(const GemmCall& call) { return call.group % 32 == 0 ? 32 
 
 // A tile of n tokens is stored as K / block records: n * block high and n * block low bytes of
 // activations, n scales in float32, n start values of sums in int32 (minus the weights' bias times the
-// sum of activations).
+// sum of activations). For fp8 weights it is stored as K / 4 records of n tokens: inputs 0, 2, 1 and 3
+// of four.
 constexpr int64_t BytesOfBlock(int64_t block) { return 2 * block + 8; }
 inline int64_t BytesOfToken(const GemmCall& call) {
+  if (call.kind == Kind::kFp8) return call.inputs * 4;
   return call.inputs / BlockOf(call) * BytesOfBlock(BlockOf(call));
 }
 
@@ -75,7 +80,7 @@ inline int64_t WorkspaceBytes(const GemmCall& call) {
 // Floats that a tile of outputs needs for its factors.
 inline int64_t FactorFloats(const GemmCall& call) { return call.inputs / call.group * kLanes * 4; }
 
-// Quantises `count` tokens from `first` on, padded to a tile of `size`.
+// Writes the records of `count` tokens from `first` on, padded to a tile of `size`.
 using QuantiseFunction = void (*)(const GemmCall&, int64_t first, int64_t count, int64_t size,
                                   uint8_t* records, float* group_sums);
 // Computes a tile of outputs for all tokens.

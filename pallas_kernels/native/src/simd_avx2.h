@@ -93,6 +93,39 @@ inline Ints Dot(Ints sum, const Wide& w, const int8_t* x) {
           Accumulated(sum.b, w.magnitudes.b, _mm256_sign_epi8(each, w.signs.b))};
 }
 
+// Two inputs of each output: adjacent lanes have both, the first vectors outputs 0 to 7.
+struct Pairs {
+  Floats first, second;
+};
+inline Floats FloatsOfHalves(__m256i x) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+template <int kOdd>
+inline Floats FloatsOfFp8(__m256i x) {
+  const __m256i upper = kOdd ? x : _mm256_slli_epi16(x, 8);
+  const __m256i half =
+      _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16((short)0xbf80));
+  // NaN has all bits of the exponent and the mantissa: the sum reaches the next one
+  const __m256i sum = _mm256_add_epi16(half, _mm256_set1_epi16(0x80));
+  return FloatsOfHalves(_mm256_or_si256(half, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000))));
+}
+// Inputs kOdd and kOdd + 2 of four in fp8, as float16: exponents are 8 less. XLA's threads take
+// subnormal numbers in float32 for zero, in conversions from float16 they do not.
+template <int kOdd>
+inline Pairs FloatsOfFp8(Bytes x) {
+  return {FloatsOfFp8<kOdd>(x.a), FloatsOfFp8<kOdd>(x.b)};
+}
+inline Floats BroadcastTwo(const float* p) {
+  const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(*(const int64_t*)p));
+  return {two, two};
+}
+inline __m256 SumAdjacent(Floats x) {  // outputs 0, 1, 4, 5, then 2, 3, 6, 7
+  const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(x.a, x.b));
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
+}
+inline Floats SumPairs(const Pairs& x) { return {SumAdjacent(x.first), SumAdjacent(x.second)}; }
+
 inline Floats ToFloats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Floats Broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats Multiply(Floats x, Floats y) {

@@ -47,6 +47,34 @@ inline Ints Dot(Ints sum, Bytes w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(*(const int32_t*)x))};
 }
 
+// Two inputs of each output: adjacent lanes have both, the first vector outputs 0 to 7.
+struct Pairs {
+  Floats first, second;
+};
+// Inputs kOdd and kOdd + 2 of four in fp8, as float16: exponents are 8 less. XLA's threads take
+// subnormal numbers in float32 for zero, in conversions from float16 they do not.
+template <int kOdd>
+inline Pairs FloatsOfFp8(Bytes a) {
+  const __m512i upper = kOdd ? a.v : _mm512_slli_epi16(a.v, 8);
+  const __m512i half =
+      _mm512_and_si512(_mm512_srai_epi16(upper, 1), _mm512_set1_epi16((short)0xbf80));
+  // NaN has all bits of the exponent and the mantissa: the sum reaches the next one
+  const __m512i sum = _mm512_add_epi16(half, _mm512_set1_epi16(0x80));
+  const __m512i bits =
+      _mm512_ternarylogic_epi32(half, sum, _mm512_set1_epi16(0x4000), 0xf8);  // a | (b & c)
+  return {{_mm512_cvtph_ps(_mm512_castsi512_si256(bits))},
+          {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))}};
+}
+inline Floats BroadcastTwo(const float* p) {
+  return {_mm512_castsi512_ps(_mm512_set1_epi64(*(const int64_t*)p))};
+}
+inline Floats SumPairs(const Pairs& x) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return {_mm512_add_ps(_mm512_permutex2var_ps(x.first.v, even, x.second.v),
+                        _mm512_permutex2var_ps(x.first.v, odd, x.second.v))};
+}
+
 inline Floats ToFloats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Floats Broadcast(float a) { return {_mm512_set1_ps(a)}; }
 inline Floats Multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }

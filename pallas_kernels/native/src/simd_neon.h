@@ -64,6 +64,38 @@ inline Ints Dot(Ints sum, const Bytes& w, const int8_t* x) {
       [&](int i) { return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(w.v[i]), each); });
 }
 
+// Two inputs of each output: adjacent lanes have both, the first vectors outputs 0 to 7.
+struct Pairs {
+  Floats first, second;
+};
+// Inputs kOdd and kOdd + 2 of four in fp8, as float16: exponents are 8 less. XLA's threads take
+// subnormal numbers in float32 for zero, in conversions from float16 they do not.
+template <int kOdd>
+inline Pairs FloatsOfFp8(const Bytes& a) {
+  float32x4_t all[8];
+  for (int i = 0; i < 4; ++i) {
+    const uint16x8_t two = vreinterpretq_u16_u8(a.v[i]);
+    const int16x8_t upper = vreinterpretq_s16_u16(kOdd ? two : vshlq_n_u16(two, 8));
+    const uint16x8_t half =
+        vandq_u16(vreinterpretq_u16_s16(vshrq_n_s16(upper, 1)), vdupq_n_u16(0xbf80));
+    // NaN has all bits of the exponent and the mantissa: the sum reaches the next one
+    const uint16x8_t sum = vaddq_u16(half, vdupq_n_u16(0x80));
+    const float16x8_t bits =
+        vreinterpretq_f16_u16(vorrq_u16(half, vandq_u16(sum, vdupq_n_u16(0x4000))));
+    all[2 * i] = vcvt_f32_f16(vget_low_f16(bits));
+    all[2 * i + 1] = vcvt_high_f32_f16(bits);
+  }
+  return {{all[0], all[1], all[2], all[3]}, {all[4], all[5], all[6], all[7]}};
+}
+inline Floats BroadcastTwo(const float* p) {
+  const float32x2_t two = vld1_f32(p);
+  return Each<Floats>([&](int) { return vcombine_f32(two, two); });
+}
+inline Floats SumPairs(const Pairs& x) {
+  const auto sums = [](const Floats& a, int i) { return vpaddq_f32(a.v[i], a.v[i + 1]); };
+  return {sums(x.first, 0), sums(x.first, 2), sums(x.second, 0), sums(x.second, 2)};
+}
+
 inline Floats ToFloats(Ints a) {
   return Each<Floats>([&](int i) { return vcvtq_f32_s32(a.v[i]); });
 }

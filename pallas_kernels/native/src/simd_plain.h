@@ -97,6 +97,33 @@ inline float FloatOfHalf(uint16_t half) {
   }
   return FloatOfBits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
+// Two inputs of each output: adjacent lanes have both, the first array outputs 0 to 7.
+struct Pairs {
+  Floats first, second;
+};
+// As float16, whose exponents are 8 less. NaN has all bits of the exponent and the mantissa: the sum
+// reaches the next one.
+inline float FloatOfFp8(uint8_t value) {
+  const uint32_t half = (value & 0x80u) << 8 | (value & 0x7fu) << 7;
+  return FloatOfHalf(static_cast<uint16_t>(half | ((half + 0x80u) & 0x4000u)));
+}
+// Inputs kOdd and kOdd + 2 of four in fp8, times 2^-8.
+template <int kOdd>
+inline Pairs FloatsOfFp8(const Bytes& a) {
+  const auto half = [&](const uint8_t* v) {
+    return Each<Floats>([&](int i) { return FloatOfFp8(v[i / 2 * 4 + i % 2 * 2 + kOdd]); });
+  };
+  return {half(a.v), half(a.v + 32)};
+}
+inline Floats BroadcastTwo(const float* p) {
+  return Each<Floats>([&](int i) { return p[i % 2]; });
+}
+inline Floats SumPairs(const Pairs& x) {
+  return Each<Floats>([&](int i) {
+    const float* two = (i < 8 ? x.first.v : x.second.v) + i % 8 * 2;
+    return two[0] + two[1];
+  });
+}
 inline Floats LoadFloats(const float* p) {
   return Each<Floats>([&](int i) { return p[i]; });
 }
