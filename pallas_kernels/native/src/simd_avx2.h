@@ -117,8 +117,10 @@ inline Pairs FloatsOfFp8(Bytes x) {
   return {FloatsOfFp8<kOdd>(x.a), FloatsOfFp8<kOdd>(x.b)};
 }
 inline Floats BroadcastTwo(const float* p) {
-  const __m256 two = _mm256_castsi256_ps(_mm256_set1_epi64x(*(const int64_t*)p));
-  return {two, two};
+  int64_t two;
+  __builtin_memcpy(&two, p, 8);
+  const __m256 each = _mm256_castsi256_ps(_mm256_set1_epi64x(two));
+  return {each, each};
 }
 inline __m256 SumAdjacent(Floats x) {  // outputs 0, 1, 4, 5, then 2, 3, 6, 7
   const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(x.a, x.b));

@@ -66,7 +66,9 @@ inline Pairs FloatsOfFp8(Bytes a) {
           {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))}};
 }
 inline Floats BroadcastTwo(const float* p) {
-  return {_mm512_castsi512_ps(_mm512_set1_epi64(*(const int64_t*)p))};
+  int64_t two;
+  __builtin_memcpy(&two, p, 8);
+  return {_mm512_castsi512_ps(_mm512_set1_epi64(two))};
 }
 inline Floats SumPairs(const Pairs& x) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
