@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.models.base import Model
+from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.load import load_params
 from kit import published_formats as kit
 from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_hf_folder
+from kit.engines import dense_greedy
+from kit.memory_checkpoint import InMemory, source_of
 
 
 def plan(folder: Path, **settings: object) -> EnginePlan:
@@ -60,6 +68,29 @@ def test_floats_are_quantised_while_they_load(
     assert forms(made.program.model) >= {form}
     names = {name.rsplit(".", 2)[1] for name, _ in made.program.model.forms}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_a_model_that_is_quantised_on_loading_is_served(floats: Path, tmp_path: Path) -> None:
+    """The tokens are those of the rounded weights, and no converted copy of them is written."""
+    plain = build_model(json.loads((floats / "config.json").read_text()), "float32")
+    weights = random_hf_tensors(plain)
+    for name in (name for name in weights if name.endswith("_proj.weight")):
+        scale = np.abs(weights[name]).max(axis=1, keepdims=True) / np.float32(127)
+        weights[name] = np.rint(weights[name] / scale) * scale
+    cache = tmp_path / "cache"
+    placed = {"placement": default_placement(), "cache_dir": cache}
+    params = load_params(
+        plain, source_of(InMemory(weights)), **placed, seed=0, progress=NoProgress()
+    )
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
+    settings = {"cache_dir": str(cache), "skip_tokenizer_init": True, **sizes}
+    llm = LLM(str(floats), quantization="int8", cpu_weights="quantised", **settings)
+    prompt = [(7 * i * i + 1) % 96 for i in range(20)]
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy)
+    assert [tuple(output.outputs[0].token_ids)] == dense_greedy(plain, params, [prompt], 10)
+    assert len({*output.outputs[0].token_ids}) > 1
+    assert {path.name for path in cache.iterdir()} == {"executables"}
 
 
 def test_a_method_that_is_not_that_of_the_files(floats: Path) -> None:
