@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.models.base import Model
+from jaxinfer.models.base import Model, forward
+from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.load import load_params
 from kit import published_formats as kit
 from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_hf_folder
+from kit.memory_checkpoint import InMemory, source_of
 from pallas_kernels.native.library import MISSING, variants
 
 
@@ -77,6 +87,47 @@ def test_by_default_a_cpu_keeps_what_its_kernel_can_multiply(
     assert forms(made) == ({f"fp8 {block[0]}x{block[1]}"} if kept else set())
     every = plan(floats, load_format="dummy", cpu_weights="quantised").program.model
     assert forms(every) == {f"fp8 {block[0]}x{block[1]}"}
+
+
+def test_a_model_that_is_quantised_on_loading_is_served(tmp_path: Path) -> None:
+    """Its answers are those of the rounded weights, and no converted copy of them is written."""
+    config = tiny_qwen3_config()
+    model = build_model(config, "float32")
+    weights = random_hf_tensors(model)
+    # Larger ones: with the usual ones all logits are nearly equal, whatever the rounding.
+    weights = {
+        name: w * 8 if "proj" in name or "embed" in name else w for name, w in weights.items()
+    }
+    folder = write_hf_folder(tmp_path / "model", config, weights)
+    rounded = dict(weights)
+    for name in (name for name in weights if name.endswith("_proj.weight")):
+        scale = np.abs(weights[name]).max(axis=1, keepdims=True) / np.float32(127)
+        rounded[name] = np.rint(weights[name] / scale) * scale
+    cache = tmp_path / "cache"
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 64}
+    settings = {"cache_dir": str(cache), "skip_tokenizer_init": True, **sizes}
+    llm = LLM(str(folder), quantization="int8", cpu_weights="quantised", **settings)
+    prompt = [(7 * i * i + 1) % 96 for i in range(20)]
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], greedy)
+    answer = output.outputs[0]
+    assert {path.name for path in cache.iterdir()} == {"executables"}
+    assert len({*answer.token_ids}) > 1
+    compiled = jax.jit(forward, static_argnums=0)
+
+    def logprobs(tensors: Mapping[str, np.ndarray]) -> np.ndarray:  # float32[10, V]
+        placed = {"placement": default_placement(), "cache_dir": cache}
+        source = source_of(InMemory(tensors))
+        params = load_params(model, source, **placed, seed=0, progress=NoProgress())
+        logits = compiled(model, params, jnp.asarray([*prompt, *answer.token_ids]))
+        return np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1 : -1]))
+
+    expected, without = logprobs(rounded), logprobs(weights)
+    assert expected.argmax(axis=1).tolist() == list(answer.token_ids)
+    steps = zip(answer.logprobs or (), answer.token_ids, strict=True)
+    served = np.array([step[token].logprob for step, token in steps])
+    np.testing.assert_allclose(served, expected.max(axis=1), atol=1e-4)
+    assert np.abs(served - without.max(axis=1)).max() > 1e-3
 
 
 def test_a_method_that_is_not_that_of_the_files(floats: Path) -> None:

@@ -166,6 +166,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
+    blocks: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     special: Mapping[int, str] | None = None,
     older: bool = False,
 ) -> Path:
@@ -173,7 +174,8 @@ def write_gguf(
 
     ``older``: as it did for latent attention at first.
     ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
-    ``special`` makes tokens control tokens with that text.
+    ``blocks`` has rows of bytes uint8[O, n] and their type by Hugging Face name, in place of these
+    tensors' values, ``special`` makes tokens control tokens with that text.
     """
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -192,6 +194,10 @@ def write_gguf(
         for name, tensor in converted(hf_name, stacked, config, older):
             gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert gguf_name is not None, name
+            if blocks and name in blocks:
+                rows, stored = blocks[name]
+                writer.add_tensor(gguf_name, rows, raw_dtype=stored)
+                continue
             _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
     for gguf_name, tensor in (extra or {}).items():
         _add_tensor(writer, gguf_name, tensor, gguf.GGMLQuantizationType.F32)

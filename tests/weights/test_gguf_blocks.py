@@ -8,26 +8,12 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
+from kit.gguf_blocks import random_rows
 from pallas_kernels.native import library
 from pallas_kernels.quantised import dequantised
 
 # MXFP4 is converted by numpy alone: only nibbles change their places.
 NATIVE = [kind for kind in FORMS if kind.name != "MXFP4"]
-
-
-def random_rows(kind: GGMLQuantizationType, outputs: int, inputs: int) -> np.ndarray:
-    """Random bytes whose float16 factors are finite and not tiny: uint8[O, bytes of a row]."""
-    per_block, nbytes = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(kind.value)
-    blocks = rng.integers(0, 256, (outputs, inputs // per_block, nbytes), np.uint8)
-    if kind.name == "MXFP4":
-        blocks[..., 0] = rng.integers(100, 150, blocks.shape[:2])
-        return blocks.reshape(outputs, -1)
-    halves = {"Q6_K": (208,)}.get(kind.name, (0, 2) if kind.name[-2:] in ("_1", "_K") else (0,))
-    for at in halves:
-        factors = rng.uniform(0.01, 0.1, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = factors[..., None].view(np.uint8)
-    return blocks.reshape(outputs, -1)
 
 
 @pytest.mark.parametrize("inputs", [256, 512])
