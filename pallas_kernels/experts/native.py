@@ -17,9 +17,9 @@ import numpy as np
 
 from pallas_kernels.experts.ref import NUM_ARRAYS
 from pallas_kernels.experts.stack import PLAIN, Activation, size_of
-from pallas_kernels.native.library import EXPERTS, MISSING, call, library
+from pallas_kernels.native.library import EXPERTS, call, missing
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.quantised_gemm.native import BLOCK
+from pallas_kernels.quantised_gemm.native import BLOCK, block_of
 from pallas_kernels.quantised_gemm.native import KINDS as QUANTISED_KINDS
 
 LANES = 16  # outputs of a tile; floats are read as many at a time
@@ -38,6 +38,8 @@ def supports(
 ) -> str | None:
     """Why the native kernel cannot run the call, or None."""
     del choices, weights, activation, split
+    if (reason := missing()) is not None:
+        return reason
     if x.dtype != jnp.float32:
         return f"tokens are {x.dtype}, not float32"
     stacks = (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS])
@@ -50,7 +52,7 @@ def supports(
         group = inputs if kind == PLAIN else Quantised(kind, *stack).group
         if kind != PLAIN and (inputs % BLOCK or (group % BLOCK and group != BLOCK // 2)):
             return f"{inputs} inputs in groups of {group} do not fit blocks of {BLOCK}"
-    return MISSING if library() is None else None
+    return None
 
 
 def experts(
@@ -97,5 +99,5 @@ def _record_bytes(kind: str, stack: list[Any]) -> int:
     if kind == PLAIN:
         return 0
     w = Quantised(kind, *stack)
-    block = BLOCK if w.group % BLOCK == 0 else BLOCK // 2
+    block = block_of(w.group)
     return w.num_inputs // block * (2 * block + 8) + w.num_inputs // w.group * 4

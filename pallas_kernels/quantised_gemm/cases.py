@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.arrangements import LANES
 from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
@@ -38,6 +39,7 @@ class QuantisedCase:
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
     tiled: bool = False  # arranged for the Hopper kernels
+    lanes: bool = False  # arranged for the native kernel
 
     @property
     def kind(self) -> str:
@@ -94,6 +96,7 @@ CASES = (
     ),
     QuantisedCase("fp8_blocks_down_t64", "fp8_blocks", 64, 2560, 128, 128, split=True, dtype=_BF16),
     QuantisedCase("half_block_t5", "int4", 5, 96, 48, 32),
+    QuantisedCase("int4_lanes_gate_up_t5", "int4", 5, 512, 96, 128, swiglu=True, lanes=True),
     *(
         QuantisedCase(f"{form}_tiles_t{tokens}", form, tokens, 512, 256, group, **_TILED)
         for form, group in _TILED_FORMS
@@ -127,7 +130,7 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     outer, inner = case.outer * (1 + case.swiglu), case.inner
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
-    w = arrange(w) if case.tiled else w
+    w = arrange(w) if case.tiled else LANES.arrange(w) if case.lanes else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
     static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": False}
     return Inputs((x, *w.arrays), static)

@@ -9,13 +9,15 @@ depends on neither the other tokens of a call nor the number of threads.
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native.library import GEMM, MISSING, call, library
+from pallas_kernels.native.library import GEMM, call, missing
 from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm import ref
 
 BLOCK = 32  # inputs that share a scale of activations
 KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2})  # as in kernel.h
@@ -36,6 +38,8 @@ def supports(
 ) -> str | None:
     """Why the native kernel cannot run the call, or None."""
     del split, wide
+    if (reason := missing()) is not None:
+        return reason
     if kind not in KINDS:
         return f"{kind} weights are not in lanes"
     if x.dtype != jnp.float32:
@@ -45,7 +49,34 @@ def supports(
         return f"{w.num_inputs} inputs in groups of {w.group} do not fit blocks of {BLOCK}"
     if swiglu and w.num_outputs % 32:
         return f"{w.num_outputs} outputs are not whole tiles of gates and ups"
-    return MISSING if library() is None else None
+    return None
+
+
+def rounded(x: jax.Array, block: int) -> jax.Array:  # float32[T, K]
+    """The tokens as the kernel rounds them: 16 bits, with a scale for each block of inputs."""
+    blocks = jnp.asarray(x).reshape(len(x), -1, block)
+    largest = jnp.abs(blocks).max(axis=2, keepdims=True)
+    unit = jnp.float32(127 * 256)
+    whole = jnp.rint(blocks * (unit / jnp.where(largest > 0, largest, unit)))
+    whole += (whole % 256 == 128).astype(whole.dtype)  # its low byte would be -128
+    return (whole * (largest / unit)).reshape(x.shape)
+
+
+def definition(
+    x: jax.Array,  # float32[T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2], by rows
+    scales: jax.Array,  # [O, G]
+    *others: jax.Array | None,
+    **static: Any,
+) -> jax.Array:  # [T, O]
+    """The op's definition, of tokens that are rounded as the kernel rounds them."""
+    tokens = rounded(x, block_of(x.shape[1] // scales.shape[1]))
+    return ref.quantised_gemm(tokens, values, scales, *others, **static)
+
+
+def block_of(group: int) -> int:
+    """The inputs of a token that share a scale, where ``group`` inputs of the weights do."""
+    return BLOCK if group % BLOCK == 0 else BLOCK // 2
 
 
 def quantised_gemm(
@@ -76,6 +107,6 @@ def quantised_gemm(
 
 def workspace_bytes(num_tokens: int, num_inputs: int, num_groups: int) -> int:
     """Bytes of rounded activations, as ``WorkspaceBytes`` of ``native/src/kernel.h``."""
-    block = BLOCK if num_inputs // num_groups % BLOCK == 0 else BLOCK // 2
+    block = block_of(num_inputs // num_groups)
     padded = -(-num_tokens // 8) * 8
     return padded * (num_inputs // block * (2 * block + 8) + num_groups * 4)
