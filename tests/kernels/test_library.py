@@ -1,7 +1,8 @@
-"""The file of the native library: a broken one is refused by name."""
+"""The file of the native library: it is there, and a broken one is refused by name."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,16 @@ import pytest
 from numpy.random import _generator
 
 from pallas_kernels.native import library
+
+# ziglang, with which setup.py builds where there is no compiler, has packages for these.
+CAN_BUILD = shutil.which("c++") or platform.machine() in ("x86_64", "aarch64", "arm64")
+
+
+@pytest.mark.skipif(not CAN_BUILD, reason="there is no C++ compiler for this machine")
+def test_the_library_is_built() -> None:
+    """An installation goes on without it, and tests of its kernels are skipped."""
+    assert library.variants(), f"{library.MISSING}; pip install -v -e . says why it was left out"
+    assert library.variants()[-1] == "plain"
 
 
 def refused(file: Path, reason: str) -> None:
