@@ -72,8 +72,20 @@ class BuildNative(build_ext):
             print(f"jaxinfer: the native library is left out: {error}", file=sys.stderr)
 
 
+def files(*endings: str) -> list[str]:
+    """The native sources with these endings, which belong to a source distribution."""
+    folder = Path(__file__).parent / NATIVE / "src"
+    return sorted(f"{NATIVE}/src/{p.name}" for p in folder.iterdir() if p.suffix in endings)
+
+
 setup(
-    ext_modules=[Extension("pallas_kernels.native._library", sources=[])],
+    ext_modules=[
+        Extension(
+            "pallas_kernels.native._library",
+            sources=files(".cc"),
+            depends=files(".h", ".inc"),
+        )
+    ],
     cmdclass={"build_ext": BuildNative},
     setup_requires=["jax>=0.11.2,<0.12"] + ([] if compiler() else ["ziglang"]),
 )

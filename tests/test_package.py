@@ -3,17 +3,21 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import jaxinfer
 
 ROOT = Path(__file__).parents[1]
+NATIVE = "pallas_kernels/native/src"
 
 
 def test_versions_agree() -> None:
@@ -45,6 +49,24 @@ def test_public_name_loads(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="'jaxinfer' has no attribute 'Engine'"):
         _ = jaxinfer.Engine
+
+
+def test_a_source_distribution_has_all_native_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools, which tests do not have, puts an extension's sources and dependencies into it."""
+    given: dict[str, Any] = {}
+    setuptools, commands, build_ext = map(
+        ModuleType, ("setuptools", "setuptools.command", "setuptools.command.build_ext")
+    )
+    setuptools.setup = lambda **arguments: given.update(arguments)  # type: ignore[attr-defined]
+    setuptools.Extension = lambda name, **files: files  # type: ignore[attr-defined]
+    build_ext.build_ext = object  # type: ignore[attr-defined]
+    for module in (setuptools, commands, build_ext):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    runpy.run_path(str(ROOT / "setup.py"))
+    [extension] = given["ext_modules"]
+    own = {path.relative_to(ROOT).as_posix() for path in (ROOT / NATIVE).iterdir()}
+    assert {*extension["sources"], *extension["depends"]} == own
+    assert f"{NATIVE}/variant_avx2.cc" in extension["sources"]
 
 
 NAMES = "from jaxinfer import EngineConfig; from jaxinfer.weights.catalog import known_models; "

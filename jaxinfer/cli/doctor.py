@@ -141,13 +141,9 @@ def _devices() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Compare every implementation that supports this platform with its definition, once."""
-    from pallas_kernels.native.library import MISSING, variants
     from pallas_kernels.registry import all_ops
 
-    if found := variants():
-        yield Finding("kernels", "native library", "ok", f"uses {found[0]}")
-    else:
-        yield Finding("kernels", "native library", "absent", f"{MISSING}; XLA is used instead")
+    yield _native_library()
     for op in all_ops():
         findings = [_try_kernel(op, impl) for impl in op.impls]
         yield from findings
@@ -155,7 +151,21 @@ def _kernels() -> Iterator[Finding]:
             yield Finding("kernels", op.name, "broken", "no implementation runs on this platform")
 
 
+def _native_library() -> Finding:
+    from pallas_kernels.native.library import MISSING, BrokenLibrary, variants
+
+    name = "native library"
+    try:
+        found = variants()
+    except BrokenLibrary as error:
+        return Finding("kernels", name, "broken", str(error))
+    if not found:
+        return Finding("kernels", name, "absent", f"{MISSING}; XLA is used instead")
+    return Finding("kernels", name, "ok", f"uses {found[0]}")
+
+
 def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
+    from pallas_kernels.native.library import BrokenLibrary
     from pallas_kernels.testing import mismatch, runnable
 
     name = f"{op.name}/{impl.name}"
@@ -163,12 +173,16 @@ def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
     for case in op.cases:
         if "ci" not in case.tags:
             continue
-        inputs = op.build(case, 0)
-        reason = runnable(impl, inputs)
+        try:
+            inputs = op.build(case, 0)
+            reason = runnable(impl, inputs)
+            problem = None if reason else mismatch(op, impl, case, inputs)
+        except BrokenLibrary:
+            reason = "the native library is broken"
+            continue
+        if problem:
+            return Finding("kernels", name, "broken", problem)
         if reason is None:
-            problem = mismatch(op, impl, case, inputs)
-            if problem:
-                return Finding("kernels", name, "broken", problem)
             return Finding("kernels", name, "ok", f"right on case {case.name}")
     return Finding("kernels", name, "absent", reason)
 

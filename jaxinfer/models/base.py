@@ -21,6 +21,7 @@ from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.points import BY_HEAD, Edit, Points
 from jaxinfer.nn.state import State, StateLayout
 from pallas_kernels.arrangements import named
+from pallas_kernels.pins import ALL_XLA, Pins
 from pallas_kernels.quantised import Form
 
 if TYPE_CHECKING:
@@ -172,9 +173,14 @@ def other_layers(
     return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
 
 
-def unembed(model: Model, params: Params, hidden: jax.Array) -> jax.Array:  # float32[..., V]
-    """Logits of hidden states [..., D]."""
-    return model.module.apply({"params": params}, hidden, method="unembed")  # type: ignore[return-value]
+def unembed(
+    model: Model,
+    params: Params,
+    hidden: jax.Array,  # [..., D]
+    pins: Pins = ALL_XLA,
+) -> jax.Array:  # float32[..., V]
+    """Logits of hidden states; by default in plain XLA, as ``dense_context`` has it."""
+    return model.module.apply({"params": params}, hidden, pins, method="unembed")  # type: ignore[return-value]
 
 
 def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from jaxinfer.nn.linear import (
 )
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
+from pallas_kernels.pins import ALL_XLA, Pins
 
 _INIT = nn.initializers.normal(0.02)
 
@@ -195,11 +196,15 @@ class Decoder(nn.Module):
         _, hidden = normalised(stream, Norm(weights, 0, c.norm_eps, c.norm), ctx)
         return ctx.at("final_norm", hidden)
 
-    def unembed(self, hidden: jax.Array) -> jax.Array:  # [..., D] -> float32[..., V]
+    def unembed(
+        self,
+        hidden: jax.Array,  # [..., D]
+        pins: Pins = ALL_XLA,
+    ) -> jax.Array:  # float32[..., V]
         """Logits of hidden states."""
         if self.spec.tie_word_embeddings:
-            return tied_logits(hidden, self.embed)
-        return head_logits(hidden, self.lm_head)
+            return tied_logits(hidden, self.embed, pins)
+        return head_logits(hidden, self.lm_head, pins)
 
 
 def _init_norms(kind: str) -> Any:

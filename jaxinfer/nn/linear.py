@@ -21,6 +21,7 @@ from jaxinfer.nn.context import StepContext
 from pallas_kernels.arrangements import rows_of
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_partials
+from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm.api import residual_norm
@@ -208,16 +209,26 @@ def take_rows(table: Weight, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-def head_logits(hidden: jax.Array, head: Weight) -> jax.Array:  # [..., D], [D, V]
-    """Logits, float32[..., V], of an untied head."""
+def head_logits(
+    hidden: jax.Array,  # [..., D]
+    head: Weight,  # [D, V]
+    pins: Pins,
+) -> jax.Array:  # float32[..., V]
+    """Logits of an untied head."""
     if isinstance(head, Mapping):
-        flat = quantised_gemm(hidden.reshape(-1, hidden.shape[-1]), quantised(head), wide=True)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        impl = pins.of("quantised_gemm")
+        flat = quantised_gemm(flat, quantised(head), wide=True, impl=impl)
         return flat.reshape(*hidden.shape[:-1], -1)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
-def tied_logits(hidden: jax.Array, embed: Weight) -> jax.Array:  # [..., D], [V, D]
-    """Logits, float32[..., V], of a head tied to the embedding, which is not transposed."""
+def tied_logits(
+    hidden: jax.Array,  # [..., D]
+    embed: Weight,  # [V, D]
+    pins: Pins,
+) -> jax.Array:  # float32[..., V]
+    """Logits of a head tied to the embedding, which is not transposed."""
     if isinstance(embed, Mapping):  # stored [V, D] in any case
-        return head_logits(hidden, embed)
+        return head_logits(hidden, embed, pins)
     return jnp.einsum("...D,VD->...V", hidden, embed, preferred_element_type=jnp.float32)

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.experts.ref import NUM_ARRAYS
 from pallas_kernels.experts.stack import PLAIN, Activation, size_of
-from pallas_kernels.native.library import EXPERTS, MISSING, call, library
+from pallas_kernels.native.library import EXPERTS, call, missing
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.native import BLOCK, LANES, PADDING, misfit_of, record_bytes
 from pallas_kernels.quantised_gemm.native import KINDS as QUANTISED_KINDS
@@ -36,6 +36,8 @@ def supports(
 ) -> str | None:
     """Why the native kernel cannot run the call, or None."""
     del choices, weights, activation, split
+    if (reason := missing()) is not None:
+        return reason
     if x.dtype != jnp.float32:
         return f"tokens are {x.dtype}, not float32"
     stacks = (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS])
@@ -51,7 +53,7 @@ def supports(
             return f"{inputs} inputs are not a multiple of {BLOCK}"
         if (misfit := misfit_of(Quantised(kind, *stack).form)) is not None:
             return misfit
-    return MISSING if library() is None else None
+    return None
 
 
 def experts(

@@ -12,18 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native.library import ATTENTION, MISSING, ROPE_APPEND, call, library
+from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 
 LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
 
 
 def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
     """Why the kernels cannot run with these arrays, or None."""
+    if (reason := missing()) is not None:
+        return reason
     if queries.dtype != jnp.float32 or pages.dtype != jnp.float32:
         return f"tokens are {queries.dtype} and pages {pages.dtype}, not float32"
     if pages.shape[3] % LANES or pages.shape[3] > MOST:
         return f"head_dim {pages.shape[3]} is not a multiple of {LANES} up to {MOST}"
-    return MISSING if library() is None else None
+    return None
 
 
 def rope_append_supports(*args: Any, **static: Any) -> str | None:
@@ -35,7 +37,9 @@ def rope_append_supports(*args: Any, **static: Any) -> str | None:
 def append_decode_supports(*args: Any, **static: Any) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
     del static
-    return "there is no rope" if args[1] is None else _supports(args[0], args[4])
+    if args[1] is None:
+        return missing() or "there is no rope"
+    return _supports(args[0], args[4])
 
 
 def prefill_supports(*args: Any, **static: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -32,19 +33,68 @@ _HANDLERS = MappingProxyType(
         MASK: "JaxinferMask",
     }
 )
+_FUNCTIONS = (  # that are called by ``ctypes``
+    "jaxinfer_variants",
+    "jaxinfer_choose",
+    "jaxinfer_from_blocks",
+    "jaxinfer_pack_nibbles",
+    "jaxinfer_pack_bytes",
+    "jaxinfer_pack_tiles",
+)
 ALIGNMENT = 64  # bytes
 MISSING = "the native library is not built (reinstall with a C++ compiler or the package ziglang)"
+_ELF = b"\x7fELF\x02\x01"  # 64 bits, little-endian
+_ELF_HEADER = struct.Struct("<40xQ10xHH2x")  # place, entry size and number of section headers
+
+
+class BrokenLibrary(RuntimeError):
+    """The file of the native library cannot be used; the message says what to do."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None if it was not built."""
+    """The library; None if it was not built.
+
+    Raises ``BrokenLibrary`` for a file that is not whole, or of other sources than this package's.
+    """
     files = sorted(Path(__file__).parent.glob("_library*.so"))
-    if not files:
-        return None
-    loaded = ctypes.CDLL(str(files[0]))
+    return _opened(files[0]) if files else None
+
+
+def _opened(file: Path) -> ctypes.CDLL:
+    try:
+        _check_whole(file)
+        loaded = ctypes.CDLL(str(file))
+        for name in (*_HANDLERS.values(), *_FUNCTIONS):
+            getattr(loaded, name)
+    except (OSError, AttributeError) as error:  # AttributeError: a function is not there
+        reason = str(error).removeprefix(f"{file}: ")
+        raise BrokenLibrary(
+            f"the native library {file} cannot be used ({reason}); install jaxinfer again, which "
+            "builds it"
+        ) from error
     loaded.jaxinfer_variants.restype = ctypes.c_char_p
     return loaded
+
+
+def _check_whole(file: Path) -> None:
+    """Raise ``OSError`` for an ELF file that was cut off.
+
+    The dynamic linker does not notice: SIGBUS ends the process at the first use of a page that is
+    not in the file. The section headers are the file's last part.
+    """
+    with file.open("rb") as opened:
+        header = opened.read(_ELF_HEADER.size)
+    if not header.startswith(_ELF) or len(header) < _ELF_HEADER.size:
+        return  # of another platform, or refused by the dynamic linker
+    start, size, count = _ELF_HEADER.unpack(header)
+    if file.stat().st_size < start + size * count:
+        raise OSError("it is cut off")
+
+
+def missing() -> str | None:
+    """Why no native kernel can run: the library was not built. None if it is there."""
+    return MISSING if library() is None else None
 
 
 def variants() -> tuple[str, ...]:

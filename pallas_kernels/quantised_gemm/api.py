@@ -34,7 +34,13 @@ OP = KernelOp(
     name="quantised_gemm",
     ref=of_either_order(ref.quantised_gemm),
     impls=(
-        Impl("native", native.quantised_gemm, platforms=("cpu",), supports=native.supports),
+        Impl(
+            "native",
+            native.quantised_gemm,
+            platforms=("cpu",),
+            supports=native.supports,
+            ref=of_either_order(native.definition),
+        ),
         Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports),
         Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
         Impl(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.arrangements import LANES
 from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
@@ -43,6 +44,7 @@ class QuantisedCase:
     tags: tuple[str, ...] = ("ci",)
     tiled: bool = False  # arranged for the Hopper kernels
     wide: bool = False  # a float32 result, as of an LM head
+    lanes: bool = False  # arranged for the native kernel
 
     @property
     def kind(self) -> str:
@@ -106,6 +108,7 @@ CASES = (
         QuantisedCase(f"head_tiles_t{tokens}", "mxfp4", tokens, 512, 192, 32, wide=True, **_TILED)
         for tokens in (64, 136)
     ),
+    QuantisedCase("int4_lanes_gate_up_t5", "int4", 5, 512, 96, 128, swiglu=True, lanes=True),
     *(
         QuantisedCase(f"{form}_tiles_t{tokens}", form, tokens, 512, 256, group, **_TILED)
         for form, group in _TILED_FORMS
@@ -139,7 +142,7 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     outer, inner = case.outer * (1 + case.swiglu), case.inner
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
-    w = arrange(w) if case.tiled else w
+    w = arrange(w) if case.tiled else LANES.arrange(w) if case.lanes else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
     static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": case.wide}
     return Inputs((x, *w.arrays), static)

@@ -11,13 +11,15 @@ threads.
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native.library import GEMM, MISSING, call, library
+from pallas_kernels.native.library import GEMM, call, missing
 from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.quantised_gemm import ref
 
 BLOCK = 32  # inputs that share a scale of activations
 LANES = 16  # outputs of a tile
@@ -42,6 +44,8 @@ def supports(
 ) -> str | None:
     """Why the native kernel cannot run the call, or None."""
     del split, wide
+    if (reason := missing()) is not None:
+        return reason
     if kind not in KINDS:
         return f"{kind} weights are not in lanes"
     if x.dtype != jnp.float32:
@@ -53,7 +57,35 @@ def supports(
         return misfit
     if swiglu and w.num_outputs % 32:
         return f"{w.num_outputs} outputs are not whole tiles of gates and ups"
-    return MISSING if library() is None else None
+    return None
+
+
+def rounded(x: jax.Array, block: int) -> jax.Array:  # float32[T, K]
+    """The tokens as the kernel rounds them: 16 bits, with a scale for each block of inputs."""
+    blocks = jnp.asarray(x).reshape(len(x), -1, block)
+    largest = jnp.abs(blocks).max(axis=2, keepdims=True)
+    unit = jnp.float32(127 * 256)
+    whole = jnp.rint(blocks * (unit / jnp.where(largest > 0, largest, unit)))
+    whole += (whole % 256 == 128).astype(whole.dtype)  # its low byte would be -128
+    return (whole * (largest / unit)).reshape(x.shape)
+
+
+def definition(
+    x: jax.Array,  # float32[T, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2], by rows
+    scales: jax.Array,  # [O, G]
+    *others: jax.Array | None,
+    kind: str,
+    **static: Any,
+) -> jax.Array:  # [T, O]
+    """The op's definition, of tokens that are rounded as the kernel rounds them."""
+    tokens = x if kind == "fp8" else rounded(x, block_of(x.shape[1] // scales.shape[1]))
+    return ref.quantised_gemm(tokens, values, scales, *others, kind=kind, **static)
+
+
+def block_of(group: int) -> int:
+    """The inputs of a token that share a scale, where ``group`` inputs of the weights do."""
+    return BLOCK if group % BLOCK == 0 else BLOCK // 2
 
 
 def quantised_gemm(
@@ -97,6 +129,6 @@ def misfit_of(form: Form) -> str | None:
 
 def record_bytes(w: Quantised) -> int:
     """Bytes of one token's activations in the workspace: see ``native/src/kernel.h``."""
-    block = BLOCK if w.group % BLOCK == 0 else BLOCK // 2
+    block = block_of(w.group)
     values = 4 * w.num_inputs if w.kind == FP8 else w.num_inputs // block * (2 * block + 8)
     return values + w.num_inputs // w.group * 4

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native.library import MISSING, RESIDUAL_NORM, call, library
+from pallas_kernels.native.library import RESIDUAL_NORM, call, missing
 
 
 def supports(
@@ -23,11 +23,13 @@ def supports(
 ) -> str | None:
     """Why the native kernel cannot run the call, or None."""
     del row, eps
+    if (reason := missing()) is not None:
+        return reason
     if x.dtype != jnp.float32 or weights.dtype != jnp.float32:
         return f"tokens are {x.dtype} and weights {weights.dtype}, not float32"
     if partials is not None and partials.ndim == 3:
         return "there are split-K partials"
-    return MISSING if library() is None else None
+    return None
 
 
 def residual_norm(

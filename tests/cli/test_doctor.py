@@ -40,8 +40,11 @@ def test_healthy(cache: Path) -> None:
     assert findings["python"]["section"] == "interpreter"
     assert findings["jax"]["detail"] == jax.__version__
     assert findings["cpu:0"]["section"] == "devices"
-    for op in registry.OP_NAMES:
-        assert findings[f"{op}/xla"]["status"] == "ok"
+    for op in registry.all_ops():
+        assert findings[f"{op.name}/xla"]["status"] == "ok"
+        native = findings.get(f"{op.name}/native")
+        if native is not None and library.variants():
+            assert native["status"] == "ok", native
     assert findings[str(cache)]["detail"] == "not there yet; writable"
 
 
@@ -54,6 +57,43 @@ def test_the_native_library(monkeypatch: pytest.MonkeyPatch, without_kernels: No
     assert result.exit_code == 0
     assert findings["native library"]["status"] == "absent"
     assert "is not built" in findings["native library"]["detail"]
+
+
+def only_native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leave the native kernels alone; their names in the report."""
+    ops = [
+        dataclasses.replace(op, impls=impls)
+        for op in registry.all_ops()
+        if (impls := tuple(impl for impl in op.impls if impl.name == "native"))
+    ]
+    monkeypatch.setattr(registry, "all_ops", lambda: tuple(ops))
+    return [f"{op.name}/native" for op in ops]
+
+
+def test_without_the_native_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: None)
+    names = only_native(monkeypatch)
+    _, findings = run()
+    assert {"quantised_gemm/native", "experts/native", "residual_norm/native"} <= {*names}
+    assert {findings[name]["detail"] for name in names} == {library.MISSING}
+
+
+def test_a_broken_native_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise library.BrokenLibrary("the native library is cut off")
+
+    monkeypatch.setattr(library, "library", refuse)
+    whole = [op for op in registry.all_ops() if op.name in ("quantised_gemm", "residual_norm")]
+    monkeypatch.setattr(registry, "all_ops", lambda: tuple(whole))
+    result, findings = run()
+    assert result.exit_code == 1
+    broken = [name for name, one in findings.items() if one["status"] == "broken"]
+    assert broken == ["native library"]
+    assert findings["native library"]["detail"] == "the native library is cut off"
+    for op in whole:
+        assert findings[f"{op.name}/native"]["detail"] == "the native library is broken"
+        assert findings[f"{op.name}/xla"]["status"] == "ok"
+    assert findings["quantised_gemm/tiled"]["detail"] == "it runs on gpu, not on cpu"
 
 
 def test_text(without_kernels: None) -> None:

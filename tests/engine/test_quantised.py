@@ -5,8 +5,11 @@ The tokens are those of the dense form of the same values.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import pytest
 from msgspec.structs import replace
 
@@ -18,8 +21,9 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models.base import Params, abstract_params, forward
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
-from kit.quantised_models import quantised_model
+from kit.quantised_models import quantised_model, quantised_tensors
 from pallas_kernels.arrangements import LANES
 from pallas_kernels.native.library import MISSING, library
 from pallas_kernels.pins import NO_PINS, Pins
@@ -79,6 +83,16 @@ def alone(kernel: str) -> list[tuple[int, ...]]:
     outputs = run(one, PROMPTS, GREEDY, together=False)
     assert not any(output.num_cached_tokens for output in outputs)
     return tokens(outputs)
+
+
+def test_the_dense_form_is_differentiable_also_as_kernels_read_the_weights() -> None:
+    model = dataclasses.replace(quantised_tensors()[0], arrangement=LANES.name)
+    params, ids = abstract_params(model), jnp.arange(4, dtype=jnp.int32)
+
+    def largest(factor: jax.Array, params: Params) -> jax.Array:
+        return forward(model, params, ids, edit={"layers.1.resid_post": lambda x: factor * x}).max()
+
+    assert jax.eval_shape(jax.grad(largest), jnp.float32(1), params).shape == ()
 
 
 @cache

@@ -15,12 +15,14 @@ import pytest
 
 from jaxinfer.core.config import ALLOCATOR_PREALLOCATES, ALLOCATOR_SHARES, EngineConfig
 from jaxinfer.core.errors import EngineError, TokenizerError
+from jaxinfer.engine.start import build
 from jaxinfer.engine.start import loading as engine_loading
 from jaxinfer.engine.start.start import backend_starting, start_engine
 from jaxinfer.models import build_model
 from jaxinfer.text import tokenizer
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
+from pallas_kernels.native.library import BrokenLibrary
 
 SHARE = ALLOCATOR_SHARES[0]
 
@@ -84,6 +86,17 @@ def test_the_error_of_a_backend_is_raised(
     with pytest.raises(EngineError, match="there is no device"):
         start_engine(EngineConfig(model="never looked for"))
     assert resets
+
+
+def test_a_broken_native_library_is_an_error_before_the_model_is_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse() -> None:
+        raise BrokenLibrary("the native library is cut off")
+
+    monkeypatch.setattr(build, "library", refuse)
+    with pytest.raises(EngineError, match="the native library is cut off"):
+        build.plan_engine(EngineConfig(model="no such model"))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxinfer.nn import linear
 from pallas_kernels.numerics import rms_norm
+from pallas_kernels.pins import NO_PINS
 
 RNG = np.random.default_rng(0)
 X, WEIGHT, BIAS = RNG.standard_normal((5, 24)), RNG.standard_normal(24), RNG.standard_normal(24)
@@ -43,6 +44,7 @@ def test_take_rows_clamps_ids_of_padding() -> None:
 
 def test_logits_are_float32_and_tied_equals_untied() -> None:
     hidden, embed = (jnp.asarray(a, jnp.bfloat16) for a in (X, RNG.standard_normal((7, 24))))
-    tied = linear.tied_logits(hidden, embed)
-    assert tied.dtype == linear.head_logits(hidden, embed.T).dtype == jnp.float32
-    np.testing.assert_allclose(tied, linear.head_logits(hidden, embed.T), rtol=1e-5, atol=1e-5)
+    tied = linear.tied_logits(hidden, embed, NO_PINS)
+    untied = linear.head_logits(hidden, embed.T, NO_PINS)
+    assert tied.dtype == untied.dtype == jnp.float32
+    np.testing.assert_allclose(tied, untied, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,7 @@ from jaxinfer.weights.quantised.write import write_compressed
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from kit import published_formats
 from kit.checkpoints import HFConfig, Tensors, random_hf_tensors, tiny_qwen2_config, write_hf_folder
+from kit.memory_checkpoint import InMemory
 
 CONFIG = tiny_qwen2_config(hidden_size=64, intermediate_size=192, num_key_value_heads=1)
 
@@ -105,6 +106,31 @@ def test_config_of_int4(source: Path, tmp_path: Path) -> None:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     assert second["weights"] == weights | {"strategy": "group", "group_size": 64}
     assert len(opened(folder).forms) == 13
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [
+        ("re:(", "ignore has the pattern '\\(', which is not a regular expression .*; correct it"),
+        ("model.layers.9.mlp", "ignore has 'model.layers.9.mlp', which matches no matrix of the"),
+        ("re:.*experts", "ignore has 're:.*experts', which matches no matrix of the model; corr"),
+    ],
+)
+def test_names_to_ignore_that_are_refused(
+    source: Path, tmp_path: Path, ignore: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "made", "int4", ("lm_head", ignore))
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("ignore", ["lm_head", "model.embed_tokens", "re:.*embed_tokens"])
+def test_matrices_that_are_never_quantised_may_be_ignored(ignore: str) -> None:
+    """Recipes of other programs name them; a tied head has no tensor."""
+    model = build_model(CONFIG | {"tie_word_embeddings": True}, "float32")
+    checkpoint = InMemory(random_hf_tensors(model))
+    assert "lm_head.weight" not in checkpoint.tensors
+    assert len(linear_names(model, checkpoint, (ignore,))) == 14
 
 
 def test_shards(source: Path, tmp_path: Path) -> None:

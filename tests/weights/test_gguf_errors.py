@@ -65,6 +65,33 @@ def test_gguf_with_nonsense_in_its_header(gguf_file: Path) -> None:
         resolve(gguf_file)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (200, "is stored as type 200, which cannot"),
+        (4, "is stored as type 4, which cannot"),
+        (9, r"is stored as Q8_1 \(type 9\), which"),
+        (15, r"is stored as Q8_K \(type 15\), which"),
+        (24, r"is stored as I8 \(type 24\), which"),
+    ],
+)
+def test_gguf_with_a_type_that_cannot_be_read(tmp_path: Path, kind: int, message: str) -> None:
+    """The tensor, its type, and those that can be read are named."""
+    wide = tiny_llama_config(hidden_size=256)  # whole blocks of Q8_K
+    path = write_gguf(tmp_path / "m.gguf", wide, random_hf_tensors(build_model(wide, "float32")))
+    content, name = bytearray(path.read_bytes()), b"blk.0.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8  # behind the rank and two sizes
+    assert content[at : at + 4] == struct.pack("<I", GGMLQuantizationType.F32)
+    content[at : at + 4] = struct.pack("<I", kind)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"blk\.0\.ffn_up\.weight of .*{message}") as caught:
+        resolve(path)
+    assert "download" not in str(caught.value)
+    listed = str(caught.value).partition("convert the model to ")[2].replace(" or ", ", ")
+    assert {"F32", "BF16", "Q8_0", "Q6_K", "IQ4_XS"} < {*listed.split(", ")}
+    assert not {"Q8_1", "Q8_K", "I8"} & {*listed.split(", ")}
+
+
 def test_gguf_of_unknown_architecture(tmp_path: Path, gguf_file: Path) -> None:
     content = gguf_file.read_bytes().replace(b"llama", b"mamba")
     gguf_file.write_bytes(content)

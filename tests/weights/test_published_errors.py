@@ -1,5 +1,7 @@
 """Quantised checkpoints that are refused: one sentence each, before weights are read."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,13 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import CheckpointError, ConfigError
+from jaxinfer.models.registry import build_model
+from jaxinfer.weights.quantised.choose import quantised_source
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit import published_formats as kit
+from kit.checkpoints import tiny_qwen3_config
+from kit.model_sources import resolve
 from kit.published_formats import compressed_config
 
 AWQ, GPTQ, W4A16, FP8 = "Qwen3-AWQ", "Qwen3-GPTQ-Int4", "Qwen3-quantized.w4a16", "Qwen3-FP8"
@@ -98,6 +104,39 @@ def test_configs_that_do_not_fit(
     tmp_path: Path, name: str, role: str, config: dict[str, Any], message: str
 ) -> None:
     assert refused(tmp_path, name, role, same, **config).match(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        (AWQ, {"group_size": 512}),
+        (AWQ, {"group_size": 96}),
+        (GPTQ, {"group_size": 96}),
+        (FP8, {"weight_block_size": [128, 96]}),
+        (W4A16, compressed_config({"group_size": 96}, "pack-quantized")),
+    ],
+)
+def test_random_weights_are_refused_as_a_checkpoint_is(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    own, tensors, _ = kit.published(name, **config)
+    folder = kit.write_published(tmp_path, own, tensors)
+    with pytest.raises(CheckpointError) as stored:
+        kit.opened(folder)
+    with pytest.raises(CheckpointError) as random:
+        quantised_source(resolve(folder, load_format="dummy"), kit.model(), None)
+    # the first matrix that is checked is not the same one
+    sentences = {re.sub(r"^tensor \S+ has \d+ ", "", str(one.value)) for one in (stored, random)}
+    assert len(sentences) == 1 and "do not divide" in sentences.pop()
+
+
+def test_random_weights_of_a_width_that_cannot_be_packed(tmp_path: Path) -> None:
+    hf_config = tiny_qwen3_config(hidden_size=48)
+    own = kit.PUBLISHED[AWQ][0] | {"group_size": -1}
+    (tmp_path / "config.json").write_text(json.dumps(hf_config | {"quantization_config": own}))
+    source = resolve(tmp_path / "config.json", load_format="dummy")
+    with pytest.raises(CheckpointError, match="_proj.weight cannot be kept as int4 per row zeros"):
+        quantised_source(source, build_model(hf_config, "float32"), None)
 
 
 def test_activation_order_of_compressed_tensors(tmp_path: Path) -> None:
@@ -201,6 +240,21 @@ W4 = kit.PUBLISHED[W4A16][0]
         (compressed_config({"dynamic": True}, "pack-quantized"), r"dynamic' is True, .*False"),
         (compressed_config({"strategy": "block"}, "pack-quantized"), r"strategy' is 'block'"),
         (compressed_config({"rotation": 1}, "pack-quantized"), r"weights\.rotation' is 1, which"),
+        *(
+            (
+                compressed_config(
+                    {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": block},
+                    "float-quantized",
+                ),
+                message,
+            )
+            for block, message in (
+                (128, "block_structure' must be two sizes, got 128"),
+                ("128x", "block_structure' must be two sizes, got '128x'"),
+                ([128, "x", 128], "block_structure' must be two sizes, got .128, 'x', 128."),
+                (None, "strategy' is 'block', but 'block_structure' has no sizes"),
+            )
+        ),
         (
             compressed_config(
                 {"type": "float", "num_bits": 8, "symmetric": False}, "float-quantized"

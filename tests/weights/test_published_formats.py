@@ -30,6 +30,7 @@ from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint
 from kit import published_formats as kit
 from kit.checkpoints import tiny_qwen3_config, write_hf_folder
 from kit.memory_checkpoint import InMemory, source_of
+from kit.model_sources import resolve
 from pallas_kernels.arrangements import TILES
 from pallas_kernels.quantised import dequantised, quantised
 from pallas_kernels.quantised_gemm.api import OP
@@ -90,6 +91,24 @@ def test_a_load_reads_every_tensor_once(
     assert sum(i.nbytes for i in checkpoint.tensors.values()) == sum(
         tensor.nbytes for tensor in tensors.values()
     )
+
+
+def test_random_weights_have_the_forms_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """But for the dtype of scales, which a config does not say."""
+    config, tensors, _ = kit.published(name)
+    folder = kit.write_published(tmp_path, config, tensors)
+    expected = {one: str(form) for one, form in kit.opened(folder).forms.items()}
+    _, random = quantised_source(resolve(folder, load_format="dummy"), kit.model(), None)
+    assert {one: str(form) for one, form in random} == expected
+
+
+def test_random_weights_of_blocks_that_are_wider_than_a_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = kit.BLOCK_FP8 | {"weight_block_size": [256, 256]}
+    wide = (config, lambda shape: kit.fp8(shape, 256, 256))
+    monkeypatch.setitem(kit.PUBLISHED, "Qwen3-FP8", wide)
+    test_random_weights_have_the_forms_of_a_checkpoint("Qwen3-FP8", tmp_path)
 
 
 def test_loads_into_a_model(name: str, tmp_path: Path) -> None:

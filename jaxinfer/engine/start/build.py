@@ -58,6 +58,7 @@ from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import default_placement, placement_in
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
+from pallas_kernels.native.library import BrokenLibrary, library
 from pallas_kernels.pins import Pins, checked_pins
 from pallas_kernels.tuned import check_choices
 
@@ -73,6 +74,7 @@ def plan_engine(
     ``platform_of_backend``: waits for a backend that is starting, see ``start.backend_starting``.
     ``mesh``: the devices, by default JAX's default device.
     """
+    _check_native()
     cache_dir = cache_root(config.cache_dir)
     bundle = None if config.bundle is None else open_bundle(Path(config.bundle))
     if bundle is not None:
@@ -141,6 +143,13 @@ def _pins(config: EngineConfig, platform: str) -> Pins:
         return checked_pins(config.pinned_kernels, platform)
     except ValueError as error:
         raise ConfigError(f"kernels {config.kernels!r} cannot be used: {error}") from error
+
+
+def _check_native() -> None:
+    try:
+        library()
+    except BrokenLibrary as error:
+        raise EngineError(str(error)) from error
 
 
 def _check_tuned() -> None:

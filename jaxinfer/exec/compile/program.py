@@ -216,7 +216,8 @@ class Program:
         hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
         assert kind == SCORE, name
         targets = jax.ShapeDtypeStruct((count,), jnp.int32)
-        return jax.jit(scored, static_argnums=0).trace(self.model, head, hidden, targets)
+        score = jax.jit(scored, static_argnums=(0, 4))
+        return score.trace(self.model, head, hidden, targets, self.pins)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
         bucket, part = self._steps[name]

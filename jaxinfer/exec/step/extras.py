@@ -78,7 +78,9 @@ class ExtrasFunction:
         place, seq_slots, seq_lens = wire[0, : len(NO_PLACE)], *wire[1:3, : self.rows]
         named = wire[3:, : self.rows].T
         drawn_from = slots.drawn_from[seq_slots]
-        logits = drawn_from if self.keeps_logits else unembed(self.model, head, drawn_from)
+        logits = drawn_from
+        if not self.keeps_logits:
+            logits = unembed(self.model, head, drawn_from, self.pins)
 
         def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
             seq_slots, seq_lens, masks = of_rows
@@ -141,11 +143,12 @@ def scored(
     head: Params,  # see ``models.base.head_params``
     hidden: jax.Array,  # [Tp, D]
     target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
+    pins: Pins,
 ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
     """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        return token_logprobs(unembed(model, head, hidden), targets)
+        return token_logprobs(unembed(model, head, hidden, pins), targets)
 
     return _by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
 

@@ -11,16 +11,15 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
+from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, Joined, map_name
 from jaxinfer.weights.gguf.stored import (
-    PLAIN_DTYPES,
     ExpertStack,
     KeysAndValues,
     Plain,
     Stored,
-    can_dequantise,
     experts_of,
     read_tensor,
 )
@@ -30,13 +29,17 @@ from pallas_kernels.quantised import Form, Quantised
 def open_gguf(path: Path) -> GGUFCheckpoint:
     """Read and check a GGUF file's header.
 
-    Raises ``CheckpointError`` for a broken file or a metadata key that is not supported,
-    ``UnknownArchitectureError``, and ``SourceError`` for a file that is not a whole model.
+    Raises ``CheckpointError`` for a broken file, or a metadata key or type of a tensor that is not
+    supported, ``UnknownArchitectureError``, and ``SourceError`` for a file that is not a whole
+    model.
     """
     header = read_header(path)
     check_file_kind(header)
     factors = header.tensors.get(ROPE_FACTORS)
-    rope_factors = None if factors is None else read_tensor(path, factors)
+    rope_factors = None
+    if factors is not None:
+        check_type(path, ROPE_FACTORS, factors.type)
+        rope_factors = read_tensor(path, factors)
     return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
 
 
@@ -58,6 +61,7 @@ class GGUFCheckpoint:
             if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
                 continue
             name, stem, joined = map_name(table, gguf_name)
+            check_type(header.path, gguf_name, tensor.type)
             if joined is not None:
                 parts.setdefault((name, joined), {})[gguf_name] = tensor
             elif "{}" in name:
@@ -77,7 +81,7 @@ class GGUFCheckpoint:
             stored.shape,
             " and ".join(kind.name for kind in types),
             sum(tensor.nbytes for tensor in stored.tensors),
-            all(map(can_dequantise, types)),
+            readable=True,
         )
         self._stored[name] = stored
         if stored.form is not None:

@@ -105,7 +105,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         if key in metadata:
             raise ValueError(f"metadata key {key} is there twice")
         metadata[key] = cursor.value(cursor.scalar(ValueType.UINT32))
-    entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
+    entries = [_tensor_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment is {alignment!r}")
@@ -125,12 +125,17 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
     return GGUFHeader(path, metadata, tensors, digest)
 
 
-def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
+def _tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
     name = cursor.string()
     num_dims = cursor.scalar(ValueType.UINT32)
     dims = [cursor.scalar(ValueType.UINT64) for _ in range(num_dims)]  # row length first
-    kind = TensorType(cursor.scalar(ValueType.UINT32))
-    return name, tuple(reversed(dims)), kind, cursor.scalar(ValueType.UINT64)
+    number = cursor.scalar(ValueType.UINT32)
+    if number not in TensorType:
+        # imported here as it imports JAX, which headers of tokenizers do not need
+        from jaxinfer.weights.gguf.dequantise import check_type
+
+        check_type(path, name, number)
+    return name, tuple(reversed(dims)), TensorType(number), cursor.scalar(ValueType.UINT64)
 
 
 def _stored_bytes(name: str, shape: tuple[int, ...], kind: TensorType) -> int:

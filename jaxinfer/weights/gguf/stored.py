@@ -1,34 +1,24 @@
 """How tensors of a GGUF file make one tensor of Hugging Face, with its layout and values.
 
-Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and dequantising.
+Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and reading their tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from jaxinfer.weights.checkpoint import read_bytes, read_chunks
 from jaxinfer.weights.gguf.blocks import FORMS, convert
+from jaxinfer.weights.gguf.dequantise import values_of
 from jaxinfer.weights.gguf.header import GGUFTensor
 from jaxinfer.weights.gguf.names import undo_interleave
-from jaxinfer.weights.gguf.types import BLOCK_SIZES, TensorType
+from jaxinfer.weights.gguf.types import BLOCK_SIZES
 from pallas_kernels.quantised import Form, Quantised, quantised
 from pallas_kernels.shares import in_shares
 
-PLAIN_DTYPES: Mapping[TensorType, Any] = MappingProxyType(
-    {
-        TensorType.F32: np.float32,
-        TensorType.F16: np.float16,
-        TensorType.BF16: ml_dtypes.bfloat16,
-    }
-)
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
 _CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays
 
@@ -192,19 +182,9 @@ def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor
         count = min(chunk_bytes, tensor.nbytes - start)
         raw = read_bytes(path, tensor.offset + start, count)
         first = start // bytes_per_unit * values_per_unit
-        chunk = _values_of(raw, tensor.type)
+        chunk = values_of(raw, tensor.type)
         values[first : first + len(chunk)] = chunk
     return values.reshape(tensor.shape)
-
-
-def _values_of(raw: np.ndarray, kind: TensorType) -> np.ndarray:  # uint8[bytes of whole blocks]
-    if kind in PLAIN_DTYPES:
-        return raw.view(PLAIN_DTYPES[kind])
-    from gguf.constants import GGMLQuantizationType  # not at a start: see ``gguf.types``
-    from gguf.quants import dequantize
-
-    # as one row: gguf loops over rows in Python
-    return dequantize(raw[None], GGMLQuantizationType(kind))[0]
 
 
 def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
@@ -225,15 +205,3 @@ def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
 
     in_shares(outputs, 1, tensor.nbytes, convert_rows)
     return made
-
-
-@cache
-def can_dequantise(kind: TensorType) -> bool:
-    """True if ``read_tensor`` knows the type."""
-    if kind in FORMS:  # the package knows them too, but to import it takes 0.1 s
-        return True
-    try:
-        _values_of(np.zeros(BLOCK_SIZES[kind][1], np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True

@@ -13,7 +13,7 @@ from jaxinfer.weights.plan import forms_of
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.quantise import SCHEMES, form_for
 from jaxinfer.weights.quantised.scheme import Scheme
-from jaxinfer.weights.quantised.stored import form_of
+from jaxinfer.weights.quantised.stored import check_fits, form_of
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.quantised import Form
 
@@ -73,7 +73,7 @@ def _stacked_sources(model: Model) -> Iterator[Source]:
 
 def _of_scheme(scheme: Scheme, model: Model) -> Iterator[tuple[str, Form]]:
     """The forms that a config's scheme implies, for random weights; other scales than fp8's are
-    bfloat16.
+    bfloat16. Raises ``CheckpointError`` for sizes that are refused in a checkpoint, too.
     """
     found = {source.name: source for source in _linear_sources(model)}
     found |= {source.name: source for source in _stacked_sources(model)}
@@ -81,7 +81,7 @@ def _of_scheme(scheme: Scheme, model: Model) -> Iterator[tuple[str, Form]]:
         weights = scheme.weights_of(source.name.removesuffix(".weight"))
         if weights is not None:
             outputs, inputs = source.own_shape if source.part is None else source.own_shape[::-1]
-            groups = 1 if weights.group is None else inputs // weights.group
+            groups = weights.num_groups(source.name, inputs)
             form = form_of(
                 weights.kind,
                 inputs,
@@ -90,4 +90,5 @@ def _of_scheme(scheme: Scheme, model: Model) -> Iterator[tuple[str, Form]]:
                 zeros=not weights.symmetric,
                 block_outputs=weights.kept_block(outputs, groups),
             )
+            check_fits(source.name, form, outputs, inputs)
             yield source.name, form

@@ -99,18 +99,17 @@ def _shared_scales(keys: Keys, layout: str) -> tuple[int | None, int]:
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
     known = ("tensor", "channel", "group") if layout == "packed" else (*_STRATEGIES, "block")
     strategy = keys.choice("strategy", of=known, default=implied)
-    block = keys.take("block_structure")
+    block = keys.block("block_structure")
     if strategy == "group":
         return keys.group("group_size"), 1
     if strategy != "block":
         return None, 1
-    sizes = block.split("x") if isinstance(block, str) else block
-    sizes = [int(one) for one in sizes if str(one).isdecimal()] if sizes else []
-    if len(sizes) != 2 or not all(sizes):
+    if block is None:
         raise ConfigError(
-            f"config key {keys.path('block_structure')!r} must be two sizes, got {block!r}"
+            f"config key {keys.path('strategy')!r} is 'block', but 'block_structure' has no sizes; "
+            "use another checkpoint of this model"
         )
-    return sizes[1], sizes[0]
+    return block[1], block[0]
 
 
 _STRATEGIES = ("tensor", "channel", "group")

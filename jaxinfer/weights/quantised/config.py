@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.core.checks import as_int
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.weights.quantised.compressed_config import compressed_scheme
@@ -68,15 +67,8 @@ def _fp8(keys: Keys) -> Scheme:
     keys.choice("activation_scheme", of=("dynamic", "static"), default="dynamic")
     keys.choice("expert_dtype", of=("fp8",), default="fp8")
     keys.targets("modules_to_not_convert", "ignored_layers")
-    block = keys.take("weight_block_size")
-    weights = WeightScheme("plain", "fp8")
-    if block is not None:
-        sizes = [as_int(one) for one in block] if isinstance(block, list | tuple) else []
-        if len(sizes) != 2 or not all(one is not None and one > 0 for one in sizes):
-            raise ConfigError(
-                f"config key {keys.path('weight_block_size')!r} must be two sizes, got {block!r}"
-            )
-        weights = WeightScheme("plain", "fp8", sizes[1], sizes[0] or 1)
+    outputs, inputs = keys.block("weight_block_size") or (1, None)
+    weights = WeightScheme("plain", "fp8", inputs, outputs)
     keys.finish(frozenset({"kv_cache_scheme", "dequantize", "modules_to_convert"}))
     return Scheme("fp8", (Rule(_EVERY, weights),))
 
@@ -126,7 +118,7 @@ def _gptq_exceptions(
     rules = []
     for pattern in dynamic:
         exclude, plain = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
-        check_pattern(plain, keys.path(pattern))
+        check_pattern(plain, f"config key {keys.path(pattern)!r}")
         weights = None
         if not exclude:
             inner = Keys(dynamic[pattern], keys.path(pattern))

@@ -67,6 +67,20 @@ class Keys:
             )
         return None if size == -1 else size
 
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Numbers of outputs and inputs that share a scale, a list or "128x128"; None if absent."""
+        value = self.take(name)
+        if value is None:
+            return None
+        parts = value.split("x") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            parts = ()
+        sizes = [int(p) if isinstance(p, str) and p.isdecimal() else as_int(p) for p in parts]
+        match sizes:
+            case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
+                return outputs, inputs
+        raise ConfigError(f"config key {self.path(name)!r} must be two sizes, got {_short(value)}")
+
     def targets(self, *names: str) -> tuple[str, ...]:
         """A list of names and patterns, empty if it is absent."""
         value = self.take(*names, default=[])
@@ -76,7 +90,7 @@ class Keys:
             )
         for one in value:
             if one.startswith(PATTERN):
-                check_pattern(one.removeprefix(PATTERN), self.path(names[0]))
+                check_pattern(one.removeprefix(PATTERN), f"config key {self.path(names[0])!r}")
         return tuple(value)
 
     def finish(self, no_effect: Set[str] = frozenset()) -> None:
@@ -90,13 +104,13 @@ class Keys:
                 )
 
 
-def check_pattern(pattern: str, path: str) -> None:
-    """Raise ``ConfigError`` for what is not a regular expression."""
+def check_pattern(pattern: str, of: str) -> None:
+    """Raise ``ConfigError`` unless the pattern that ``of`` has is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"config key {path!r} has the pattern {pattern!r}, which is not a regular expression "
+            f"{of} has the pattern {pattern!r}, which is not a regular expression "
             f"({error}); correct it"
         ) from error
 

@@ -54,8 +54,8 @@ _EXPONENT_BITS = 7  # bits below bfloat16's exponent, which has e8m0's bias of 1
 def awq(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     """AutoAWQ's GEMM arrangement: (value - zero) * scale."""
     inputs, words = parts.matrix(".qweight", ("I32",))
-    outputs, group = 8 * words, scheme.group
-    groups = parts.groups(".qweight", inputs, group)
+    outputs = 8 * words
+    groups = scheme.num_groups(parts.name(".qweight"), inputs)
     scales = parts.take(".scales", _FLOATS, (groups, outputs))
     zeros = not scheme.symmetric or parts.has(".qzeros")
     if zeros:
@@ -80,7 +80,7 @@ def gptq(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     per_word, middle = _PER_WORD[scheme.kind], {"int4": 8, "int8": 128}[scheme.kind]
     rows, outputs = parts.matrix(".qweight", ("I32",))
     inputs = rows * per_word
-    groups = parts.groups(".qweight", inputs, scheme.group)
+    groups = scheme.num_groups(parts.name(".qweight"), inputs)
     scales = parts.take(".scales", _FLOATS, (groups, outputs))
     parts.take(".qzeros", ("I32",), (groups, -(-outputs // per_word)))
     check = None
@@ -112,7 +112,7 @@ def packed(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     per_word = _PER_WORD[scheme.kind]
     outputs, words = parts.matrix(".weight_packed", ("I32",))
     inputs = words * per_word
-    groups = parts.groups(".weight_packed", inputs, scheme.group)
+    groups = scheme.num_groups(parts.name(".weight_packed"), inputs)
     scales = _take_scales(parts, ".weight_scale", outputs, groups, scheme)
     if not scheme.symmetric:
         parts.take(".weight_zero_point", ("I32",), (-(-outputs // per_word), groups))
@@ -158,10 +158,8 @@ def _packed_check(
 def plain(parts: Parts, scheme: WeightScheme) -> StoredMatrix:
     """Weights in int8 or e4m3 with a scale for the matrix, each output, group or block."""
     outputs, inputs = parts.matrix(".weight", (_PLAIN[scheme.kind],))
-    group, block_outputs = scheme.group, scheme.block_outputs
-    if block_outputs > 1 and group is not None and inputs <= group:
-        group = None  # one column of blocks
-    groups = parts.groups(".weight", inputs, group)
+    block_outputs = scheme.block_outputs
+    groups = scheme.num_groups(parts.name(".weight"), inputs)
     role = ".weight_scale_inv" if parts.has(".weight_scale_inv") else ".weight_scale"
     scales = _take_scales(parts, role, outputs, groups, scheme)
     zero_role = ".weight_zero_point"

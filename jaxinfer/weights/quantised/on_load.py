@@ -9,8 +9,9 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.models.base import Model
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from jaxinfer.weights.quantised.config_keys import check_pattern
 from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise
-from jaxinfer.weights.quantised.scheme import match_rank
+from jaxinfer.weights.quantised.scheme import PATTERN, match_rank
 from jaxinfer.weights.quantised.values import dequantised
 from pallas_kernels.quantised import Form, Quantised
 
@@ -23,13 +24,30 @@ def linear_names(
     """The checkpoint's weights [outputs, inputs] of linear layers, without the head.
 
     ``ignore`` holds names of layers and patterns ("re:..."), as compressed-tensors does, of layers
-    to leave out.
+    to leave out. Raises ``ConfigError`` with one that is no pattern or matches no matrix.
     """
+    _check_ignored(checkpoint, ignore)
     specs = [spec for spec in model.param_specs if spec.is_linear and spec.path != _HEAD]
     needed = {source.name for spec in specs for source in spec.sources}
     prefix = model.family.optional_prefix
     found = (name for name in checkpoint.tensors if name.removeprefix(prefix) in needed)
     return tuple(name for name in found if not _ignored(name.removesuffix(".weight"), ignore))
+
+
+def _check_ignored(checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
+    """Matrices that are not quantised in any case may be named: recipes list the head."""
+    modules = {_HEAD}  # also if it is tied, and has no tensor
+    modules |= {
+        n.removesuffix(".weight") for n, i in checkpoint.tensors.items() if len(i.shape) > 1
+    }
+    for target in ignore:
+        if target.startswith(PATTERN):
+            check_pattern(target.removeprefix(PATTERN), "ignore")
+        if not any(_ignored(module, [target]) for module in modules):
+            raise ConfigError(
+                f"ignore has {target!r}, which matches no matrix of the model; correct it or leave "
+                "it out"
+            )
 
 
 def _ignored(module: str, ignore: Sequence[str]) -> bool:

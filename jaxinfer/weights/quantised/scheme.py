@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from jaxinfer.core.errors import CheckpointError
+
 PATTERN = "re:"  # a target with this prefix is a regular expression
 # Class names, torch's and vLLM's, by the last part of a module's name; others are linear layers.
 _CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -38,6 +40,21 @@ class WeightScheme:
     symmetric: bool = True  # there are no zero points
     one_less: bool = False  # zero points are stored minus 1 (GPTQ's first format)
     bias_of_zeros: bool = False  # a model without biases may have biases of zeros next to matrices
+
+    def num_groups(self, tensor: str, inputs: int) -> int:
+        """The groups of a row of so many inputs, of which each has scales.
+
+        One column of blocks may be wider than the matrix. Raises ``CheckpointError`` with the
+        tensor's name if groups do not divide the row.
+        """
+        if self.group is None or (self.block_outputs > 1 and inputs <= self.group):
+            return 1
+        if inputs % self.group:
+            raise CheckpointError(
+                f"tensor {tensor} has {inputs} inputs, which groups of {self.group} do not divide; "
+                "use a checkpoint with other groups"
+            )
+        return inputs // self.group
 
     def kept_block(self, outputs: int, groups: int) -> int:
         """Outputs that share scales in memory: a block's, which the fp8 kernels read, else 1.

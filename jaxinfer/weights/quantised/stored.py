@@ -91,15 +91,6 @@ class Parts:
             )
         return shape[0], shape[1]
 
-    def groups(self, role: str, inputs: int, group: int | None) -> int:
-        """The number of groups of a row; raises ``CheckpointError`` if they do not divide it."""
-        if group is not None and inputs % group:
-            raise CheckpointError(
-                f"tensor {self.name(role)} has {inputs} inputs, which groups of {group} do not "
-                f"divide; use a checkpoint with other groups"
-            )
-        return 1 if group is None else inputs // group
-
     def stored(
         self,
         role: str,
@@ -109,14 +100,19 @@ class Parts:
         check: Callable[[Read], None] | None = None,
     ) -> StoredMatrix:
         """The matrix of the tensors that were taken; ``role`` is the tensor of its values."""
-        try:
-            form.arrays(*(shape if len(shape) == 2 else shape[:0:-1]))
-        except ValueError as error:
-            raise CheckpointError(
-                f"tensor {self.name(role)} cannot be kept as {form}: {error}; use another "
-                "checkpoint of this model"
-            ) from error
+        check_fits(self.name(role), form, *(shape if len(shape) == 2 else shape[:0:-1]))
         return StoredMatrix(form, shape, tuple(self._used), load, check)
+
+
+def check_fits(tensor: str, form: Form, outputs: int, inputs: int) -> None:
+    """Raise ``CheckpointError`` with the tensor's name unless the form can hold the matrix."""
+    try:
+        form.arrays(outputs, inputs)
+    except ValueError as error:
+        raise CheckpointError(
+            f"tensor {tensor} cannot be kept as {form}: {error}; use another checkpoint of this "
+            "model"
+        ) from error
 
 
 def form_of(
