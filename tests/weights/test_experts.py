@@ -313,6 +313,42 @@ def test_a_stack_with_too_few_experts_is_refused(gpt_oss: Any) -> None:
         opened({n: t for n, t in stored.items() if n != f"{name}_scales"}, MXFP4)
 
 
+# 128: blocks of fp8
+_WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 32}
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+@pytest.mark.parametrize("name", [*published_formats.PUBLISHED, "on load"])
+def test_a_missing_expert_of_a_quantised_file_is_named(name: str, expert: int) -> None:
+    """It has no form, like a tensor of floats; but it is absent."""
+    model = build_model({**tiny_config("qwen3_moe"), **_WIDE}, "float32")
+    gone = f"model.layers.1.mlp.experts.{expert}.up_proj"
+    checkpoint: Checkpoint
+    if name == "on load":
+        floats = random_hf_tensors(model)
+        del floats[f"{gone}.weight"]
+        stored = InMemory(floats)
+        checkpoint = QuantisedOnLoad(stored, "int4", linear_names(model, stored))
+    else:
+        config, tensors, _ = published_formats.published(name, of=model)
+        left = {one: t for one, t in tensors.items() if not one.startswith(gone)}
+        checkpoint = opened(left, config)
+    kept = replace(model, forms=forms_of(model.family, checkpoint))
+    assert kept.forms
+    with pytest.raises(CheckpointError, match=f"has no tensor {gone}.weight, which Qwen3Moe"):
+        plan_params(kept, checkpoint)
+
+
+def test_a_missing_stack_is_named_once(gpt_oss: Any) -> None:
+    model, stored, _ = gpt_oss
+    name = "model.layers.1.mlp.experts.down_proj"
+    left = {one: t for one, t in stored.items() if one not in (f"{name}_blocks", f"{name}_scales")}
+    checkpoint = opened(left, MXFP4)
+    kept = replace(model, forms=forms_of(model.family, checkpoint))
+    with pytest.raises(CheckpointError, match=f"has no tensor {name}, which GptOss"):
+        plan_params(kept, checkpoint)
+
+
 def test_experts_of_a_layer_are_quantised_alike() -> None:
     model = build_model({**tiny_config("qwen3_moe"), "moe_intermediate_size": 64}, "float32")
     checkpoint = InMemory(random_hf_tensors(model))
