@@ -360,11 +360,19 @@ def test_experts_of_a_layer_are_quantised_alike() -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("mixtral", {"num_experts_per_tok": 6}, "'num_experts_per_tok' is 6, and a token can choo"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 6},
+            "is 6, and a token can choose among the 5 of 'num_local_experts'; correct these num",
+        ),
         ("qwen3_moe", {"num_experts_per_tok": 0}, "'num_experts_per_tok' must be a positive"),
         ("qwen3_moe", {"num_experts": None}, "'num_experts' is missing"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, "'mlp_only_layers' must be a list of layers below"),
-        ("mixtral", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; this family supports only"),
+        (
+            "mixtral",
+            {"hidden_act": "gelu"},
+            "'hidden_act' is 'gelu', and this family supports only",
+        ),
         ("gpt_oss", {"experts_per_token": 4}, "'experts_per_token' is 4 and 'num_experts_per_tok'"),
         ("gpt_oss", {"swiglu_limit": -1}, "'swiglu_limit' must be a positive number"),
         ("mixtral", {"scoring_func": "tanh"}, "'scoring_func' is 'tanh', which MixtralForCausalLM"),
@@ -384,9 +392,20 @@ def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message:
             {"topk_method": "best"},
             "'topk_method' is 'best'; known methods are greedy, group_limited",
         ),
-        ({"n_group": 3}, "'n_group' is 3, and 32 experts cannot be divided into so many"),
-        ({"topk_group": 9}, "'topk_group' is 9, and there are 8 groups"),
-        ({"topk_group": 1}, "is 6, and a token can choose among 4 experts: 'topk_group' 1 of"),
+        (
+            {"n_group": 3},
+            "'n_group' is 3, and 32 experts cannot be divided into so many equal "
+            "groups of two or more; correct these numbers in config.json",
+        ),
+        (
+            {"topk_group": 9},
+            "'topk_group' is 9, and there are 8 groups ('n_group'); correct these numb",
+        ),
+        (
+            {"topk_group": 1},
+            "is 6, and a token can choose among 4 experts: 'topk_group' 1 of "
+            "the 32 of 'n_routed_experts' in groups; correct these numbers",
+        ),
     ],
 )
 def test_a_wrong_choice_by_groups_is_refused(change: dict[str, Any], message: str) -> None:
