@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+import jaxinfer
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
@@ -17,7 +17,8 @@ from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.run import device_memory
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.decoder_config import ExpertsConfig
-from kit.checkpoints import random_hf_tensors, write_hf_folder
+from kit.checkpoints import write_hf_folder
+from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import VOCAB_SIZE, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -30,16 +31,7 @@ PROMPTS = [[(7 * i * i + first) % VOCAB_SIZE for i in range(n)] for first, n in 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small gpt-oss in MXFP4."""
-    config = {**tiny_config("gpt_oss"), "intermediate_size": 64, "vocab_size": VOCAB_SIZE}
-    tensors = random_hf_tensors(build_model(config, "float32"))
-    rng = np.random.default_rng(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(122, 126, blocks.shape[:-1], np.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    return write_hf_folder(tmp_path_factory.mktemp("gpt_oss"), config, tensors, shards=2)
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss"), shards=2)
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
@@ -84,5 +76,8 @@ def test_weights_beyond_the_memory_of_a_machine_are_refused(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device_memory.os, "sysconf", lambda name: 16)  # 256 bytes
-    with pytest.raises(ConfigError, match=r"weights take .* and this machine has .* of memory; us"):
-        LLM(str(gpt_oss), cache_dir=str(tmp_path), **SIZES)
+    for made in (LLM, jaxinfer.load):
+        with pytest.raises(
+            ConfigError, match=r"weights take .* and this machine has .* of memory; us"
+        ):
+            made(str(gpt_oss), cache_dir=str(tmp_path), **SIZES)
