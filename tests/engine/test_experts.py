@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jaxinfer
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start import build
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.run import device_memory
@@ -70,6 +72,35 @@ def test_prompt_tokens_beside_decode_rows_follow_from_the_experts() -> None:
         for name in ("qwen3-30b-a3b", "mixtral-8x7b", "qwen3-4b")
     }
     assert tokens == {"qwen3-30b-a3b": 2048, "mixtral-8x7b": 512, "qwen3-4b": 0}
+
+
+def test_prompt_tokens_beside_decode_rows_are_a_plans_default(
+    gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a model's experts take for free, no fewer than a GPU's default, no more than a
+    step's prompt tokens, or the number that is set. A CPU has no default.
+    """
+    dense = write_hf_folder(tmp_path, tiny_config("mistral"))
+
+    def planned(model: Path, **settings: Any) -> int | None:
+        config = EngineConfig(model=str(model), load_format="dummy", **SIZES | settings)
+        return plan_engine(config).config.max_num_mixed_tokens
+
+    assert planned(gpt_oss) is None
+    defaults = build.with_device_defaults
+
+    def of_a_gpu(config: EngineConfig, platform: str) -> EngineConfig:
+        given = config.max_num_mixed_tokens
+        return replace(defaults(config, platform), max_num_mixed_tokens=given or 16)
+
+    monkeypatch.setattr(build, "with_device_defaults", of_a_gpu)
+    monkeypatch.setattr(
+        build, "free_prompt_tokens", lambda model: 32 if "GptOss" in model.architecture else 0
+    )
+    assert planned(gpt_oss) == 32
+    assert planned(gpt_oss, max_num_batched_tokens=24) == 24
+    assert planned(gpt_oss, max_num_mixed_tokens=8) == 8
+    assert planned(dense) == 16
 
 
 def test_weights_beyond_the_memory_of_a_machine_are_refused(
