@@ -83,11 +83,16 @@ def _plan(config: EngineConfig) -> EnginePlan:
 
 
 def describe_model(plan: EnginePlan) -> Report:
-    """The facts of a planned engine."""
+    """The facts of a planned engine. ``weights`` has the bytes in memory of each parameter, by the
+    forms of its parts; ``misfit`` is a sentence if they exceed the memory of this machine.
+    """
+    from jaxinfer.exec.run.device_memory import memory_bytes, misfit
     from jaxinfer.models.quantised import sizes_by_form
 
     model, limits, memory = plan.program.model, plan.program.limits, plan.memory
-    sizes = sizes_by_form(model.param_specs, model.config.dtype)
+    dtype = model.config.dtype
+    sizes = sizes_by_form(model.param_specs, dtype)
+    by_path = {spec.path: sizes_by_form([spec], dtype) for spec in model.param_specs}
     return {
         "model": plan.source.name,
         "architecture": model.architecture,
@@ -100,6 +105,12 @@ def describe_model(plan: EnginePlan) -> Report:
         "parameters": sum(size.count for size in sizes.values()),
         "experts": _experts(model),
         "parameter_bytes": {form: size.nbytes for form, size in sizes.items()},
+        "weight_bytes": memory.weight_bytes,
+        "memory_bytes": memory_bytes(memory),
+        "misfit": misfit(memory),
+        "weights": {
+            path: {form: size.nbytes for form, size in own.items()} for path, own in by_path.items()
+        },
         "quantised_tensors": {name: str(form) for name, form in model.forms},
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": _sampling(plan),
@@ -171,6 +182,12 @@ def model_lines(report: Report) -> Lines:
         ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
         *([("experts", _experts_text(report["experts"]))] if report["experts"] else []),
         ("in memory", _by_dtype(report["parameter_bytes"])),
+        (
+            "weights",
+            f"{format_bytes(report['weight_bytes'])}; the memory has "
+            f"{format_bytes(report['memory_bytes'])}",
+        ),
+        *([("note", report["misfit"])] if report["misfit"] else []),
         ("checkpoint", _by_dtype(report["checkpoint_bytes"]) or "none; random weights"),
         ("sampling", _named(report["sampling"], ", ") or "the model has no defaults of its own"),
         ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),

@@ -73,10 +73,17 @@ class Model:
         return self.config.layout
 
     @cached_property
+    def declared_specs(self) -> tuple[ParamSpec, ...]:
+        """The specs of the parameters as the family declares them: of a model of floats."""
+        return self.family.param_specs(self.config)
+
+    @cached_property
     def param_specs(self) -> tuple[ParamSpec, ...]:
-        """The specs of the parameters, which say how they are made from a checkpoint."""
-        specs = self.family.param_specs(self.config)
-        return keep_quantised(specs, dict(self.forms), named(self.arrangement))
+        """The specs of the parameters, which say how they are made from a checkpoint.
+
+        Raises ``CheckpointError`` for forms that do not fit the matrices, or each other.
+        """
+        return keep_quantised(self.declared_specs, dict(self.forms), named(self.arrangement))
 
     @cached_property
     def arrays(self) -> dict[str, ArraySpec]:

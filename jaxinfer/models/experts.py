@@ -18,6 +18,7 @@ from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
 _CHOSEN, _COUNT = "num_experts_per_tok", "num_local_experts"
+_CORRECT = "correct these numbers in config.json"
 _TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
 
@@ -54,7 +55,8 @@ def experts_config(
         if routing.groups is not None:
             among = f"{most} experts: 'topk_group' {routing.groups.chosen} of {among} in groups"
         raise ConfigError(
-            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {among}"
+            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {among}; "
+            f"{_CORRECT}"
         )
     return ExpertsConfig(
         count=number, width=hf.positive_int(config, width), routing=routing, **more
@@ -67,12 +69,12 @@ def _in_groups(number: int, groups: Groups) -> int:
     if number % groups.count or (groups.score == "best_two" and size < 2):
         raise ConfigError(
             f"config key 'n_group' is {groups.count}, and {number} experts cannot be divided into "
-            f"so many equal groups{' of two or more' * (groups.score == 'best_two')}"
+            f"so many equal groups{' of two or more' * (groups.score == 'best_two')}; {_CORRECT}"
         )
     if groups.chosen > groups.count:
         raise ConfigError(
             f"config key 'topk_group' is {groups.chosen}, and there are {groups.count} groups "
-            "('n_group')"
+            f"('n_group'); {_CORRECT}"
         )
     return size * groups.chosen
 

@@ -24,6 +24,7 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
+from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -50,8 +51,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := config.get(key)) is not None:
             raise ConfigError(
-                f"config key {key!r} is {cap!r}, and logits are not capped here; remove it from "
-                "config.json if these weights do not need it"
+                f"config key {key!r} is {cap!r}, and logits are not capped here; {REMOVE_KEY}"
             )
     hf.supported_only(config, "use_bidirectional_attention", False)
     bias = hf.flag(config, "attention_bias", False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.nn.activations import ACTIVATIONS, OTHER_NAMES
 
 type HFConfig = Mapping[str, Any]
@@ -49,7 +50,9 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
     value = _get(config, key, supported[0])
     if value not in supported:
         known = " or ".join(repr(s) for s in supported)
-        raise ConfigError(f"config key {key!r} is {value!r}; this family supports only {known}")
+        raise ConfigError(
+            f"config key {key!r} is {value!r}, and this family supports only {known}; {REMOVE_KEY}"
+        )
 
 
 def activation(config: HFConfig, key: str, default: str) -> str:

@@ -87,7 +87,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "per_layer_config": "layers that differ in size are not supported; use another checkpoint",
     }
 )
-_OTHERWISE = "remove it from config.json if these weights do not need it"
+REMOVE_KEY = "remove it from config.json if these weights do not need it"
 _READ_FROM = ("gguf",)  # quant_methods that only name the kind of file that the weights came from
 # Words of keys that may change the computation of a layer; (^|_) excludes "rope" in "property".
 _MATTERS = re.compile(
@@ -123,7 +123,7 @@ def refuse_unread(config: KeysRead, architecture: str) -> None:
     """Raise ``ConfigError`` for a key that was not read and may change the result."""
     for key, value in config.unread().items():
         if key not in NO_EFFECT and not _is_neutral(key, value):
-            remedy = REMEDIES.get(key, _OTHERWISE)
+            remedy = REMEDIES.get(key, REMOVE_KEY)
             raise ConfigError(
                 f"config key {key!r} is {_short(value)}, which {architecture} does not know here "
                 f"and which may change what it computes; {remedy}"

@@ -73,7 +73,8 @@ class ParamSpec:
     dimension, in order, with an equal number of the sources, and returns the piece without that
     dimension. Host memory then holds only single pieces.
 
-    ``finish`` makes the parameter of what ``build`` returned, on the devices, with the same shapes.
+    ``finish`` makes the parameter, or a piece of it, of what ``build`` returned, on the devices,
+    with the same shapes.
     ``matrix`` says that the sources are weights of products, which may stay quantised
     (``models.quantised``), and how the array and its sources are laid out:
 

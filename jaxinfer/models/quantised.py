@@ -214,7 +214,9 @@ def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
 
 @jax.jit
 def arranged_on_device(tree: Any) -> Any:
-    """A placed parameter whose quantised matrices are still by rows, arranged as they are named."""
+    """A placed parameter, or a piece of a stack, whose quantised matrices are still by rows,
+    arranged as they are named.
+    """
     if not isinstance(tree, Mapping):
         return tree
     if not is_matrix(tree):
@@ -223,10 +225,6 @@ def arranged_on_device(tree: Any) -> Any:
     arrangement = arrangement_of(w.kind)
     if arrangement is None or arrangement.on_device is None:
         return tree
-    if w.values.ndim == 3:  # a stack; its tiles are those of the joined matrix
-        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in tree.items()}
-        made = arranged_on_device(flat)
-        return {name: array.reshape(tree[name].shape) for name, array in made.items()}
     values = w.values.view(jnp.int8) if w.base == "int8" else w.values
     return arrangement.on_device(replace(w, kind=w.base, values=values)).tree()
 

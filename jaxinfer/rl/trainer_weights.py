@@ -88,13 +88,13 @@ class TrainerWeights:
 def _made(spec: ParamSpec, tensors: Mapping[str, tuple[str, jax.Array]]) -> Any:
     """One parameter from its tensors; see ``ParamSpec``."""
     own = [_as_stored(source, tensors) for source in spec.sources]
+    count = spec.sources_per_piece
+    pieces = [spec.build(*own[i : i + count]) for i in range(0, len(own), count)]
+    if spec.finish is not None:
+        pieces = [spec.finish(piece) for piece in pieces]
     if spec.pieces is None:
-        made = spec.build(*own)
-    else:
-        count = spec.sources_per_piece
-        pieces = [spec.build(*own[i : i + count]) for i in range(0, len(own), count)]
-        made = jax.tree.map(lambda *arrays: jnp.stack(arrays), *pieces)
-    return made if spec.finish is None else spec.finish(made)
+        return pieces[0]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *pieces)
 
 
 def _as_stored(source: Source, tensors: Mapping[str, tuple[str, jax.Array]]) -> jax.Array:

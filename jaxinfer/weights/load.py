@@ -86,26 +86,43 @@ def _placed(
         made = planned.piece(checkpoint, placement)
         arrays = planned.arrays.items()
         placed = {path: placement.put(made[path], array.axes) for path, array in arrays}
-        return placed if planned.spec.finish is None else _finished(planned.spec, placed)
+        return _finished(planned.spec, placed)
     stacks = {
         path: StackedArray(spec.shape, np.dtype(spec.dtype), placement.sharding(spec.axes))
         for path, spec in planned.arrays.items()
     }
     for index in range(planned.spec.pieces):
-        _set(stacks, index, planned.piece(checkpoint, placement, index))
-    placed = {path: stack.array() for path, stack in stacks.items()}
-    return placed if planned.spec.finish is None else _finished(planned.spec, placed)
+        _set(stacks, index, _piece(planned, checkpoint, placement, index))
+    return {path: stack.array() for path, stack in stacks.items()}
+
+
+def _piece(
+    planned: PlannedParam, checkpoint: Checkpoint, placement: Placement, index: int
+) -> Mapping[str, np.ndarray | jax.Array]:
+    """The arrays of a piece of a stack, by path; on the devices if something is left to do there.
+
+    The devices then hold one piece twice; to finish the stack would need as much memory again.
+    """
+    made = planned.piece(checkpoint, placement, index)
+    if planned.spec.finish is None:
+        return made
+    arrays = planned.arrays.items()
+    placed = {path: placement.put(made[path], array.axes[1:]) for path, array in arrays}
+    return _finished(planned.spec, placed)
 
 
 def _finished(spec: ParamSpec, placed: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays by path after ``ParamSpec.finish``."""
-    assert spec.finish is not None
+    if spec.finish is None:
+        return placed
     prefix = f"{spec.path}/"
     tree = nested({path.removeprefix(prefix): array for path, array in placed.items()})
     return {prefix + path: array for path, array in by_path(spec.finish(tree)).items()}
 
 
-def _set(stacks: Mapping[str, StackedArray], index: int, piece: dict[str, np.ndarray]) -> None:
+def _set(
+    stacks: Mapping[str, StackedArray], index: int, piece: Mapping[str, np.ndarray | jax.Array]
+) -> None:
     """Set a piece. In a function, so that no variable holds the piece while the next is read."""
     for path, array in piece.items():
         stacks[path].set(index, array)

@@ -77,7 +77,10 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
     """
     family = model.family
     own_names = {_canonical(family, name): name for name in checkpoint.tensors}
-    needed = [_canonical(family, s.name) for spec in model.param_specs for s in spec.sources]
+    # By the declared specs: an absent tensor has no form, which would be taken for one of floats.
+    sources = (source for spec in model.declared_specs for source in spec.sources)
+    # once each: the parts of a stack are sources of their own
+    needed = dict.fromkeys(_canonical(family, source.name) for source in sources)
     if missing := [name for name in needed if name not in own_names]:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "

@@ -43,7 +43,7 @@ class ParamsCheckpoint:
         self._params = params
         self._specs: dict[str, tuple[ParamSpec, int]] = {}  # and the number of the source
         self._last: tuple[ParamSpec, list[np.ndarray]] | None = None
-        for spec in model.family.param_specs(model.config):  # of a model that is not quantised
+        for spec in model.declared_specs:
             dtype = _dtype_of(spec, model)
             for number, source in enumerate(spec.sources):
                 size = int(np.prod(source.shape)) * dtype.itemsize

@@ -23,7 +23,7 @@ class StackedArray:
         own = sharding.shard_shape(shape)
         self._shards = {device: jnp.zeros(own, dtype, device=device) for device in self._indices}
 
-    def set(self, index: int, piece: np.ndarray) -> None:  # [shape[1:]]
+    def set(self, index: int, piece: np.ndarray | jax.Array) -> None:  # [shape[1:]]
         """Copy piece ``index`` into the array; the caller may free the piece on return."""
         for device, slices in self._indices.items():
             assert slices is not None, "a shard without an index"

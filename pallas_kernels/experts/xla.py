@@ -19,6 +19,11 @@ from pallas_kernels.numerics import power_of_two
 FEWEST_ROWS = 16  # of a tile, if there are as many tokens
 
 
+def rows_of_tile(tokens: int, chosen: int, num_experts: int) -> int:
+    """Rows of a tile: about as many as an expert has on average."""
+    return min(tokens, max(FEWEST_ROWS, power_of_two(tokens * chosen // num_experts)))
+
+
 def experts(
     x: jax.Array,  # [T, D]
     choices: jax.Array,  # int32[T, k]
@@ -34,7 +39,7 @@ def experts(
     gate_up_bias, down_bias = arrays[2 * NUM_ARRAYS :]
     tokens, per_token = choices.shape
     num_experts = gate_up[0].shape[0]
-    width = min(tokens, max(FEWEST_ROWS, power_of_two(choices.size // num_experts)))
+    width = rows_of_tile(tokens, per_token, num_experts)
     tiles = tiles_of(choices, num_experts, width)
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
     precision = "highest" if x.dtype == jnp.float32 else None

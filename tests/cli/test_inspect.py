@@ -1,6 +1,7 @@
 """``jaxinfer inspect`` on tiny models: the numbers are right and no weights are read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer.cli.main import cli
+from jaxinfer.exec.run import device_memory
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit.checkpoints import tiny_llama_config, write_hf_folder
+from kit.quantised_models import write_gpt_oss
 
 SIZES = ("--max-num-seqs=2", "--max-num-batched-tokens=64", "--max-model-len=128")
 
@@ -80,6 +83,52 @@ def test_config_alone(tmp_path: Path) -> None:
     folder = write_hf_folder(tmp_path / "bare", tiny_llama_config())
     assert report(folder, "--load-format=dummy")["checkpoint_bytes"] == {}
     assert "random weights" in inspect(folder, "--load-format=dummy").stdout
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt_oss(tmp_path_factory.mktemp("mixture"))
+
+
+def test_a_quantised_mixture(mixture: Path) -> None:
+    """Seven experts of three; each weight with the bytes of its form."""
+    facts = report(mixture, *SIZES)
+    config = json.loads((mixture / "config.json").read_text())
+    layers, width, inner = (
+        config[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size")
+    )
+    assert facts["experts"]["count"] == 7 and facts["experts"]["chosen"] == 3
+    assert facts["experts"]["layers"] == layers
+    of_expert = 3 * width * inner + 2 * inner + width  # with the biases
+    assert facts["experts"]["unused_parameters"] == layers * 4 * of_expert
+    for name, count in (("gate_up", 2 * inner * width), ("down", width * inner)):
+        (form, nbytes), *others = facts["weights"][f"layers_0/{name}"].items()
+        assert form.startswith("fp4") and not others
+        assert nbytes == 7 * (count // 2 + count // 32 * 2)  # halves of bytes, scales in bfloat16
+    assert facts["weights"]["layers_0/router"] == {"float32": 4 * 7 * width}
+    total = sum(nbytes for forms in facts["weights"].values() for nbytes in forms.values())
+    assert total == facts["weight_bytes"] == sum(facts["parameter_bytes"].values())
+    assert facts["memory_bytes"] > total and facts["misfit"] is None
+    stack = "model.layers.0.mlp.experts.down_proj"
+    assert facts["quantised_tensors"][stack].startswith("fp4")
+    lines = inspect(mixture, *SIZES).stdout.splitlines()
+    assert any(
+        re.match(r"experts +7 in each of \d layers; a token uses 3 of them", x) for x in lines
+    )
+    assert any(re.match(r"in memory .*fp4", line) for line in lines)
+
+
+def test_a_model_that_the_machine_cannot_hold(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is described all the same."""
+    monkeypatch.setattr(device_memory.os, "sysconf", lambda name: 16)  # 256 bytes
+    result = inspect(mixture, *SIZES)
+    assert result.exit_code == 0
+    assert re.search(r"^weights +[\d.]+ kB; the memory has 256 B$", result.stdout, re.MULTILINE)
+    sentence = r"the model does not fit: its weights take .* and this machine has .*; use a smaller"
+    assert re.search(rf"^note +{sentence}", result.stdout, re.MULTILINE)
+    assert re.match(sentence, report(mixture, *SIZES)["misfit"])
 
 
 def test_no_weights_are_read(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+import jaxinfer
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start import build
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.run import device_memory
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.decoder_config import ExpertsConfig
-from kit.checkpoints import random_hf_tensors, write_hf_folder
+from kit.checkpoints import write_hf_folder
+from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import VOCAB_SIZE, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -31,18 +34,7 @@ PROMPTS = [[(7 * i * i + first) % VOCAB_SIZE for i in range(n)] for first, n in 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small gpt-oss in MXFP4."""
-    config = {**tiny_config("gpt_oss"), "intermediate_size": 64, "vocab_size": VOCAB_SIZE}
-    tensors = random_hf_tensors(build_model(config, "float32"))
-    rng = np.random.default_rng(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(122, 126, blocks.shape[:-1], np.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    for name in [name for name in tensors if "self_attn" in name and name.endswith("weight")]:
-        tensors[name] = tensors[name] * 4  # else answers would hardly depend on earlier tokens
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    return write_hf_folder(tmp_path_factory.mktemp("gpt_oss"), config, tensors, shards=2)
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt_oss"), shards=2)
 
 
 def answers(llm: LLM, *, cached: int = 0) -> list[tuple[int, ...]]:
@@ -86,9 +78,41 @@ def test_prompt_tokens_beside_decode_rows_follow_from_the_experts() -> None:
     assert tokens == {"qwen3-30b-a3b": 2048, "mixtral-8x7b": 512, "qwen3-4b": 0}
 
 
+def test_prompt_tokens_beside_decode_rows_are_a_plans_default(
+    gpt_oss: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a model's experts take for free, no fewer than a GPU's default, no more than a
+    step's prompt tokens, or the number that is set. A CPU has no default.
+    """
+    dense = write_hf_folder(tmp_path, tiny_config("mistral"))
+
+    def planned(model: Path, **settings: Any) -> int | None:
+        config = EngineConfig(model=str(model), load_format="dummy", **SIZES | settings)
+        return plan_engine(config).config.max_num_mixed_tokens
+
+    assert planned(gpt_oss) is None
+    defaults = build.with_device_defaults
+
+    def of_a_gpu(config: EngineConfig, platform: str) -> EngineConfig:
+        given = config.max_num_mixed_tokens
+        return replace(defaults(config, platform), max_num_mixed_tokens=given or 16)
+
+    monkeypatch.setattr(build, "with_device_defaults", of_a_gpu)
+    monkeypatch.setattr(
+        build, "free_prompt_tokens", lambda model: 32 if "GptOss" in model.architecture else 0
+    )
+    assert planned(gpt_oss) == 32
+    assert planned(gpt_oss, max_num_batched_tokens=24) == 24
+    assert planned(gpt_oss, max_num_mixed_tokens=8) == 8
+    assert planned(dense) == 16
+
+
 def test_weights_beyond_the_memory_of_a_machine_are_refused(
     gpt_oss: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device_memory.os, "sysconf", lambda name: 16)  # 256 bytes
-    with pytest.raises(ConfigError, match=r"weights take .* and this machine has .* of memory; us"):
-        LLM(str(gpt_oss), cache_dir=str(tmp_path), **SIZES)
+    for made in (LLM, jaxinfer.load):
+        with pytest.raises(
+            ConfigError, match=r"weights take .* and this machine has .* of memory; us"
+        ):
+            made(str(gpt_oss), cache_dir=str(tmp_path), **SIZES)

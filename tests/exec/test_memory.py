@@ -12,6 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.memory_plan import (
     MAPPED_BYTES,
     RESERVE_BYTES,
@@ -47,7 +49,9 @@ from kit.engines import tiny_limits
 from kit.mixed_family import RecurrentSpec, mixed_model
 from kit.quantised_models import quantised_tensors
 from kit.residency import resident_pages
-from kit.tiny_models import tiny_model
+from kit.tiny_models import tiny_config, tiny_model
+from pallas_kernels.experts import launch
+from pallas_kernels.experts.stack import PLAIN, SWIGLU
 from pallas_kernels.pins import Pins
 
 DEVICE = 4 << 30
@@ -73,11 +77,20 @@ def model_named(name: str) -> Model:
     return build_model(SMOLLM2, "float32") if name == "smollm2" else tiny_model(name)[0]
 
 
-def measured(model: Model, bucket: Bucket, num_pages: int, name: str | None = None) -> int:
+def program_with(
+    model: Model, bucket: Bucket, num_pages: int = 40, experts: str | None = None
+) -> Program:
+    """The program of one bucket. ``experts`` pins their implementation.
+
+    Bounds are for any implementation of draws, and XLA's need the most (the native ones nothing).
+    """
     limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
-    # bounds are for any implementation, and XLA's draws need the most (the native ones nothing)
-    program = Program(model, limits, pins=Pins((("sample", "xla"),)))
-    lowered = program.trace(name or bucket.name).lower()
+    pins = (("sample", "xla"), *([("experts", experts)] if experts else []))
+    return Program(model, limits, pins=Pins(pins))
+
+
+def measured(program: Program, name: str | None = None) -> int:
+    lowered = program.trace(name or program.limits.buckets[0].name).lower()
     # buffers are assigned before LLVM runs, and its optimiser takes a third of the time
     return workspace_bytes(lowered.compile({"xla_backend_optimization_level": 0}))
 
@@ -97,24 +110,62 @@ def measured(model: Model, bucket: Bucket, num_pages: int, name: str | None = No
     ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
 )
 def test_bound_of_workspace(name: str, bucket: Bucket, loose: int) -> None:
-    model = model_named(name)
-    bound, needed = step_bound(model, bucket), measured(model, bucket, 40)
-    assert needed <= bound <= loose * needed
+    program = program_with(model_named(name), bucket)
+    needed = measured(program)
+    assert needed <= step_bound(program, bucket) <= loose * needed
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "experts"),
+    [("qwen3_moe", "bfloat16", "xla"), ("deepseek_v3", "float32", "native")],
+)
+def test_bound_of_workspace_of_experts(name: str, dtype: str, experts: str) -> None:
+    """Most of it is theirs: a token chooses 16 of 20."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 96, "intermediate_size": 8}
+    config = {**tiny_config(name), **sizes}
+    count = {"num_experts": 20} if name == "qwen3_moe" else {"n_routed_experts": 20}
+    config |= {**count, "num_experts_per_tok": 16, "num_hidden_layers": 2}
+    config |= {"topk_group": 4} if name == "deepseek_v3" else {}
+    model, bucket = build_model(config, dtype), Bucket(4, 512, 4)
+    program = program_with(model, bucket, experts=experts)
+    needed = measured(program)
+    assert needed <= step_bound(program, bucket) <= 2 * needed
+
+
+@pytest.mark.parametrize("tokens", [8, 200, 2000])
+def test_bound_of_rows_that_fill_up_tiles(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sorted rows of Hopper's kernels, of which the last of each expert are not in use."""
+    monkeypatch.setattr(launch, "not_hopper", lambda: None)
+    monkeypatch.setattr(launch, "without_triton", lambda: None)
+    width, inner, count, chosen = 64, 128, 200, 2
+    config = {**tiny_config("qwen3_moe"), "hidden_size": width, "moe_intermediate_size": inner}
+    config |= {"num_experts": count, "num_experts_per_tok": chosen}
+    model, of = build_model(config, "bfloat16"), jax.ShapeDtypeStruct
+    stacks = (of((count, 2 * inner, width), jnp.bfloat16), of((count, width, inner), jnp.bfloat16))
+    args = (of((tokens, width), jnp.bfloat16), of((tokens, chosen), jnp.int32))
+    args += tuple(array for stack in stacks for array in (stack, None, None, None, None))
+    sizes, _ = launch.sizes_of(*args, kinds=(PLAIN, PLAIN), activation=SWIGLU)
+    needed = 2 * sizes.tiles * sizes.width * (width + inner)  # hidden values, and rows or outputs
+    bound = experts_bytes(model, tokens, platform="gpu")
+    assert needed <= bound
+    assert bound == experts_bytes(model, tokens, platform="gpu", pinned="hopper")
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])
 def test_bound_of_extras_and_scores(name: str) -> None:
     model, bucket = model_named(name), Bucket(16, 512, 16, scores=True)
+    program = program_with(model, bucket)
     for rows in (1, 8, 16):
-        needed = measured(model, bucket, 40, f"{EXTRAS}{rows}")
+        needed = measured(program, f"{EXTRAS}{rows}")
         assert needed <= extras_bound(model, rows, 256) <= LOOSE * needed
-    needed = measured(model, bucket, 40, f"{SCORE}512")
+    needed = measured(program, f"{SCORE}512")
     assert needed <= score_bound(model, 512) <= LOOSE * needed
 
 
 def test_workspace_does_not_depend_on_pages() -> None:
     model, bucket = model_named("qwen3"), Bucket(2, 32, 2)
-    assert measured(model, bucket, 20) == measured(model, bucket, 500)
+    few, many = (measured(program_with(model, bucket, pages)) for pages in (20, 500))
+    assert few == many
 
 
 def plan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.core.host_memory import release_zeros
 from jaxinfer.nn.ffn.experts import _shifted
-from pallas_kernels.experts import cases, native, ref
+from kit.residency import resident_pages
+from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import experts
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.native.library import library, variants
@@ -53,6 +57,29 @@ def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) 
         np.testing.assert_array_equal(alone, whole[some])
 
 
+def test_xla_bits_depend_on_no_other_token() -> None:
+    """In another order, or with others. All choose expert 2, whose tokens fill two tiles."""
+    inputs = cases.build(case("seven_experts"), seed=0)
+    run = jax.jit(lambda *args: xla.experts(*args, **inputs.static))
+    rng = np.random.default_rng(1)
+    stacks = [np.nan_to_num(a) if a is not None else a for a in inputs.args[3:]]
+
+    def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        scores = rng.random((T, COUNT))
+        scores[:, 2] = -1
+        choices = np.argsort(scores, axis=1)[:, :CHOSEN].astype(np.int32)
+        x = rng.standard_normal((T, inputs.args[0].shape[1]), np.float32)
+        return x, choices, rng.random((T, CHOSEN), np.float32)
+
+    own, others, order = tokens(), tokens(), rng.permutation(T)
+    whole = np.asarray(run(*own, *stacks))
+    shuffled = np.asarray(run(*(part[order] for part in own), *stacks))
+    np.testing.assert_array_equal(shuffled, whole[order])
+    for mine, other in zip(own, others, strict=True):
+        other[5:8] = mine[5:8]
+    np.testing.assert_array_equal(np.asarray(run(*others, *stacks))[5:8], whole[5:8])
+
+
 @pytest.mark.parametrize(
     ("name", "tolerance"),  # activations are rounded to 16 bits, twice; with fp8 they are not
     [
@@ -68,6 +95,31 @@ def test_native_experts_with_quantised_weights(name: str, tolerance: float) -> N
     plain = cases.build(by_rows, seed=0)
     expected = np.asarray(ref.experts(*plain.args, **plain.static))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_only_the_chosen_experts_are_read(impl: str) -> None:
+    """Weights of zeros become resident where they are read."""
+    outputs, width = 2048, 512  # 4 MB of gates and ups, 2 MB of downs: no less than a huge page
+    gate_up = jnp.zeros((COUNT, outputs, width))
+    down = jnp.zeros((COUNT, width, outputs // 2))
+    choices = jnp.array([[1, 5], [5, 1]], jnp.int32)
+
+    @jax.jit
+    def run(*stacks: jax.Array) -> jax.Array:
+        x, weights = jnp.ones((2, width)), jnp.ones((2, 2))
+        return experts(x, choices, weights, *stacks, impl=impl)
+
+    run(gate_up, down).block_until_ready()
+    for stack in (gate_up, down):
+        release_zeros(stack.unsafe_buffer_pointer(), stack.nbytes)
+    run(gate_up, down).block_until_ready()
+    for stack in (gate_up, down):
+        first, size = stack.unsafe_buffer_pointer(), stack.nbytes // COUNT
+        read = [resident_pages(first + i * size, size) * mmap.PAGESIZE / size for i in range(COUNT)]
+        assert min(read[1], read[5]) > 0.99
+        assert read[3] < 0.01  # not next to a chosen one, with which it could share a huge page
 
 
 def test_every_pair_is_in_one_tile_of_its_expert() -> None:

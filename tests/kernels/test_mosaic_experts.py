@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -133,6 +134,19 @@ def test_the_interpreter_agrees_with_the_definition(name: str) -> None:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         problem = mismatch(OP, Impl("hopper", hopper.experts), case, inputs)
     assert problem is None, problem
+
+
+@pytest.mark.usefixtures("sorted_by_definition", "replaced", "on_hopper")
+def test_a_tokens_bits_do_not_depend_on_the_order() -> None:
+    """It is in another row of its tile."""
+    inputs = OP.build(INTERPRETED["biases"], 0)
+    x, choices, weights, *arrays = inputs.args
+    run = jax.jit(lambda *tokens: hopper.experts(*tokens, *arrays, **inputs.static))
+    order = np.random.default_rng(1).permutation(len(x))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        whole = np.asarray(run(x, choices, weights))  # [T, D], or by choices [k, T, D]
+        shuffled = np.asarray(run(x[order], choices[order], weights[order]))
+    np.testing.assert_array_equal(shuffled, whole[..., order, :])
 
 
 def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:

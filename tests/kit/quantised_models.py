@@ -1,10 +1,13 @@
-"""A tiny model whose matrices have every form, and its checkpoint in memory."""
+"""Tiny quantised models: one whose matrices have every form, with its checkpoint in memory, and a
+folder of a mixture of experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +18,8 @@ from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.plan import plan_params
-from kit.checkpoints import random_hf_tensors, tiny_llama_config
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.tiny_models import tiny_config
 from pallas_kernels.quantised import Form, Quantised, dequantised
 from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 
@@ -99,3 +103,19 @@ def quantised_model(arrangement: str | None = None) -> tuple[Model, Params]:
     for planned in plan_params(model, checkpoint):
         made |= planned.whole(checkpoint, default_placement())
     return model, nested({path: jnp.asarray(array) for path, array in made.items()})
+
+
+def write_gpt_oss(folder: Path, shards: int = 1) -> Path:
+    """A folder of a small gpt-oss whose experts are in MXFP4, with random values."""
+    config = {**tiny_config("gpt_oss"), "intermediate_size": 64}
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(122, 126, blocks.shape[:-1], np.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for name in [name for name in tensors if "self_attn" in name and name.endswith("weight")]:
+        tensors[name] = tensors[name] * 4  # else answers would hardly depend on earlier tokens
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return write_hf_folder(folder, config, tensors, shards=shards)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.models.base import forward
 from jaxinfer.nn.context import Rows, StepContext, dense_context
 from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, added
+from kit.tiny_models import tiny_model
 from pallas_kernels.experts.stack import Activation
 from pallas_kernels.route.routing import Groups, Routing
 
@@ -90,6 +93,24 @@ def test_padding_tokens_choose_nothing() -> None:
     _, out = applied(config, params, ctx)
     assert np.isfinite(out).all()
     assert np.abs(out[real]).min(axis=0).any() and not np.any(np.asarray(out)[~real])
+
+
+def test_dummy_routing_replaces_the_choices_of_a_model() -> None:
+    """Its router gives all experts the same score, so that every token would choose the first."""
+    model, params = tiny_model("mixtral")
+    (layer,), ids = model.config.layers, jnp.arange(40)
+    assert isinstance(layer.ffn, ExpertsConfig)
+    own = params["layers_0"]
+    params = params | {"layers_0": own | {"router": jnp.zeros_like(own["router"])}}
+    chosen: dict[str, np.ndarray] = {}
+    for routing in ("same", "uniform"):
+        dummy = replace(layer, ffn=replace(layer.ffn, dummy_routing=routing))
+        config = replace(model.config, layers=(dummy,))
+        run = jax.jit(partial(forward, replace(model, config=config), taps=("layers.0.experts",)))
+        chosen[routing] = np.asarray(run(params, ids)[1]["layers.0.experts"])
+    np.testing.assert_array_equal(chosen["same"], np.tile([0, 1], (len(ids), 1)))
+    counts = np.bincount(chosen["uniform"].ravel(), minlength=5)
+    assert len(counts) == 5 and counts.min() > 8  # 16 expected
 
 
 def test_deltas_are_added_in_float32() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.exec.compile.memory_plan import tree_bytes
 from jaxinfer.models.base import Model, Params, abstract_params, forward
 from jaxinfer.models.experts import experts_config, grouped_routing
 from jaxinfer.models.params import nested, tensors_of
@@ -46,6 +47,18 @@ def params_of(model: Model, checkpoint: Checkpoint) -> tuple[Model, Params]:
     for planned in plan_params(model, checkpoint):
         made |= planned.whole(checkpoint, default_placement())
     return model, nested({path: jnp.asarray(array) for path, array in made.items()})
+
+
+def loaded(model: Model, checkpoint: Checkpoint) -> Params:
+    """The parameters on the device, as an engine loads them."""
+    return load_params(
+        model,
+        source_of(checkpoint),
+        placement=default_placement(),
+        cache_dir=Path("unused"),
+        seed=0,
+        progress=NoProgress(),
+    )
 
 
 # ---- names of published files
@@ -180,26 +193,22 @@ def test_mxfp4_stacks_are_the_floats_that_they_stand_for(gpt_oss: Any) -> None:
 
 
 def test_a_stacked_tensor_is_read_expert_by_expert(
-    gpt_oss: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpt_oss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxinfer.weights.load.LOAD_THREADS", 1)
     model, _, floats = gpt_oss
     held = Held()
-    params = load_params(
-        model,
-        source_of(InMemory(floats, held)),
-        placement=default_placement(),
-        cache_dir=tmp_path,
-        seed=0,
-        progress=NoProgress(),
-    )
+
+    class OfExperts(InMemory):
+        def read(self, name: str, part: int | None = None) -> np.ndarray:
+            return floats[name] if part is None else super().read(name, part)
+
+    params = loaded(model, OfExperts(floats, held))
     stack = params["layers_0"]["gate_up"]
     gates_and_ups = floats["model.layers.0.mlp.experts.gate_up_proj"].swapaxes(1, 2)
     np.testing.assert_array_equal(stack[:, :64], gates_and_ups[:, ::2])
     np.testing.assert_array_equal(stack[:, 64:], gates_and_ups[:, 1::2])
-    # at most an expert's tensor, and the one before it, which may not be freed yet; the peak is
-    # that of the embedding
-    assert held.peak < stack.nbytes
+    assert held.peak == stack.nbytes // 7  # of one expert: that before it is freed
 
 
 @pytest.mark.parametrize("name", ["Qwen3-quantized.w4a16", "Qwen3-FP8"])
@@ -223,6 +232,13 @@ def test_experts_keep_a_published_form(name: str) -> None:
 def test_of_fp8_matrices_only_experts_are_in_tiles(
     built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arranged: list[int] = []
+
+    def recorded(tree: Any) -> Any:
+        arranged.append(tree_bytes(tree))
+        return arranged_on_device(tree)
+
+    monkeypatch.setattr("jaxinfer.models.quantised.arranged_on_device", recorded)
     if not built:
         monkeypatch.setattr("pallas_kernels.native.library.library", lambda: None)
         monkeypatch.setattr("pallas_kernels.arrangements.library", lambda: None)
@@ -232,10 +248,13 @@ def test_of_fp8_matrices_only_experts_are_in_tiles(
     checkpoint = opened(tensors, config)
     _, by_rows = params_of(model, checkpoint)
     kept, tiles = params_of(replace(model, arrangement="tiles"), checkpoint)
-    tiles = arranged_on_device(tiles) if not built else tiles
+    tiles = loaded(kept, checkpoint) if not built else tiles
     shapes = jax.tree.map(lambda array: (array.shape, array.dtype), tiles)
     assert shapes == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_params(kept))
     assert "fp8" in tiles["layers_1"]["o"]
+    if not built:  # a stack expert by expert: never a second copy of it
+        of_expert = tree_bytes(tiles["layers_1"]["gate_up"]) // 7
+        assert arranged.count(of_expert) >= 7 and max(arranged) < 2 * of_expert
     blocks = {"gate_up": (7, 2, 2), "down": (7, 256, 1)}  # of 128 x 128, and of rows
     for name, scales in blocks.items():
         stored, arranged = by_rows["layers_1"][name], tiles["layers_1"][name]
@@ -299,6 +318,42 @@ def test_a_stack_with_too_few_experts_is_refused(gpt_oss: Any) -> None:
         opened({n: t for n, t in stored.items() if n != f"{name}_scales"}, MXFP4)
 
 
+# 128: blocks of fp8
+_WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 32}
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+@pytest.mark.parametrize("name", [*published_formats.PUBLISHED, "on load"])
+def test_a_missing_expert_of_a_quantised_file_is_named(name: str, expert: int) -> None:
+    """It has no form, like a tensor of floats; but it is absent."""
+    model = build_model({**tiny_config("qwen3_moe"), **_WIDE}, "float32")
+    gone = f"model.layers.1.mlp.experts.{expert}.up_proj"
+    checkpoint: Checkpoint
+    if name == "on load":
+        floats = random_hf_tensors(model)
+        del floats[f"{gone}.weight"]
+        stored = InMemory(floats)
+        checkpoint = QuantisedOnLoad(stored, "int4", linear_names(model, stored))
+    else:
+        config, tensors, _ = published_formats.published(name, of=model)
+        left = {one: t for one, t in tensors.items() if not one.startswith(gone)}
+        checkpoint = opened(left, config)
+    kept = replace(model, forms=forms_of(model.family, checkpoint))
+    assert kept.forms
+    with pytest.raises(CheckpointError, match=f"has no tensor {gone}.weight, which Qwen3Moe"):
+        plan_params(kept, checkpoint)
+
+
+def test_a_missing_stack_is_named_once(gpt_oss: Any) -> None:
+    model, stored, _ = gpt_oss
+    name = "model.layers.1.mlp.experts.down_proj"
+    left = {one: t for one, t in stored.items() if one not in (f"{name}_blocks", f"{name}_scales")}
+    checkpoint = opened(left, MXFP4)
+    kept = replace(model, forms=forms_of(model.family, checkpoint))
+    with pytest.raises(CheckpointError, match=f"has no tensor {name}, which GptOss"):
+        plan_params(kept, checkpoint)
+
+
 def test_experts_of_a_layer_are_quantised_alike() -> None:
     model = build_model({**tiny_config("qwen3_moe"), "moe_intermediate_size": 64}, "float32")
     checkpoint = InMemory(random_hf_tensors(model))
@@ -310,11 +365,19 @@ def test_experts_of_a_layer_are_quantised_alike() -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("mixtral", {"num_experts_per_tok": 6}, "'num_experts_per_tok' is 6, and a token can choo"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 6},
+            "is 6, and a token can choose among the 5 of 'num_local_experts'; correct these num",
+        ),
         ("qwen3_moe", {"num_experts_per_tok": 0}, "'num_experts_per_tok' must be a positive"),
         ("qwen3_moe", {"num_experts": None}, "'num_experts' is missing"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, "'mlp_only_layers' must be a list of layers below"),
-        ("mixtral", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'; this family supports only"),
+        (
+            "mixtral",
+            {"hidden_act": "gelu"},
+            "'hidden_act' is 'gelu', and this family supports only",
+        ),
         ("gpt_oss", {"experts_per_token": 4}, "'experts_per_token' is 4 and 'num_experts_per_tok'"),
         ("gpt_oss", {"swiglu_limit": -1}, "'swiglu_limit' must be a positive number"),
         ("mixtral", {"scoring_func": "tanh"}, "'scoring_func' is 'tanh', which MixtralForCausalLM"),
@@ -334,9 +397,20 @@ def test_a_wrong_config_is_refused(family: str, change: dict[str, Any], message:
             {"topk_method": "best"},
             "'topk_method' is 'best'; known methods are greedy, group_limited",
         ),
-        ({"n_group": 3}, "'n_group' is 3, and 32 experts cannot be divided into so many"),
-        ({"topk_group": 9}, "'topk_group' is 9, and there are 8 groups"),
-        ({"topk_group": 1}, "is 6, and a token can choose among 4 experts: 'topk_group' 1 of"),
+        (
+            {"n_group": 3},
+            "'n_group' is 3, and 32 experts cannot be divided into so many equal "
+            "groups of two or more; correct these numbers in config.json",
+        ),
+        (
+            {"topk_group": 9},
+            "'topk_group' is 9, and there are 8 groups ('n_group'); correct these numb",
+        ),
+        (
+            {"topk_group": 1},
+            "is 6, and a token can choose among 4 experts: 'topk_group' 1 of "
+            "the 32 of 'n_routed_experts' in groups; correct these numbers",
+        ),
     ],
 )
 def test_a_wrong_choice_by_groups_is_refused(change: dict[str, Any], message: str) -> None:

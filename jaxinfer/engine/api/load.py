@@ -17,6 +17,7 @@ from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.progress import progress_on
+from jaxinfer.exec.run.device_memory import check_host
 from jaxinfer.models.base import Params
 
 
@@ -44,6 +45,7 @@ def load(
     progress = progress or progress_on(sys.stderr)
     plan = plan_engine(engine_config(model, settings), progress, mesh=mesh)
     _check_division(plan)
+    check_host(plan.memory)
     params = plan.load_params(progress)
     generate = _OwnEngine(plan, progress).generate
     config = plan.source.generation_config

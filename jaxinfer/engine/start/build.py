@@ -98,12 +98,12 @@ def plan_engine(
     )
     config, source = with_task(config, source)
     source, model = model_of(source, config, platform)
+    if source.checkpoint is not None:
+        plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     if not chose_mixed:
         config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
     if bundle is not None:
         bundle.check_model(model)
-    if source.checkpoint is not None:
-        plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
     program = Program(model, _limits(config, model), placement.platform, pins, placement)
     config, program = _with_fitting_seqs(config, program, chosen=chose_seqs, progress=progress)

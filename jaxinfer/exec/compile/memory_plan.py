@@ -20,13 +20,12 @@ from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, L
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
-from pallas_kernels.experts.launch import MOST_ROWS
 from pallas_kernels.quantised import is_matrix, quantised
 
 MB = 1_000_000
@@ -230,8 +229,7 @@ def reserve_bytes(model: Model) -> int:
 def _workspaces(program: Program) -> dict[str, int]:
     """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
     model, limits = program.model, program.limits
-    pools = bool(limits.pooling)
-    bounds = {bucket.name: step_bound(model, bucket, pools=pools) for bucket in limits.buckets}
+    bounds = {bucket.name: step_bound(program, bucket) for bucket in limits.buckets}
     tapped = TAPS_COPIES * model.config.dtype.itemsize * sum(p.width for p in limits.points)
     for bucket in limits.buckets:
         bounds[bucket.name] += tapped * bucket.num_tokens if bucket.taps else 0
@@ -247,23 +245,24 @@ def _workspaces(program: Program) -> dict[str, int]:
     return bounds
 
 
-def step_bound(model: Model, bucket: Bucket, *, pools: bool = False) -> int:
+def step_bound(program: Program, bucket: Bucket) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
-    layer for every token, and of the experts that a token chooses; and the hidden states that a
-    bucket that scores returns; or if it ``pools`` no logits, but hidden states and vectors in
+    layer for every token, and what the experts of one layer need; and the hidden states that a
+    bucket that scores returns; or if the program pools no logits, but hidden states and vectors in
     float32. Keys and values that XLA's attention gathers on a CPU are not
     counted, as no plan for a CPU depends on them.
     """
-    config = model.config
+    model, config = program.model, program.model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
-    activations = (_layer_width(model) + _experts_width(config)) * bucket.num_tokens + hidden
-    activations += _experts_padding(config)
-    if pools:
+    activations = _layer_width(model) * bucket.num_tokens + hidden
+    pinned = program.pins.of("experts")
+    experts = experts_bytes(model, bucket.num_tokens, platform=program.platform, pinned=pinned)
+    if program.limits.pooling:
         logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
-    return logits + activations * config.dtype.itemsize
+    return logits + activations * config.dtype.itemsize + experts
 
 
 def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
@@ -325,28 +324,6 @@ def _layer_width(model: Model) -> int:
     """Elements per token of the inputs and outputs of all matrices of the widest layer."""
     layers = (layer for layer in abstract_params(model).values() if isinstance(layer, dict))
     return max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
-
-
-def _experts_width(config: DecoderSpec) -> int:
-    """Elements per token of the inputs, hidden values and outputs of the experts that it chooses,
-    at most of all layers; outputs are float32.
-    """
-    of_layers = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    outputs = 4 // config.dtype.itemsize
-    each = (
-        ffn.routing.chosen * (3 * ffn.width + (1 + outputs) * config.hidden_size)
-        for ffn in of_layers
-    )
-    return max(each, default=0)
-
-
-def _experts_padding(config: DecoderSpec) -> int:
-    """Elements of the rows that fill up the experts' last tiles, at most of all layers: inputs or
-    outputs, and hidden values.
-    """
-    of_layers = (layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    each = (ffn.count * MOST_ROWS * (ffn.width + config.hidden_size) for ffn in of_layers)
-    return max(each, default=0)
 
 
 def _largest_quantised(model: Model) -> int:

@@ -33,19 +33,34 @@ def device_memory(device: Any) -> DeviceMemory | None:  # jax.Device
     return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
 
 
+def memory_bytes(plan: MemoryPlan) -> int:
+    """Bytes of the memory that holds the weights: the device's, or for a CPU the machine's."""
+    if plan.device is not None:
+        return plan.device.total_bytes
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def misfit(plan: MemoryPlan) -> str | None:
+    """A sentence if a CPU's weights exceed the memory of the machine.
+
+    A device's memory has been checked by ``plan_memory``.
+    """
+    total = memory_bytes(plan)
+    if plan.device is not None or plan.weight_bytes <= total:
+        return None
+    return (
+        f"the model does not fit: its weights take {shown(plan.weight_bytes)} and this machine "
+        f"has {shown(total)} of memory; use a smaller or a quantised model"
+    )
+
+
 def check_host(plan: MemoryPlan) -> None:
     """Raise ``ConfigError`` if a CPU's weights exceed the memory of the machine.
 
     Else the system would end the process while they are read.
     """
-    if plan.device is not None:
-        return
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if plan.weight_bytes > total:
-        raise ConfigError(
-            f"the model does not fit: its weights take {shown(plan.weight_bytes)} and this machine "
-            f"has {shown(total)} of memory; use a smaller or a quantised model"
-        )
+    if (sentence := misfit(plan)) is not None:
+        raise ConfigError(sentence)
 
 
 def claim_memory(plan: MemoryPlan, device: Any) -> None:
