@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,8 +91,8 @@ _FP8_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("_t300", {"width": 2048, "inner": 128, "count": 4, "tokens": 300, "split": False}),
 )
 # One block of 256 inputs in gate_up; in down the inputs are more K steps than are in flight.
-_K_FORM: dict[str, Any] = {"width": 256, "inner": 1024, "count": 4}
-_FORMS_OF_TILES: tuple[tuple[str, dict[str, Any]], ...] = (
+_K_FORM = MappingProxyType({"width": 256, "inner": 1024, "count": 4})
+_FORMS_OF_TILES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("int4_zeros", {"group": 64}),
     ("int4_offsets", {}),
     ("int8_offsets", {}),
