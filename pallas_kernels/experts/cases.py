@@ -90,7 +90,7 @@ _FP8_CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("_t200", {"width": 256, "inner": 128, "tokens": 200, "split": False}),
     ("_t300", {"width": 2048, "inner": 128, "count": 4, "tokens": 300, "split": False}),
 )
-# One block of 256 inputs in gate_up; in down the inputs are more K steps than are in flight.
+# Inputs in whole blocks of 256: one in gate_up, four in down.
 _K_FORM = MappingProxyType({"width": 256, "inner": 1024, "count": 4})
 _FORMS_OF_TILES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("int4_zeros", {"group": 64}),
