@@ -367,6 +367,17 @@ class Step:
                 totals = self.scaled(totals, segment, products, inputs)
         return totals
 
+    def release(self, barrier: Ref) -> None:
+        """Arrive on the barrier, after which the step's stage may be copied to again.
+
+        The factors of sums are loaded last. An arrival does not wait for a load, and a copy may
+        overtake one: where the other warpgroup wrote results, prompts took the scales of a later
+        step (H100, int4 in groups of 128). The fence orders loads before copies.
+        """
+        if not (self.scales_weights or self.block_scales):
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+
     def scaled(
         self,
         totals: Sequence[jax.Array],  # float32[64, block_t] each
