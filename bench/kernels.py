@@ -2,7 +2,8 @@
 
 Run from the repository root:
 ``python -m bench.kernels [--op NAME,...] [--impl NAME,...] [--case TEXT] [--output FILE]``; with
-``--check`` it compares each implementation with the op's definition on this device instead.
+``--check`` it compares each implementation with the op's definition on this device instead, and
+with ``--steady`` the bits of several calls of each bench case.
 Bandwidth and operations are the minimum that the op needs (``KernelOp.cost``). The ceiling of each
 is measured here, on random data, since zeros take less power and are faster: XLA's fastest copy,
 and its fastest matmul. The share is that of the binding ceiling: below one, time is lost.
@@ -26,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bench.circumstances import write_report
 from bench.step.file import facts
@@ -51,6 +53,8 @@ MAX_REPEATS = 36  # calls of one computation; its compile time grows with them
 SECONDS_PER_CHAIN = 0.004  # a computation takes about this long, if calls are this fast
 CEILING_BYTES = {"cpu": 1 << 28, "gpu": 1 << 31, "tpu": 1 << 30}  # well beyond any cache
 CEILING_PRODUCT = {"cpu": (1024, "float32"), "gpu": (8192, "bfloat16"), "tpu": (8192, "bfloat16")}
+
+CALLS = 4  # that are compared
 
 type Arguments = dict[int, Any]  # of an op's call, by index
 
@@ -248,6 +252,35 @@ def wrong_results(ops: Sequence[KernelOp], impls: Collection[str] | None, text: 
     return wrong
 
 
+def unsteady_results(ops: Sequence[KernelOp], impls: Collection[str] | None, text: str) -> int:
+    """The number of bench cases whose results differ between calls; prints each one.
+
+    A race of a kernel needs real sizes: a CTA with several tiles, and memory that is busy.
+    """
+    unsteady = 0
+    for op in (op for op in ops if not op.refs):
+        for case in bench_cases(op, text):
+            inputs = on_device(op.build(case, 0))
+            for impl in _named(op, impls):
+                reason = runnable(impl, inputs)
+                differing = 0 if reason else _differing(partial(impl.fn, **inputs.static), inputs)
+                unsteady += differing > 0
+                result = f"{differing} values differ" if differing else reason or "steady"
+                print(f"{op.name:16}{impl.name:8}{case.name:34}{result}", flush=True)
+    return unsteady
+
+
+def _differing(function: Callable[..., Any], inputs: Inputs) -> int:
+    """Values that are not the same in all of ``CALLS`` calls."""
+    run = jax.jit(function)
+    calls = [[np.asarray(x) for x in jax.tree.leaves(run(*inputs.args))] for _ in range(CALLS)]
+    bits = [[x.view(f"u{x.itemsize}") for x in call] for call in calls]
+    first, *others = bits
+    return sum(
+        int(np.any([call[i] != x for call in others], axis=0).sum()) for i, x in enumerate(first)
+    )
+
+
 def _named(op: KernelOp, impls: Collection[str] | None) -> list[Impl]:
     return [impl for impl in op.impls if impls is None or impl.name in impls]
 
@@ -276,6 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--impl", type=several, metavar="NAME,...", help="only these of each op")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="compare results, time nothing")
+    parser.add_argument("--steady", action="store_true", help="compare calls' bits, time nothing")
     parser.add_argument("--commit", help="commit of the sources, if they are no checkout")
     parser.add_argument("--output", type=Path, help="JSON file; by default bench/results/<device>")
     options = parser.parse_args(argv)
@@ -286,6 +320,8 @@ def main(argv: list[str] | None = None) -> None:
             parser.error(f"--{option} {', '.join(unknown)}: not one of {', '.join(names)}")
     if options.check:
         raise SystemExit(1 if wrong_results(ops, options.impl, options.case) else 0)
+    if options.steady:
+        raise SystemExit(1 if unsteady_results(ops, options.impl, options.case) else 0)
     about = facts(options.commit)
     ceilings = measured_ceilings()
     print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from bench import kernels
-from pallas_kernels.registry import Cost, KernelOp, all_ops
+from pallas_kernels.registry import Cost, Inputs, KernelOp, all_ops
 
 
 def _op(name: str) -> KernelOp:
@@ -131,3 +133,15 @@ def test_unknown_names_are_refused(
     with pytest.raises(SystemExit):
         kernels.main(arguments)
     assert refused in capsys.readouterr().err
+
+
+def test_results_that_differ_between_calls_are_counted() -> None:
+    calls = itertools.count()
+
+    def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        number = io_callback(lambda: np.int32(next(calls)), jax.ShapeDtypeStruct((), jnp.int32))
+        return x, x.at[1].set(number.astype(x.dtype))
+
+    inputs = kernels.on_device(Inputs((np.array([np.nan, 0, 0], jnp.bfloat16),), {}))
+    assert kernels._differing(function, inputs) == 1
+    assert kernels._differing(lambda x: x, inputs) == 0
