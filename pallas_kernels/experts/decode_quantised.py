@@ -124,7 +124,7 @@ def _accumulate(
         k_step = k_step.with_block_scales(scales, expert, first_output, step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
         totals = k_step.add(totals)
-        k_step.release(scratch.consumed_barriers.at[stage])
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
 
     init = [tiled.zeros((TILE, spec.columns)) for _ in range(spec.step.results)]

@@ -6,6 +6,7 @@ them. What the interpreter cannot do with registers is replaced (``kit.tiled_shi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.stack import PLAIN
 from pallas_kernels.quantised_gemm.cases import BLOCK
+from pallas_kernels.quantised_gemm.tiled import step
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.testing import mismatch
 
@@ -180,6 +182,29 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
     step = jax.jit(partial(hopper.experts, **static))
     text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
+def test_factors_are_loaded_before_the_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load after the last matmul may be overtaken by the next copy, which no interpreter shows."""
+    calls: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **static: Any) -> Any:
+            calls.append(name)
+            return function(*args, **static)
+
+        return call
+
+    monkeypatch.setattr(step, "matmuls", noted("matmuls", step.matmuls))
+    for name in ("factor", "given"):
+        monkeypatch.setattr(step.Step, name, noted(name, getattr(step.Step, name)))
+    for tokens in (40, 200):  # sizes that no other test has traced
+        args, static = _shapes(replace(CASES["qwen3_30b_int4_t64"], tokens=tokens))
+        jax.jit(partial(hopper.experts, **static)).trace(*args)
+        assert calls.count("matmuls") >= 2
+        assert re.fullmatch("((factor )+matmuls )+", "".join(f"{name} " for name in calls))
+        calls.clear()
 
 
 @pytest.mark.parametrize(

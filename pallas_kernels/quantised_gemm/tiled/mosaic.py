@@ -145,13 +145,12 @@ def _accumulate(
                 _in_one_warp(lambda: copies.next(further))
 
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        k_step = Step(spec, stage, warpgroup, scratch)
-        totals = k_step.add(totals)
+        totals = Step(spec, stage, warpgroup, scratch).add(totals)
 
         # The stages of the last steps are not reused, so no copy waits for their release.
         @pl.when(step + stages < tile.num_steps)
         def _release() -> None:
-            k_step.release(scratch.consumed_barriers.at[stage])
+            plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
 
         return totals
 

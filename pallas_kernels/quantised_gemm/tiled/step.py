@@ -353,49 +353,42 @@ class Step:
         batch = max(1, ACCUMULATOR_REGISTERS // registers)
         for first in range(0, segments, batch):
             chosen = range(first, min(first + batch, segments))
+            # Loaded before the matmuls' values: an arrival on a barrier does not wait for a load
+            # right before it, which the next copy then overtook where the other warpgroup wrote
+            # results (H100, prompts in int4 with groups of 128: scales of a later step).
+            factors = [[self.scale(result, segment) for result in results] for segment in chosen]
+            if spec.sizes.offsets and spec.sums_given:
+                for segment, of_segment in zip(chosen, factors, strict=True):
+                    offsets = [offset for _, offset in of_segment]
+                    totals = _plus(totals, [self.given(segment)] * len(results), offsets)
             tiles = {}
             sums = []
             for segment in chosen:
                 sums += [self.weights(tiles, result, segment) for result in results]
                 sums += [self.ones(segment)] * multiplied
             found = iter(matmuls(sums, spec.config.block_t))
-            for segment in chosen:
+            for of_segment in factors:
                 products = [next(found) for _ in results]
-                inputs = next(found) if multiplied else None
-                if spec.sizes.offsets and spec.sums_given:
-                    inputs = self.given(segment)
-                totals = self.scaled(totals, segment, products, inputs)
+                totals = _plus(totals, products, [scale for scale, _ in of_segment])
+                if multiplied:
+                    inputs = [next(found)] * len(results)
+                    totals = _plus(totals, inputs, [offset for _, offset in of_segment])
         return totals
 
-    def release(self, barrier: Ref) -> None:
-        """Arrive on the barrier, after which the step's stage may be copied to again.
 
-        The factors of sums are loaded last. An arrival does not wait for a load, and a copy may
-        overtake one: where the other warpgroup wrote results, prompts took the scales of a later
-        step (H100, int4 in groups of 128). The fence orders loads before copies.
-        """
-        if not (self.scales_weights or self.block_scales):
-            plgpu.commit_smem()
-        plgpu.barrier_arrive(barrier)
-
-    def scaled(
-        self,
-        totals: Sequence[jax.Array],  # float32[64, block_t] each
-        segment: int,
-        products: Sequence[jax.Array],  # of the same shapes
-        inputs: jax.Array | None,  # float32[64, block_t]: sums of tokens, in each row
-    ) -> Sequence[jax.Array]:
-        """Add a segment's products."""
-        added = []
-        for result, (total, product) in enumerate(zip(totals, products, strict=True)):
-            scale, offset = self.scale(result, segment)
-            if scale.ndim:
-                scale = lax.broadcast_in_dim(scale, total.shape, [0])
-            new = total + product * scale
-            if offset is not None and inputs is not None:
-                new += inputs * lax.broadcast_in_dim(offset, total.shape, [0])
-            added.append(new)
-        return added
+def _plus(
+    totals: Sequence[jax.Array],  # float32[64, block_t] each
+    products: Sequence[jax.Array],  # of the same shapes
+    factors: Sequence[jax.Array | None],  # float32[64] each, or a block's scalar
+) -> list[jax.Array]:
+    """The totals, and the products times the factors of their outputs."""
+    added = []
+    for total, product, factor in zip(totals, products, factors, strict=True):
+        assert factor is not None
+        if factor.ndim:
+            factor = lax.broadcast_in_dim(factor, total.shape, [0])
+        added.append(total + product * factor)
+    return added
 
 
 def swizzled(columns: int, itemsize: int) -> Any:

@@ -192,9 +192,8 @@ def _accumulate(
     def add(step: jax.Array, totals: Any) -> Any:
         stage = _stage(spec, tile.first_step + step)
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        k_step = Step(spec.step, stage, warpgroup, scratch)
-        totals = k_step.add(totals)
-        k_step.release(scratch.consumed_barriers.at[stage])
+        totals = Step(spec.step, stage, warpgroup, scratch).add(totals)
+        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
         return totals
 
     (total,) = lax.fori_loop(0, spec.num_steps, add, [zeros((TILE, spec.config.step.block_t))])
