@@ -186,7 +186,7 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
 
 @pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
 def test_factors_are_loaded_before_the_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load after the last matmul may be overtaken by the next copy, which no interpreter shows."""
+    """A load after the last matmul may be overtaken by the next copy: no interpreter shows it."""
     calls: list[str] = []
 
     def noted(name: str, function: Any) -> Any:
