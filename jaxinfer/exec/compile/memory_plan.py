@@ -250,7 +250,7 @@ def step_bound(program: Program, bucket: Bucket) -> int:
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
     layer for every token, and what the experts of one layer need; and the hidden states that a
-    bucket that scores returns; or if the program pools no logits, but hidden states and vectors in
+    bucket that scores returns. A program that pools has no logits, but hidden states and vectors in
     float32. Keys and values that XLA's attention gathers on a CPU are not
     counted, as no plan for a CPU depends on them.
     """
