@@ -87,11 +87,8 @@ def _copy_all(
         else:
             where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
         tiled.copy_weights(spec.step, views, scratch, where, step, stage)
-        if sums is not None:
-            smem = scratch.sums_given_smem.at[stage]
-            first = lax.div(step * spec.config.block_k, jnp.int32(spec.sizes.tiled.group))
-            rows = sums.at[pl.ds(first, smem.shape[0]), pl.ds(item.tile * width, width)]
-            plgpu.copy_gmem_to_smem(rows, smem, scratch.barriers.at[stage])
+        rows = pl.ds(item.tile * width, width)
+        tiled.copy_sums(spec.step, sums, scratch, rows, step, stage)
 
     prompt.copy_items(spec, gmem, scratch, copy_weights)
 
@@ -235,12 +232,6 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
     )
 
 
-def _sums(x: jax.Array | None, group: int) -> jax.Array:  # [rows, K] to float32[K / group, rows]
-    """The sums of each row's inputs by group."""
-    assert x is not None
-    return x.astype(jnp.float32).reshape(len(x), -1, group).sum(axis=2).T
-
-
 def launch_with(
     config: QuantisedPromptConfig,
     sizes: GemmSizes,
@@ -259,7 +250,9 @@ def launch_with(
     values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
     used = [part for part in parts if part is not None]
     if sizes.tiled.offsets:
-        used.append(_sums(arrays["x"], sizes.tiled.group))
+        x = arrays["x"]
+        assert x is not None
+        used.append(tiled.input_sums(x, sizes.tiled.group))
 
     def kernel(gmem: prompt.Gmem, scratch: Any, values: Any, *factors: Any) -> None:
         *rest, sums = factors if sizes.tiled.offsets else (*factors, None)

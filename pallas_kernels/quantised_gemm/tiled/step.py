@@ -159,6 +159,28 @@ def copy_weights(
             plgpu.copy_gmem_to_smem(rows, smem.at[stage, 0, place], barrier)
 
 
+def input_sums(x: jax.Array, group: int) -> jax.Array:  # [T, K] to float32[K / group, T]
+    """The sums of each token's inputs by group, which offsets multiply."""
+    return x.astype(jnp.float32).reshape(len(x), -1, group).sum(axis=2).T
+
+
+def copy_sums(
+    spec: Spec,
+    sums: Ref,  # float32[groups, T], None without offsets
+    scratch: Any,
+    tokens: Any,  # a slice of T
+    step: jax.Array,
+    stage: jax.Array,
+) -> None:
+    """Issue the copy of a K step's sums of inputs, if there are any."""
+    if sums is None:
+        return
+    smem = scratch.sums_given_smem.at[stage]
+    first = lax.div(step * spec.config.block_k, jnp.int32(spec.sizes.group))
+    rows = sums.at[pl.ds(first, smem.shape[0]), tokens]
+    plgpu.copy_gmem_to_smem(rows, smem, scratch.barriers.at[stage])
+
+
 def zeros(shape: tuple[int, ...]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 

@@ -36,8 +36,10 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     Ref,
     Spec,
     Step,
+    copy_sums,
     copy_weights,
     gmem_views,
+    input_sums,
     swizzled,
     weight_types,
     write,
@@ -146,14 +148,11 @@ def _memory_warpgroup(
     def copy_tokens(tile: _Tile, step: jax.Array) -> None:
         stage = _stage(spec, tile.first_step + step)
         inner = pl.ds(step * config.block_k, config.block_k)
-        tokens = gmem.x.at[pl.ds(tile.token, config.block_t), inner]
+        rows = pl.ds(tile.token, config.block_t)
+        tokens = gmem.x.at[rows, inner]
         x_smem, barrier = scratch.x_smem.at[stage], scratch.barriers.at[stage]
         plgpu.copy_gmem_to_smem(tokens, x_smem, barrier, collective_axes=multicast)
-        if sums is not None:
-            smem = scratch.sums_given_smem.at[stage]
-            first = lax.div(step * config.block_k, jnp.int32(spec.sizes.group))
-            rows = sums.at[pl.ds(first, smem.shape[0]), pl.ds(tile.token, config.block_t)]
-            plgpu.copy_gmem_to_smem(rows, smem, barrier)
+        copy_sums(spec.step, sums, scratch, rows, step, stage)
 
     def copy(tile: _Tile, step: jax.Array) -> None:
         stage = _stage(spec, tile.first_step + step)
@@ -325,8 +324,7 @@ def launch_with(
     tiles, parts = gmem_views(sizes, values, factors)
     present = [part for part in parts if part is not None]
     if sizes.offsets:
-        grouped = x.astype(jnp.float32).reshape(sizes.tokens, -1, sizes.group)
-        present.append(grouped.sum(axis=2).T)
+        present.append(input_sums(x, sizes.group))
 
     def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
         *rest, out, scratch = refs
