@@ -128,13 +128,13 @@ def linear_of_norm(
 
     With ``swiglu`` the result is SiLU(gate) * up, in the same kernel.
     """
-    if norm.kind != "rms" or isinstance(w, Mapping):
+    if norm.kind != "rms" or (isinstance(w, Mapping) and "part_0" in w):
         stream, h = normalised(stream, norm, ctx)
         y = product(h, w, ctx, swiglu=swiglu)
         return stream, y if bias is None else y + bias
-    x, y = norm_gemm(
-        *stream, norm.weights, w, row=norm.row, eps=norm.eps, swiglu=swiglu, pins=ctx.pins
-    )
+    matrix = quantised(w) if isinstance(w, Mapping) else w
+    static: Any = {"row": norm.row, "eps": norm.eps, "swiglu": swiglu, "pins": ctx.pins}
+    x, y = norm_gemm(*stream, norm.weights, matrix, **static)
     return Stream(x), y if bias is None else y + bias
 
 

@@ -9,16 +9,25 @@ import jax
 from pallas_kernels.checks import check_partials
 from pallas_kernels.norm_gemm import cases, launch, unfused
 from pallas_kernels.pins import NO_PINS, Pins
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic_kernel = imported_when_called(
     "pallas_kernels.norm_gemm.mosaic", "norm_gemm", launch.result_shapes
 )
+_tiled_kernel = imported_when_called(
+    "pallas_kernels.quantised_gemm.tiled.mosaic", "norm_gemm", launch.tiled_result_shapes
+)
 
 
-def _mosaic(*args: Any, pins: Pins, **static: Any) -> Any:
-    del pins  # ``supports`` has checked them
+def _mosaic(*args: Any, pins: Pins, kind: None, **static: Any) -> Any:
+    del pins, kind  # ``supports`` has checked them
     return _mosaic_kernel(*args, **static)
+
+
+def _tiled(*args: Any, pins: Pins, **static: Any) -> Any:
+    del pins  # ``supports_tiled`` has checked them
+    return _tiled_kernel(*args, **static)
 
 
 OP = KernelOp(
@@ -26,6 +35,7 @@ OP = KernelOp(
     ref=unfused.reference,
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
+        Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports_tiled),
         Impl("unfused", unfused.unfused),
         Impl("xla", unfused.plain_xla),
     ),
@@ -41,7 +51,7 @@ def norm_gemm(
     x: jax.Array,  # [T, D]
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
+    w: jax.Array | Quantised,  # [D, O], or of O outputs; with swiglu of 2 * O: gate, up
     *,
     row: int,
     eps: float,
@@ -50,17 +60,23 @@ def norm_gemm(
 ) -> tuple[jax.Array, jax.Array]:
     """The sum of ``x`` and all partials, [T, D], and its norm times ``w``, [T, O].
 
-    That is ``residual_norm``, then ``skinny_gemm`` (``swiglu_gemm`` with ``swiglu``) of the
-    normalised sum; all in the dtype of ``x``. ``pins`` may name an implementation of this op, or of
-    those ops, which then run one after the other. Raises ValueError on arguments that do not fit
-    together.
+    That is ``residual_norm``, then ``skinny_gemm`` (``swiglu_gemm`` with ``swiglu``,
+    ``quantised_gemm`` with quantised weights) of the normalised sum; all in the dtype of ``x``.
+    ``pins`` may name an implementation of this op, or of those ops, which then run one after the
+    other. Raises ValueError on arguments that do not fit together.
     """
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"norm_gemm: tokens {x.shape} do not fit weights {w.shape}")
+    if isinstance(w, Quantised):
+        inner, columns, arrays, kind = w.num_inputs, w.num_outputs, w.arrays, w.kind
+    elif w.ndim == 2:
+        (inner, columns), arrays, kind = w.shape, (w,), None
+    else:
+        raise ValueError(f"norm_gemm: weights {w.shape} are not a matrix")
+    if x.ndim != 2 or x.shape[1] != inner:
+        raise ValueError(f"norm_gemm: tokens {x.shape} do not fit weights of {inner} inputs")
     if norms.ndim != 2 or norms.shape[1] != x.shape[1] or not 0 <= row < norms.shape[0]:
         raise ValueError(f"norm_gemm: tokens {x.shape} do not fit row {row} of norms {norms.shape}")
     check_partials("norm_gemm", x, partials)
-    if swiglu and w.shape[1] % 2:
-        raise ValueError(f"norm_gemm: {w.shape[1]} columns are not a gate and an up of one width")
-    static = {"row": row, "eps": eps, "swiglu": swiglu, "pins": pins}
-    return dispatch(OP, (x, partials, norms, w), static, pins.of("norm_gemm"))
+    if swiglu and columns % 2:
+        raise ValueError(f"norm_gemm: {columns} columns are not a gate and an up of one width")
+    static = {"row": row, "eps": eps, "swiglu": swiglu, "kind": kind, "pins": pins}
+    return dispatch(OP, (x, partials, norms, *arrays), static, pins.of("norm_gemm"))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.pins import Pins
+from pallas_kernels.quantised_gemm.cases import random_matrix, weight_bytes
+from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
 
 @dataclass(frozen=True)
 class NormGemmCase:
-    """``partials``: 0 for none, 1 for a GEMM output in the dtype, else the number in float32."""
+    """``partials``: 0 for none, 1 for a GEMM output in the dtype, else the number in float32.
+
+    With a ``form`` of quantised weights, arranged for Hopper, ``group`` inputs share a scale.
+    """
 
     name: str
     tokens: int
@@ -24,9 +30,16 @@ class NormGemmCase:
     swiglu: bool = False
     dtype: str = "bfloat16"
     tags: tuple[str, ...] = ("ci",)
+    form: str | None = None  # as of ``quantised_gemm.cases``
+    group: int = 0
 
 
 _GPU = ("bench", "gpu")
+_OF_MODELS = (
+    NormGemmCase("qwen3_4b_qkv", 1, 2560, 6144, 3, tags=_GPU),
+    NormGemmCase("qwen3_4b_gate_up", 1, 2560, 9728, 3, swiglu=True, tags=_GPU),
+    NormGemmCase("qwen3_8b_gate_up", 1, 4096, 12288, 2, swiglu=True, tags=_GPU),
+)
 CASES = (
     NormGemmCase("smollm2_first_qkv_t3_f32", 3, 576, 960, 0, dtype="float32"),
     NormGemmCase("smollm2_gate_up_t5_f32", 5, 576, 1536, 1, swiglu=True, dtype="float32"),
@@ -34,9 +47,16 @@ CASES = (
     NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16"),
     NormGemmCase("narrow_gate_up_parts2", 1, 1024, 128, 2, swiglu=True),
     NormGemmCase("narrow_gate_up_t4_parts2", 4, 512, 128, 2, swiglu=True),
-    NormGemmCase("qwen3_4b_qkv", 1, 2560, 6144, 3, tags=_GPU),
-    NormGemmCase("qwen3_4b_gate_up", 1, 2560, 9728, 3, swiglu=True, tags=_GPU),
-    NormGemmCase("qwen3_8b_gate_up", 1, 4096, 12288, 2, swiglu=True, tags=_GPU),
+    NormGemmCase("narrow_qkv_int4_tiles", 1, 1024, 128, 3, form="int4", group=128),
+    NormGemmCase("narrow_gate_up_q4_k_tiles", 1, 512, 128, 2, swiglu=True, form="q4_k", group=32),
+    NormGemmCase("narrow_qkv_q6_k_tiles", 1, 512, 128, 1, form="q6_k", group=16),
+    NormGemmCase("narrow_gate_up_int4_tiles_t4", 4, 512, 128, 2, True, form="int4", group=128),
+    *_OF_MODELS,
+    *(
+        replace(case, name=f"{case.name}_{form}_tiles", form=form, group=group)
+        for form, group in (("int4", 128), ("q4_k", 32))
+        for case in _OF_MODELS
+    ),
 )
 
 
@@ -50,15 +70,23 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
         partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
     norms = np.full((3, case.inner), np.nan, dtype)
     norms[row] = rng.uniform(0.5, 1.5, case.inner)
-    w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
-    static = {"row": row, "eps": 1e-6, "swiglu": case.swiglu, "pins": Pins()}
-    return Inputs((normal(rng, size, dtype), partials, norms, w), static)
+    columns = case.outer * (1 + case.swiglu)
+    static = {"row": row, "eps": 1e-6, "swiglu": case.swiglu, "kind": None, "pins": Pins()}
+    if case.form is None:
+        w: tuple[Any, ...] = (normal(rng, (case.inner, columns), dtype, case.inner**-0.5),)
+    else:
+        matrix = arrange(random_matrix(rng, case.form, columns, case.inner, case.group))
+        w, static["kind"] = matrix.arrays, matrix.kind
+    return Inputs((normal(rng, size, dtype), partials, norms, *w), static)
 
 
 def cost(case: NormGemmCase) -> Cost:
     """Tokens, partials and weights read once, the sum and the result written once."""
     columns, item = case.outer * (1 + case.swiglu), jnp.dtype(case.dtype).itemsize
     size = case.tokens * case.inner
-    values = case.inner * (columns + 1) + 2 * size + case.tokens * case.outer
+    values = case.inner + 2 * size + case.tokens * case.outer
     partials = size * case.partials * (4 if case.partials > 1 else item)
-    return Cost(values * item + partials, size * (2 * columns + case.partials + 4))
+    weights = case.inner * columns * item
+    if case.form is not None:
+        weights = weight_bytes(case.form, columns, case.inner, case.group)
+    return Cost(values * item + partials + weights, size * (2 * columns + case.partials + 4))

@@ -1,6 +1,7 @@
-"""Which calls the Mosaic kernel of norm_gemm supports, and its tile sizes.
+"""Which calls the Mosaic kernels of norm_gemm support, and the tile sizes of the dense one.
 
-Owns: ``supports``, ``result_shapes``, ``NormGemmConfig``, ``choose_config``.
+Owns: ``supports``, ``result_shapes``, ``NormGemmConfig``, ``choose_config``, and for quantised
+weights ``supports_tiled``, ``tiled_result_shapes``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.pins import Pins
+from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 from pallas_kernels.residual_norm.mosaic_launch import (
     COLUMNS,
     MAX_PARTIAL_COMPONENTS,
@@ -25,7 +27,9 @@ ITEM_BYTES = 2
 TOKEN_ROWS = 8  # token rows in shared memory: N of a wgmma; only the first is used
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 IN_FLIGHT_BYTES = 96 << 10  # of weights; more were no faster on an H200
-UNFUSED_OPS = ("residual_norm", "skinny_gemm", "swiglu_gemm")  # a pin of one disables the fusion
+# A pin of one of these ops disables the fusion.
+UNFUSED_OPS = ("residual_norm", "skinny_gemm", "swiglu_gemm")
+UNFUSED_OPS_OF_QUANTISED = ("residual_norm", "quantised_gemm")
 
 
 class NormGemmSizes(NamedTuple):
@@ -58,29 +62,67 @@ def supports(
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
     w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
+    *factors: jax.Array | None,
     row: int,
     eps: float,
     swiglu: bool,
+    kind: str | None,
     pins: Pins,
 ) -> str | None:
-    """Why the Mosaic kernel cannot run the call, or None."""
+    """Why the Mosaic kernel of dense weights cannot run the call, or None."""
+    del factors, row, eps
+    if kind is not None:
+        return "the weights are quantised"
+    if str(x.dtype) not in DTYPES or x.dtype != w.dtype:
+        return f"tokens and weights are {x.dtype} and {w.dtype}"
+    if reason := _unfit(x, partials, norms, pins, UNFUSED_OPS):
+        return reason
+    outer = sizes_of(x, w, swiglu=swiglu).outer
+    if outer % COLUMNS:
+        return f"{outer} columns are not a multiple of {COLUMNS}"
+    return not_hopper()
+
+
+def supports_tiled(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    values: jax.Array,  # [O, D] or uint8[O, D / 2]; with swiglu [2 * O, ...]: gate, up
+    *factors: jax.Array | None,  # scales, zeros, offsets, supers
+    row: int,
+    eps: float,
+    swiglu: bool,
+    kind: str | None,
+    pins: Pins,
+) -> str | None:
+    """Why the kernel of quantised weights cannot run the call, or None."""
     del row, eps
-    if pinned := [name for name in UNFUSED_OPS if pins.of(name)]:
+    if kind is None:
+        return "the weights are not quantised"
+    if reason := _unfit(x, partials, norms, pins, UNFUSED_OPS_OF_QUANTISED):
+        return reason
+    return tiled_launch.supports(x, values, *factors, kind=kind, swiglu=swiglu, split=False)  # type: ignore[arg-type]
+
+
+def _unfit(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    pins: Pins,
+    unfused: tuple[str, ...],
+) -> str | None:
+    """Why no kernel can add and normalise the token, or None."""
+    if pinned := [name for name in unfused if pins.of(name)]:
         return f"{pinned[0]} is pinned"
-    if str(x.dtype) not in DTYPES or not x.dtype == w.dtype == norms.dtype:
-        return f"tokens, norms and weights are {x.dtype}, {norms.dtype} and {w.dtype}"
+    if x.dtype != norms.dtype:
+        return f"tokens and norms are {x.dtype} and {norms.dtype}"
     if x.shape[0] != 1:
         return f"there are {x.shape[0]} tokens, not one"
     if partials is None or partials.size > MAX_PARTIAL_COMPONENTS:
         return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
-    sizes = sizes_of(x, w, swiglu=swiglu)
-    if sizes.inner % (TILES * COLUMNS) or sizes.inner > MAX_WIDTH or sizes.outer % COLUMNS:
-        return (
-            f"{sizes.inner} components are not a multiple of {TILES * COLUMNS} up to {MAX_WIDTH}, "
-            f"or {sizes.outer} columns not of {COLUMNS}"
-        )
-    return not_hopper()
+    if x.shape[1] % (TILES * COLUMNS) or x.shape[1] > MAX_WIDTH:
+        return f"{x.shape[1]} components are not a multiple of {TILES * COLUMNS} up to {MAX_WIDTH}"
+    return None
 
 
 def result_shapes(
@@ -93,9 +135,26 @@ def result_shapes(
     eps: float,
     swiglu: bool,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of the results of a call."""
+    """The shapes of the results of a call of the dense kernel."""
     del partials, norms, row, eps
     outer = sizes_of(x, w, swiglu=swiglu).outer
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
+
+
+def tiled_result_shapes(
+    x: jax.Array,  # [T, D]
+    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
+    norms: jax.Array,  # [W, D]
+    values: jax.Array,  # [O, D] or uint8[O, D / 2]; with swiglu [2 * O, ...]: gate, up
+    *factors: jax.Array | None,
+    row: int,
+    eps: float,
+    kind: str,
+    swiglu: bool,
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The shapes of the results of a call of the kernel of quantised weights."""
+    del partials, norms, factors, row, eps, kind
+    outer = len(values) // (1 + swiglu)
     return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
 
 

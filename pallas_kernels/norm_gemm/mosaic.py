@@ -31,7 +31,7 @@ from pallas_kernels.norm_gemm.launch import (
     sizes_of,
 )
 from pallas_kernels.pdl import launch_dependents
-from pallas_kernels.residual_norm.token import add_and_norm
+from pallas_kernels.residual_norm import token
 
 type Ref = Any
 
@@ -75,20 +75,10 @@ class _GmemRefs(NamedTuple):
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    x_smem: Ref  # [tiles, TOKEN_ROWS, COLUMNS], see ``_views``
+    x_smem: Ref  # [tiles, TOKEN_ROWS, COLUMNS], see ``token.views``
     w_smem: Ref  # [stages, 1 or 2, block_k, COLUMNS]
     consumed_barriers: Ref  # [stages]
     barriers: Ref  # [stages]: one arrival per copy
-
-
-def _ref_union(plain: Any, swizzled: Any) -> Any:
-    """One allocation with two views. JAX's interpreter allocates each of them separately."""
-    return plgpu.RefUnion(plain, swizzled)
-
-
-def _views(union: Ref) -> tuple[Ref, Ref]:
-    """The plain and the swizzled view of a ``_ref_union``."""
-    return union[0], union[1]
 
 
 def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
@@ -149,16 +139,16 @@ def _matmul(
 
 def _compute_warpgroup(spec: _Spec, column: jax.Array, gmem: _GmemRefs, scratch: _Scratch) -> None:
     """Residual add, norm, and 64 columns of the result. The first CTA also writes the sum."""
-    plain, swizzled = _views(scratch.x_smem)
+    plain, swizzled = token.views(scratch.x_smem)
     partials = [gmem.partials.at[i] for i in range(gmem.partials.shape[0])]
-    token = add_and_norm(gmem.x, partials, gmem.norms.at[spec.row], eps=spec.eps)
-    for span, normed in zip(token.spans, token.normed, strict=True):
+    found = token.add_and_norm(gmem.x, partials, gmem.norms.at[spec.row], eps=spec.eps)
+    for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
 
     @pl.when(column == 0)
     def _write_sum() -> None:
-        for span, total in zip(token.spans, token.total, strict=True):
+        for span, total in zip(found.spans, found.total, strict=True):
             gmem.total[span] = total
 
     accs = _matmul(spec, swizzled, scratch)
@@ -182,11 +172,11 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((TOKEN_ROWS, COLUMNS)), swizzle(128))
     weights = (spec.config.stages, spec.halves, spec.config.block_k, COLUMNS)
-    token = (spec.tiles, TOKEN_ROWS, COLUMNS)
+    tiles = (spec.tiles, TOKEN_ROWS, COLUMNS)
     return _Scratch(
         w_smem=plgpu.SMEM(weights, spec.dtype, transforms=swizzled),
-        x_smem=_ref_union(
-            plgpu.SMEM(token, spec.dtype), plgpu.SMEM(token, spec.dtype, transforms=swizzled)
+        x_smem=token.ref_union(
+            plgpu.SMEM(tiles, spec.dtype), plgpu.SMEM(tiles, spec.dtype, transforms=swizzled)
         ),
         barriers=plgpu.Barrier(num_arrivals=spec.halves, num_barriers=spec.config.stages),
         consumed_barriers=plgpu.Barrier(num_barriers=spec.config.stages),
@@ -223,7 +213,7 @@ def launch_with(
     """``norm_gemm`` with a given configuration; tests call it too."""
     sizes = sizes_of(x, w, swiglu=swiglu)
     spec = _Spec(sizes, config, row, eps, x.dtype)
-    token = (spec.tiles, COLUMNS)
+    tiles = (spec.tiles, COLUMNS)
 
     def body(*refs: Ref) -> None:
         *gmem, scratch = refs
@@ -232,7 +222,7 @@ def launch_with(
     total, out = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct(token, x.dtype),
+            jax.ShapeDtypeStruct(tiles, x.dtype),
             jax.ShapeDtypeStruct((1, sizes.outer), x.dtype),
         ),
         scratch_types=(_scratch_types(spec),),
@@ -244,5 +234,5 @@ def launch_with(
         # needed: no store is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_gemm",
-    )(x.reshape(token), partials.reshape(-1, *token), norms.reshape(-1, *token), w)
+    )(x.reshape(tiles), partials.reshape(-1, *tiles), norms.reshape(-1, *tiles), w)
     return total.reshape(x.shape), out

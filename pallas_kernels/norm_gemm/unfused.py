@@ -1,10 +1,21 @@
-"""norm_gemm as two ops, one after the other: definition, plain XLA, and each op's best kernel."""
+"""norm_gemm as two ops, one after the other: definition, plain XLA, and each op's best kernel.
+
+The arrays of a quantised matrix follow one another; a dense one has no factors, and its kind is
+None.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
+from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.pins import Pins
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm import ref as quantised_ref
+from pallas_kernels.quantised_gemm import xla as quantised_xla
+from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.residual_norm import ref as norm_ref
 from pallas_kernels.residual_norm import xla as norm_xla
 from pallas_kernels.residual_norm.api import residual_norm
@@ -18,50 +29,59 @@ def reference(
     x: jax.Array,  # [T, D]
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
+    *w: Any,  # [D, O], or the arrays of a quantised matrix; with swiglu of 2 * O outputs
     row: int,
     eps: float,
     swiglu: bool,
+    kind: str | None,
     pins: Pins,
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """The definition of norm_gemm: the definitions of both ops."""
     del pins
     total, normed = norm_ref.residual_norm(x, partials, norms, row=row, eps=eps)
-    return total, gemm_ref.skinny_gemm(normed, w, swiglu=swiglu, split=False)
+    if kind is None:
+        return total, gemm_ref.skinny_gemm(normed, *w, swiglu=swiglu, split=False)
+    gemm = of_either_order(quantised_ref.quantised_gemm)
+    return total, gemm(normed, *w, kind=kind, swiglu=swiglu, split=False, wide=False)
 
 
 def plain_xla(
     x: jax.Array,  # [T, D]
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
+    *w: Any,  # [D, O], or the arrays of a quantised matrix; with swiglu of 2 * O outputs
     row: int,
     eps: float,
     swiglu: bool,
+    kind: str | None,
     pins: Pins,
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """Both ops in plain XLA; supports differentiation and vmap."""
     del pins
     total, normed = norm_xla.residual_norm(x, partials, norms, row=row, eps=eps)
-    return total, gemm_xla.skinny_gemm(normed, w, swiglu=swiglu, split=False)
+    if kind is None:
+        return total, gemm_xla.skinny_gemm(normed, *w, swiglu=swiglu, split=False)
+    gemm = of_either_order(quantised_xla.quantised_gemm)
+    return total, gemm(normed, *w, kind=kind, swiglu=swiglu, split=False, wide=False)
 
 
 def unfused(
     x: jax.Array,  # [T, D]
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
+    *w: Any,  # [D, O], or the arrays of a quantised matrix; with swiglu of 2 * O outputs
     row: int,
     eps: float,
     swiglu: bool,
+    kind: str | None,
     pins: Pins,
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """Each op in the implementation that ``pins`` or ``registry.select`` chooses."""
     impl = pins.of("residual_norm")
     total, normed = residual_norm(x, partials, norms, row=row, eps=eps, impl=impl)
+    if kind is not None:
+        matrix = Quantised(kind, *w)
+        return total, quantised_gemm(normed, matrix, swiglu=swiglu, impl=pins.of("quantised_gemm"))
     if swiglu:
-        return total, swiglu_gemm(normed, w, impl=pins.of("swiglu_gemm"))
-    return total, skinny_gemm(normed, w, impl=pins.of("skinny_gemm"))
+        return total, swiglu_gemm(normed, *w, impl=pins.of("swiglu_gemm"))
+    return total, skinny_gemm(normed, *w, impl=pins.of("skinny_gemm"))

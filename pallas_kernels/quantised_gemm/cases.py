@@ -197,11 +197,16 @@ def random_matrix(
     return Quantised("int4", values, small, None, minima, supers(size / 256, -size / 34))
 
 
+def weight_bytes(form: str, outer: int, inner: int, group: int) -> int:
+    """Bytes of the values and scales of a matrix of ``outer`` outputs."""
+    per_value = 0.5 if KIND_OF_FORM.get(form, form.partition("_")[0]) in PACKED else 1.0
+    of_scales = 2 / (group or inner) / (BLOCK if form == "fp8_blocks" else 1)
+    return int(outer * inner * (per_value + of_scales))
+
+
 def cost(case: QuantisedCase) -> Cost:
     """Weights and tokens read once, the result written once, without partials."""
     columns = case.outer * (1 + case.swiglu)
-    per_value = 0.5 if case.kind in PACKED else 1.0
-    of_scales = 2 / (case.group or case.inner) / (BLOCK if case.form == "fp8_blocks" else 1)
-    weights = columns * case.inner * (per_value + of_scales)
+    weights = weight_bytes(case.form, columns, case.inner, case.group)
     moved = case.tokens * (case.inner + case.outer) * jnp.dtype(case.dtype).itemsize
-    return Cost(bytes=int(weights) + moved, flops=2 * case.tokens * case.inner * columns)
+    return Cost(bytes=weights + moved, flops=2 * case.tokens * case.inner * columns)

@@ -1,6 +1,7 @@
-"""Residual add and RMSNorm of one token by one warpgroup, in Pallas Mosaic GPU.
+"""Residual add and RMSNorm of one token, in Pallas Mosaic GPU.
 
-A warpgroup holds a token in tiles of ``COLUMNS`` components.
+One warpgroup holds the token, or the compute warpgroups of a CTA divide it (``Share``). A token is
+an array [tiles, columns], of 64 or fewer components a tile.
 """
 
 from __future__ import annotations
@@ -20,34 +21,52 @@ from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
 
 type Ref = Any
 
-# Register layout of ``TILES`` tiles, [TILES, COLUMNS]: two tiles a warp, four components a thread.
-_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((TILES, COLUMNS), (TILES // 4, COLUMNS), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
+SPAN = TILES * COLUMNS  # components that a warpgroup loads at once: four of a thread
 
 
 class NormedToken(NamedTuple):
-    """A token in spans of ``TILES`` tiles, each [TILES, COLUMNS]."""
+    """A token, or a warpgroup's part of it, in spans of ``SPAN`` components."""
 
     spans: Sequence[Any]  # slices of the tiles
     total: Sequence[jax.Array]  # the rounded sum
     normed: Sequence[jax.Array]
 
 
+class Share(NamedTuple):
+    """How several warpgroups divide a token: each of them has every ``count``-th span.
+
+    Where ``count`` does not divide the spans, the last one is computed, and written, repeatedly.
+    """
+
+    warpgroup: jax.Array
+    count: int
+    squares_smem: Ref  # float32[count, SPAN / columns]
+    barrier: Ref  # one arrival per warpgroup
+
+
+def ref_union(plain: Any, swizzled: Any) -> Any:
+    """One allocation with two views. JAX's interpreter allocates each of them separately."""
+    return plgpu.RefUnion(plain, swizzled)
+
+
+def views(union: Ref) -> tuple[Ref, Ref]:
+    """The plain and the swizzled view of a ``ref_union``."""
+    return union[0], union[1]
+
+
 def add_and_norm(
-    x: Ref,  # [tiles, COLUMNS]
-    partials: Sequence[Ref],  # [tiles, COLUMNS] each; one or more
-    weights: Ref,  # [tiles, COLUMNS]
+    x: Ref,  # [tiles, columns]
+    partials: Sequence[Ref],  # [tiles, columns] each; one or more
+    weights: Ref,  # [tiles, columns]
     *,
     eps: float,
+    share: Share | None = None,
 ) -> NormedToken:
     """``residual_norm`` of a token; waits for the previous kernel (``grid_dependency_wait``)."""
-    tiles, dtype = x.shape[0], x.dtype
-    load = partial(plgpu.load, layout=_LAYOUT, optimized=False)
-    spans = [pl.ds(first, TILES) for first in range(0, tiles, TILES)]
+    tiles, columns = x.shape
+    layout, dtype = _layout(columns), x.dtype
+    load = partial(plgpu.load, layout=layout, optimized=False)
+    spans, counted = _spans(tiles, SPAN // columns, share)
     # All loads are in flight before the first result is used.
     scales = [load(weights.at[span]) for span in spans]
     grid_dependency_wait()
@@ -59,11 +78,60 @@ def add_and_norm(
         for partial_ref in loaded[1:]:
             delta = delta + partial_ref[i].astype(jnp.float32)
         totals[i] = (totals[i].astype(jnp.float32) + delta).astype(dtype)
-        squares = squares + totals[i].astype(jnp.float32) * totals[i].astype(jnp.float32)
-    by_tile = plgpu.layout_cast(squares.sum(axis=1), _LAYOUT.reduce(1))
-    factor = lax.rsqrt(by_tile.sum(axis=0) / (tiles * COLUMNS) + eps)
+        square = totals[i].astype(jnp.float32) * totals[i].astype(jnp.float32)
+        if (weight := counted[i]) is not None:
+            square = square * lax.broadcast_in_dim(weight, square.shape, [])
+        squares = squares + square
+    by_tile = plgpu.layout_cast(squares.sum(axis=1), layout.reduce(1))
+    total_square = by_tile.sum(axis=0) if share is None else _sum_of_warpgroups(share, by_tile)
+    factor = lax.rsqrt(total_square / (tiles * columns) + eps)
     normed = []
     for total, scale in zip(totals, scales, strict=True):
         scaled = total.astype(jnp.float32) * lax.broadcast_in_dim(factor, total.shape, [])
         normed.append((scaled * scale.astype(jnp.float32)).astype(dtype))
     return NormedToken(spans, totals, normed)
+
+
+def _layout(columns: int) -> Any:
+    """Register layout of a span, [SPAN / columns, columns]: four components a thread."""
+    tiles = SPAN // columns
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((tiles, columns), (tiles // 4, columns), (4,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+def _spans(
+    tiles: int, tiles_of_span: int, share: Share | None
+) -> tuple[list[Any], list[jax.Array | None]]:
+    """The warpgroup's spans, and by which number their squares count; None: by 1."""
+    if share is None:
+        spans = [pl.ds(first, tiles_of_span) for first in range(0, tiles, tiles_of_span)]
+        return spans, [None] * len(spans)
+    count, spans, counted = tiles // tiles_of_span, [], list[jax.Array | None]()
+    for first in range(0, count, share.count):
+        index = first + share.warpgroup
+        place = jnp.minimum(index, count - 1)
+        spans.append(pl.ds(place * tiles_of_span, tiles_of_span))
+        is_whole = first + share.count <= count
+        counted.append(None if is_whole else (index < count).astype(jnp.float32))
+    return spans, counted
+
+
+def _sum_of_warpgroups(share: Share, by_tile: jax.Array) -> jax.Array:  # float32[tiles] -> scalar
+    """The sum of all warpgroups' squares, in the same order in each of them.
+
+    Mosaic's sum over the warps of a warpgroup has shared memory at an address that is the same in
+    all warpgroups, so it must not run in several of them.
+    """
+    share.squares_smem.at[share.warpgroup][...] = by_tile
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(share.barrier)
+    plgpu.barrier_wait(share.barrier)
+    shape = share.squares_smem.shape
+    sums = [share.squares_smem[i, j] for i in range(shape[0]) for j in range(shape[1])]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]

@@ -1,5 +1,5 @@
-"""norm_gemm: errors for bad arguments, pins, and the Mosaic kernel in JAX's interpreter and lowered
-for Hopper.
+"""norm_gemm: errors for bad arguments, pins, and the Mosaic kernel of dense weights in JAX's
+interpreter and lowered for Hopper; ``test_norm_quantised`` has that of quantised ones.
 
 The interpreter does not model swizzled tiles, so the token is written where it is read. That the
 swizzle leaves the first row of a tile in place is tested on a GPU only (the sweep there).
@@ -23,10 +23,11 @@ from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
 from pallas_kernels.norm_gemm.launch import NormGemmConfig, NormGemmSizes, choose_config
 from pallas_kernels.pins import Pins
 from pallas_kernels.registry import Impl, Inputs, UnfitKernel, select
+from pallas_kernels.residual_norm import token
 from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
-ONE = [case for case in CASES if case.tokens == 1]
+ONE = [case for case in CASES if case.tokens == 1 and case.form is None]
 SMALL = [case for case in ONE if "ci" in case.tags]
 GATE_UP = NormGemmCase("gate_up", 1, 512, 128, 2, swiglu=True)
 LAUNCHES = {
@@ -45,13 +46,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "_ref_union", lambda plain, swizzled: plain)
-    monkeypatch.setattr(mosaic, "_views", lambda ref: (ref, ref))
+    monkeypatch.setattr(token, "ref_union", lambda plain, swizzled: plain)
+    monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
 
 
-def launch_with(config: NormGemmConfig, *args: Any, pins: Pins, **static: Any) -> Any:
+def launch_with(config: NormGemmConfig, *args: Any, pins: Pins, kind: None, **static: Any) -> Any:
     """The kernel with the signature of an implementation."""
-    del pins
+    del pins, kind
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         return mosaic.launch_with(config, *args, **static)
 
@@ -115,10 +116,12 @@ def test_programs_that_share_a_multiprocessor_fit_into_it(
         pytest.param({"tokens": 2}, "there are 2 tokens, not one", id="tokens"),
         pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
         pytest.param({"partials": 5, "inner": 4096}, "or more than 16384", id="partials"),
-        pytest.param({"dtype": "float32"}, "float32, float32 and float32", id="dtype"),
+        pytest.param(
+            {"dtype": "float32"}, "tokens and weights are float32 and float32", id="dtype"
+        ),
         pytest.param({"inner": 576}, "576 components are not a multiple of 512", id="inner"),
         pytest.param({"inner": 4608}, "up to 4096", id="wide"),
-        pytest.param({"outer": 96}, "96 columns not of 64", id="outer"),
+        pytest.param({"outer": 96}, "96 columns are not a multiple of 64", id="outer"),
         pytest.param({}, "compute capability none, not 9.x", id="device"),
     ],
 )
@@ -145,12 +148,13 @@ def test_pins_reach_the_unfused_ops(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": jnp.zeros((3, 4))}, r"tokens \(3, 4\) do not fit weights \(8, 6\)"),
+        ({"x": jnp.zeros((3, 4))}, r"tokens \(3, 4\) do not fit weights of 8 inputs"),
         ({"norms": jnp.zeros((2, 4))}, r"row 1 of norms \(2, 4\)"),
         ({"row": 2}, r"row 2 of norms \(2, 8\)"),
         ({"partials": jnp.zeros((2, 8))}, r"partials \(2, 8\) do not fit tokens \(3, 8\)"),
         ({"partials": jnp.zeros((3, 8), jnp.bfloat16)}, "are bfloat16, not float32"),
         ({"w": jnp.zeros((8, 5))}, "5 columns are not a gate and an up"),
+        ({"w": jnp.zeros((2, 8, 6))}, r"weights \(2, 8, 6\) are not a matrix"),
     ],
 )
 def test_arguments_are_checked(change: Mapping[str, Any], message: str) -> None:

@@ -22,6 +22,7 @@ MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
 MAX_SPLIT_K = 4  # each partial is written once and read once
+SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
 IN_FLIGHT_BYTES_OF_TWO = 75 << 10  # of each of two CTAs on an SM
 MAX_STAGES = 4
@@ -43,6 +44,7 @@ class TiledSizes(NamedTuple):
     split: bool
     wide: bool = False  # a float32 result
     block: int = 1  # outputs that share a scale; a multiple of a tile's if there are more
+    normed: bool = False  # the call computes the norm of its token, which stays in shared memory
 
     @property
     def halves(self) -> int:
@@ -53,6 +55,11 @@ class TiledSizes(NamedTuple):
     def tile_bytes(self) -> int:
         """Bytes of a tile of values."""
         return TILE * TILE // (2 if self.kind in PACKED else 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes in shared memory of a token that is normed, with the rows that fill its tiles."""
+        return 2 * MMA_TOKENS * self.inner
 
 
 def sizes_of(
@@ -84,6 +91,16 @@ def sizes_of(
         split,
         wide,
     )
+
+
+def normed_sizes(
+    x: jax.Array,  # [1, K]
+    *w: jax.Array | None,  # values, scales, zeros, offsets, supers, as of ``sizes_of``
+    kind: str,
+    swiglu: bool,
+) -> TiledSizes:
+    """The sizes of a call that also computes the norm of its token."""
+    return sizes_of(x, *w, kind=kind, swiglu=swiglu, split=False)._replace(normed=True)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -203,6 +220,9 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     small = sizes.group < TILE and block_t > FEW_TOKENS[1]
     spans = (TILE, 2 * TILE) if small else (2 * TILE, TILE)
     own_copies = sizes.swiglu and block_t > FEW_TOKENS[0]
+    in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
+    if sizes.normed:
+        in_flight = min(in_flight, SMEM_BYTES // (1 + sizes.swiglu) - sizes.token_bytes)
     found = []
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
@@ -212,8 +232,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
             continue
         split_k = _split_k(sizes, steps)
         weights = sizes.halves * one.block_k // TILE * sizes.tile_bytes
-        step_bytes = weights + one.block_k * block_t * 2
-        in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
+        step_bytes = weights + (0 if sizes.normed else one.block_k * block_t * 2)
         most_stages = MAX_STAGES + 2 * one.by_half  # whose steps are half as long
         stages = max(2, min(in_flight // step_bytes, -(-steps // split_k), most_stages))
         config = replace(one, stages=stages, split_k=split_k)

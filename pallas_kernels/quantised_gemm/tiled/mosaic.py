@@ -7,12 +7,17 @@ multiplies them. The products of a group of inputs are summed up by the tensor c
 float32 and added to the result. An offset of a group multiplies the sum of the tokens' inputs,
 which is one more matmul, with ones. The compute warpgroups divide each K step and add up their
 results at the end.
+
+``norm_gemm`` is the same for one token, with the residual add and the norm before it, as in
+``norm_gemm.mosaic``: each CTA computes them itself while its first weights are in flight, and the
+compute warpgroups divide the token. The normed token, for all K steps, is then in the first rows of
+swizzled tiles [8, chunk].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +32,7 @@ from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.launch import (
     TiledConfig,
     choose_config,
+    normed_sizes,
     result_shape,
     sizes_of,
 )
@@ -43,18 +49,38 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     write,
     zeros,
 )
+from pallas_kernels.residual_norm import token
+
+
+class _NormRefs(NamedTuple):
+    """Refs to what the norm reads and writes in global memory; a token is divided into chunks."""
+
+    x: Ref  # [chunks, chunk]
+    partials: Ref  # [S, chunks, chunk]
+    norms: Ref  # [W, chunks, chunk]
+    total: Ref  # [chunks, chunk]
+
+
+class _Norm(NamedTuple):
+    """The norm before a GEMM: its row of the norms, and epsilon."""
+
+    row: int
+    eps: float
 
 
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
-    x_smem: Ref  # [stages, block_t, block_k]
+    x_smem: Ref  # [stages, block_t, block_k]; with a norm [chunks, 8, chunk], see ``token.views``
     values_smem: Ref  # [stages, halves, tiles, rows, ROW_BYTES]
     parts_smem: Parts  # [stages, padding, halves, groups, 64] each
     sums_smem: Ref  # float32[warpgroups - 1, results, 64, block_t]
     barriers: Ref  # [stages]: one arrival per copy
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
     sums_barrier: Ref  # one arrival per compute warpgroup but the first
+    squares_smem: Ref = None  # of a norm, see ``token.Share``
+    squares_barrier: Ref = None  # one arrival per compute warpgroup
+    normed_barrier: Ref = None  # one arrival per compute warpgroup
 
 
 class _CtaTile(NamedTuple):
@@ -108,14 +134,16 @@ class _Copies:
         """
         count = jnp.minimum(self.tile.num_steps, self.spec.config.stages)
         pl.loop(0, count)(self.weights)
-        grid_dependency_wait()
-        pl.loop(0, count)(self.tokens)
+        if not self.spec.sizes.normed:
+            grid_dependency_wait()
+            pl.loop(0, count)(self.tokens)
 
     def next(self, step: jax.Array) -> None:
         """Issue a further step's copies when its stage has been consumed."""
         plgpu.barrier_wait(self.scratch.consumed_barriers.at[_stage(self.spec, step)])
         self.weights(step)
-        self.tokens(step)
+        if not self.spec.sizes.normed:
+            self.tokens(step)
 
     def all(self) -> None:
         """Issue all copies."""
@@ -127,6 +155,43 @@ class _Copies:
 def _in_one_warp(run: Callable[[], None]) -> None:
     """Run in the first warp of the warpgroup."""
     plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
+@dataclass(frozen=True)
+class _NormedStep(Step):
+    """A K step of a normed token, all of which is in shared memory."""
+
+    step: jax.Array = field(kw_only=True)
+
+    def tokens(self, start: int) -> Ref:  # [chunk, 8]
+        first = self.step * self.spec.config.block_k + self.first_input + start
+        _, swizzled_smem = token.views(self.scratch.x_smem)
+        return swizzled_smem.at[lax.div(first, jnp.int32(self.spec.chunk))].transpose((1, 0))
+
+
+def _write_normed(
+    spec: Spec, norm: _Norm, warpgroup: jax.Array, first: jax.Array, refs: _NormRefs, scratch: Any
+) -> None:
+    """Add and normalise the token with the other compute warpgroups; the ``first`` CTA also writes
+    the sum.
+    """
+    plain, _ = token.views(scratch.x_smem)
+    count = spec.config.warpgroups
+    share = token.Share(warpgroup, count, scratch.squares_smem, scratch.squares_barrier)
+    partials = [refs.partials.at[i] for i in range(refs.partials.shape[0])]
+    weights = refs.norms.at[norm.row]
+    found = token.add_and_norm(refs.x, partials, weights, eps=norm.eps, share=share)
+    for span, normed in zip(found.spans, found.normed, strict=True):
+        plain[span, 0, :] = normed
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.normed_barrier)
+
+    @pl.when(first)
+    def _write_sum() -> None:
+        for span, total in zip(found.spans, found.total, strict=True):
+            refs.total[span] = total
+
+    plgpu.barrier_wait(scratch.normed_barrier)
 
 
 def _accumulate(
@@ -145,7 +210,10 @@ def _accumulate(
                 _in_one_warp(lambda: copies.next(further))
 
         plgpu.barrier_wait(scratch.barriers.at[stage])
-        totals = Step(spec, stage, warpgroup, scratch).add(totals)
+        inputs = Step(spec, stage, warpgroup, scratch)
+        if spec.sizes.normed:
+            inputs = _NormedStep(spec, stage, warpgroup, scratch, step=step)
+        totals = inputs.add(totals)
 
         # The stages of the last steps are not reused, so no copy waits for their release.
         @pl.when(step + stages < tile.num_steps)
@@ -186,7 +254,13 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
         write(spec, tile.index, tile.token, list(results.values()), out)
 
 
-def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _kernel(
+    spec: Spec,
+    gmem: Gmem,
+    scratch: _Scratch,
+    norm: _Norm | None = None,
+    norm_refs: _NormRefs | None = None,
+) -> None:
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
     copies = _Copies(spec, tile, gmem, scratch)
@@ -197,6 +271,8 @@ def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
+        if norm is not None and norm_refs is not None:
+            _write_normed(spec, norm, warpgroup, tile.index == 0, norm_refs, scratch)
         out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
         _compute_warpgroup(spec, warpgroup, out, copies)
 
@@ -208,10 +284,15 @@ def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
 
     columns = next(size for size in (32, 16, 8) if block_t % size == 0)
     values, parts_smem = weight_types(spec, parts, halves)
+    tokens, of_chunks = (stages, block_t, config.block_k), swizzled(spec.chunk, 2)
+    if sizes.normed:
+        tokens = (sizes.inner // spec.chunk, block_t, spec.chunk)
+    x_smem: Any = plgpu.SMEM(tokens, jnp.bfloat16, transforms=of_chunks)
+    squares = (config.warpgroups, token.SPAN // spec.chunk)
+    if sizes.normed:
+        x_smem = token.ref_union(plgpu.SMEM(tokens, jnp.bfloat16), x_smem)
     return _Scratch(
-        x_smem=plgpu.SMEM(
-            (stages, block_t, config.block_k), jnp.bfloat16, transforms=swizzled(spec.chunk, 2)
-        ),
+        x_smem=x_smem,
         values_smem=values,
         parts_smem=parts_smem,
         sums_smem=plgpu.SMEM(
@@ -220,10 +301,14 @@ def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
             transforms=swizzled(columns, 4),
         ),
         barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts), num_barriers=stages
+            num_arrivals=2 - sizes.normed + sum(part is not None for part in parts),
+            num_barriers=stages,
         ),
         consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
         sums_barrier=plgpu.Barrier(num_arrivals=max(1, config.warpgroups - 1)),
+        squares_smem=plgpu.SMEM(squares, jnp.float32) if sizes.normed else None,
+        squares_barrier=plgpu.Barrier(num_arrivals=config.warpgroups) if sizes.normed else None,
+        normed_barrier=plgpu.Barrier(num_arrivals=config.warpgroups) if sizes.normed else None,
     )
 
 
@@ -288,3 +373,74 @@ def launch_with(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="quantised_gemm",
     )(x, tiles, *present)
+
+
+@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu"))  # one trace for all layers
+def norm_gemm(
+    x: jax.Array,  # [1, K]
+    partials: jax.Array,  # [1, K], or float32[S, 1, K]
+    norms: jax.Array,  # [W, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    *factors: jax.Array | None,  # as those of ``quantised_gemm``
+    row: int,
+    eps: float,
+    kind: str,
+    swiglu: bool,
+) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+    """See ``norm_gemm.api``; the weights are arranged (``tiled.arrange``)."""
+    sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
+    static: Any = {"row": row, "eps": eps, "kind": kind, "swiglu": swiglu}
+    return launch_normed(
+        x, partials, norms, values, *factors, config=choose_config(sizes), **static
+    )
+
+
+def launch_normed(
+    x: jax.Array,  # [1, K]
+    partials: jax.Array,  # [1, K], or float32[S, 1, K]
+    norms: jax.Array,  # [W, K]
+    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
+    *factors: jax.Array | None,  # as those of ``quantised_gemm``
+    config: TiledConfig,
+    row: int,
+    eps: float,
+    kind: str,
+    swiglu: bool,
+) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+    """``norm_gemm`` with a given configuration.
+
+    Raises ValueError when the configuration does not fit the call.
+    """
+    sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
+    if not config.fits(sizes):
+        raise ValueError(f"{config} does not fit {sizes}")
+    spec, norm = Spec(sizes, config), _Norm(row, eps)
+    tiles, parts = gmem_views(sizes, values, factors)
+    present = [part for part in parts if part is not None]
+    chunks = (sizes.inner // spec.chunk, spec.chunk)
+
+    def body(x: Ref, partials: Ref, norms: Ref, tiles: Ref, *refs: Ref) -> None:
+        *rest, total, out, scratch = refs
+        gmem = Gmem(None, tiles, parts.named(rest), out)
+        _kernel(spec, gmem, scratch, norm, _NormRefs(x, partials, norms, total))
+
+    total, out = plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(chunks, x.dtype), result_shape(config, sizes)),
+        scratch_types=(_scratch_types(spec, parts),),
+        grid=(1, 1, sizes.outer // TILE),
+        grid_names=("split", "tokens", "tile"),
+        num_threads=config.warpgroups + (not config.own_copies),
+        thread_name="warpgroup",
+        # The automatic barriers would make all threads wait around each store. They are not
+        # needed: no store is read before ``commit_smem``.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name="norm_quantised_gemm",
+    )(
+        x.reshape(chunks),
+        partials.reshape(-1, *chunks),
+        norms.reshape(-1, *chunks),
+        tiles,
+        *present,
+    )
+    return total.reshape(x.shape), out

@@ -1,0 +1,151 @@
+"""norm_gemm with quantised weights: in JAX's interpreter, lowered for Hopper, and each op alone.
+
+The interpreter does not model swizzled tiles, so the token is written where it is read; what it
+cannot do with registers is replaced (``kit.tiled_shims``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kit.tiled_shims import replace_registers
+from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.norm_gemm import launch
+from pallas_kernels.norm_gemm.api import OP, norm_gemm
+from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
+from pallas_kernels.pins import Pins
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
+from pallas_kernels.quantised_gemm.tiled import mosaic
+from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
+from pallas_kernels.registry import UnfitKernel, select
+from pallas_kernels.residual_norm import token
+
+TILED = next(impl for impl in OP.impls if impl.name == "tiled")
+H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
+QKV = NormGemmCase("qkv", 1, 1536, 128, 3, form="int4", group=128)
+GATE_UP = NormGemmCase("gate_up", 1, 512, 128, 2, swiglu=True, form="int4", group=128)
+LAUNCHES = {
+    "one_warpgroup": (QKV, TiledConfig(8, 128, 1, 3)),
+    # Two warpgroups divide three spans: the last one is computed twice.
+    "two_warpgroups": (QKV, TiledConfig(8, 128, 2, 3)),
+    "more_stages_than_steps": (replace(QKV, inner=512), TiledConfig(8, 128, 2, 4)),
+    "output_in_bfloat16": (replace(QKV, partials=1), TiledConfig(8, 64, 2, 2)),
+    "own_copies": (QKV, TiledConfig(8, 128, 2, 2, own_copies=True)),
+    "swiglu": (GATE_UP, TiledConfig(8, 128, 2, 2)),
+    "gates_and_ups_apart": (GATE_UP, TiledConfig(8, 128, 2, 3, by_half=True)),
+    "zeros": (replace(QKV, form="int4_zeros"), TiledConfig(8, 128, 2, 3)),
+    "chunks_of_32": (replace(QKV, form="q4_k", group=32), TiledConfig(8, 128, 2, 2)),
+    "chunks_of_16": (replace(QKV, form="q6_k", group=16), TiledConfig(8, 128, 2, 2)),
+    "mxfp4": (replace(GATE_UP, form="mxfp4", group=32), TiledConfig(8, 128, 2, 2)),
+}
+OF_MODELS = [case for case in CASES if case.form and case.inner > 2048]
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(token, "ref_union", lambda plain, swizzled: plain)
+    monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
+    replace_registers(monkeypatch)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_launch, "not_hopper", lambda: None)
+
+
+@pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.usefixtures("replaced")
+def test_all_configs_agree_with_the_definition(case: NormGemmCase, config: TiledConfig) -> None:
+    inputs = OP.build(case, 0)
+    static = {name: value for name, value in inputs.static.items() if name != "pins"}
+    run = jax.jit(partial(mosaic.launch_normed, config=config, **static))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        total, out = run(*jax.tree.map(jnp.asarray, inputs.args))
+    expected_total, expected = OP.ref(*inputs.args, **inputs.static)
+    np.testing.assert_array_equal(total, expected_total)
+    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    # A norm may be rounded the other way; weights are exact.
+    out, expected = (np.asarray(one, np.float64) for one in (out, expected))
+    np.testing.assert_allclose(out, expected, rtol=1e-2, atol=1e-2)
+
+
+def _abstract(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
+
+
+@pytest.mark.parametrize("case", OF_MODELS, ids=lambda case: case.name)
+@pytest.mark.usefixtures("on_hopper")
+def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
+    inputs = OP.build(case, 0)
+    args, static = _abstract(inputs.args), dict(inputs.static)
+    with compiling_for(H100):
+        assert select(OP, "gpu", args, static).name == "tiled"
+        del static["pins"]
+        run = partial(mosaic.norm_gemm.__wrapped__, **static)
+        lowered = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
+        declared, returned = launch.tiled_result_shapes(*args, **static), jax.eval_shape(run, *args)
+    assert "@mosaic_gpu" in lowered.as_text()
+    assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in returned]
+
+
+@pytest.mark.parametrize("case", OF_MODELS, ids=lambda case: case.name)
+def test_shared_memory_of_a_multiprocessor_suffices(case: NormGemmCase) -> None:
+    """Gates and ups have more CTAs than there are SMs, so two of them share one."""
+    inputs = OP.build(case, 0)
+    x, _, _, *w = _abstract(inputs.args)
+    static = {name: inputs.static[name] for name in ("kind", "swiglu")}
+    with compiling_for(H100):
+        sizes = tiled_launch.normed_sizes(x, *w, **static)
+        config = tiled_launch.choose_config(sizes)
+    values = sizes.halves * config.block_k // 64 * sizes.tile_bytes
+    assert config.stages >= 3
+    ctas = 2 if case.swiglu else 1
+    assert ctas * (config.stages * values + sizes.token_bytes) < 224 << 10
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param({"tokens": 2}, "there are 2 tokens, not one", id="tokens"),
+        pytest.param({"partials": 0}, "there are no partials to add", id="no_parts"),
+        pytest.param({"inner": 640}, "640 components are not a multiple of 512", id="inner"),
+        pytest.param({"form": None}, "the weights are not quantised", id="dense"),
+        pytest.param({}, "compute capability none, not 9.x", id="device"),
+    ],
+)
+def test_refusals(change: Mapping[str, Any], reason: str) -> None:
+    inputs = OP.build(replace(QKV, **change), 0)
+    assert reason in (TILED.refuses("gpu", inputs.args, inputs.static) or "")
+
+
+@pytest.mark.parametrize("name", ["residual_norm", "quantised_gemm"])
+@pytest.mark.usefixtures("on_hopper")
+def test_a_pin_of_an_unfused_op_disables_the_fusion(name: str) -> None:
+    inputs = OP.build(QKV, 0)
+    static = inputs.static | {"pins": Pins(((name, "xla"),))}
+    assert select(OP, "gpu", inputs.args, static).name == "unfused"
+
+
+def test_a_pin_reaches_the_matmul() -> None:
+    x, _, norms, *arrays = OP.build(replace(QKV, partials=0), 0).args
+    w, pins = Quantised("int4_tiles", *arrays), Pins((("quantised_gemm", "nope"),))
+    with pytest.raises(UnfitKernel, match="quantised_gemm has no implementation 'nope'"):
+        norm_gemm(x, None, norms, w, row=1, eps=1e-6, pins=pins)
+
+
+def test_weights_must_fit() -> None:
+    x, _, norms, *arrays = OP.build(replace(QKV, partials=0), 0).args
+    w = Quantised("int4_tiles", *arrays)
+    with pytest.raises(ValueError, match=r"tokens \(1, 512\) do not fit weights of 1536 inputs"):
+        norm_gemm(x[:, :512], None, norms, w, row=1, eps=1e-6)
