@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,13 +11,18 @@ from pallas_kernels.checks import check_partials
 from pallas_kernels.norm_gemm import cases, launch, unfused
 from pallas_kernels.pins import NO_PINS, Pins
 from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
+from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic_kernel = imported_when_called(
     "pallas_kernels.norm_gemm.mosaic", "norm_gemm", launch.result_shapes
 )
 _tiled_kernel = imported_when_called(
-    "pallas_kernels.quantised_gemm.tiled.mosaic", "norm_gemm", launch.tiled_result_shapes
+    "pallas_kernels.quantised_gemm.tiled.mosaic", "norm_gemm", launch.quantised_result_shapes
+)
+_fp8_kernel = imported_when_called(
+    "pallas_kernels.quantised_gemm.fp8.mosaic", "norm_gemm", launch.quantised_result_shapes
 )
 
 
@@ -26,8 +32,13 @@ def _mosaic(*args: Any, pins: Pins, kind: None, **static: Any) -> Any:
 
 
 def _tiled(*args: Any, pins: Pins, **static: Any) -> Any:
-    del pins  # ``supports_tiled`` has checked them
+    del pins
     return _tiled_kernel(*args, **static)
+
+
+def _fp8(*args: Any, pins: Pins, **static: Any) -> Any:
+    del pins
+    return _fp8_kernel(*args, **static)
 
 
 OP = KernelOp(
@@ -35,7 +46,19 @@ OP = KernelOp(
     ref=unfused.reference,
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
-        Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports_tiled),
+        Impl(
+            "tiled",
+            _tiled,
+            platforms=("gpu",),
+            supports=partial(launch.supports_quantised, tiled_launch.supports),
+        ),
+        Impl(
+            "mosaic_fp8",
+            _fp8,
+            platforms=("gpu",),
+            supports=partial(launch.supports_quantised, fp8_launch.supports),
+            ref=unfused.reference_fp8,
+        ),
         Impl("unfused", unfused.unfused),
         Impl("xla", unfused.plain_xla),
     ),

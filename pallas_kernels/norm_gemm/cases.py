@@ -19,7 +19,8 @@ from pallas_kernels.shapes import normal
 class NormGemmCase:
     """``partials``: 0 for none, 1 for a GEMM output in the dtype, else the number in float32.
 
-    With a ``form`` of quantised weights, arranged for Hopper, ``group`` inputs share a scale.
+    With a ``form`` of quantised weights ``group`` inputs share a scale (0: all); those of other
+    forms than fp8 are arranged for Hopper.
     """
 
     name: str
@@ -51,10 +52,17 @@ CASES = (
     NormGemmCase("narrow_gate_up_q4_k_tiles", 1, 512, 128, 2, swiglu=True, form="q4_k", group=32),
     NormGemmCase("narrow_qkv_q6_k_tiles", 1, 512, 128, 1, form="q6_k", group=16),
     NormGemmCase("narrow_gate_up_int4_tiles_t4", 4, 512, 128, 2, True, form="int4", group=128),
+    NormGemmCase("narrow_qkv_fp8", 1, 1024, 128, 3, form="fp8"),
+    NormGemmCase("narrow_gate_up_fp8_blocks", 1, 512, 128, 2, True, form="fp8_blocks", group=128),
     *_OF_MODELS,
     *(
-        replace(case, name=f"{case.name}_{form}_tiles", form=form, group=group)
-        for form, group in (("int4", 128), ("q4_k", 32))
+        replace(case, name=f"{case.name}_{name}", form=form, group=group)
+        for name, form, group in (
+            ("int4_tiles", "int4", 128),
+            ("q4_k_tiles", "q4_k", 32),
+            ("fp8", "fp8", 0),
+            ("fp8_blocks", "fp8_blocks", 128),
+        )
         for case in _OF_MODELS
     ),
 )
@@ -75,7 +83,9 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
     if case.form is None:
         w: tuple[Any, ...] = (normal(rng, (case.inner, columns), dtype, case.inner**-0.5),)
     else:
-        matrix = arrange(random_matrix(rng, case.form, columns, case.inner, case.group))
+        group = case.group or case.inner
+        matrix = random_matrix(rng, case.form, columns, case.inner, group)
+        matrix = matrix if matrix.kind == "fp8" else arrange(matrix)
         w, static["kind"] = matrix.arrays, matrix.kind
     return Inputs((normal(rng, size, dtype), partials, norms, *w), static)
 

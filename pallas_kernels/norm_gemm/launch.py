@@ -1,11 +1,12 @@
 """Which calls the Mosaic kernels of norm_gemm support, and the tile sizes of the dense one.
 
 Owns: ``supports``, ``result_shapes``, ``NormGemmConfig``, ``choose_config``, and for quantised
-weights ``supports_tiled``, ``tiled_result_shapes``.
+weights ``supports_quantised``, ``quantised_result_shapes``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,6 @@ import jax
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.pins import Pins
-from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 from pallas_kernels.residual_norm.mosaic_launch import (
     COLUMNS,
     MAX_PARTIAL_COMPONENTS,
@@ -83,25 +83,25 @@ def supports(
     return not_hopper()
 
 
-def supports_tiled(
+def supports_quantised(
+    of_gemm: Callable[..., str | None],  # ``supports`` of the GEMM alone
     x: jax.Array,  # [T, D]
     partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
-    values: jax.Array,  # [O, D] or uint8[O, D / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,  # scales, zeros, offsets, supers
+    *w: jax.Array | None,  # values, scales, zeros, offsets, supers
     row: int,
     eps: float,
     swiglu: bool,
     kind: str | None,
     pins: Pins,
 ) -> str | None:
-    """Why the kernel of quantised weights cannot run the call, or None."""
+    """Why a kernel of quantised weights cannot run the call, or None."""
     del row, eps
     if kind is None:
         return "the weights are not quantised"
     if reason := _unfit(x, partials, norms, pins, UNFUSED_OPS_OF_QUANTISED):
         return reason
-    return tiled_launch.supports(x, values, *factors, kind=kind, swiglu=swiglu, split=False)  # type: ignore[arg-type]
+    return of_gemm(x, *w, kind=kind, swiglu=swiglu, split=False)
 
 
 def _unfit(
@@ -141,7 +141,7 @@ def result_shapes(
     return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
 
 
-def tiled_result_shapes(
+def quantised_result_shapes(
     x: jax.Array,  # [T, D]
     partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
     norms: jax.Array,  # [W, D]
@@ -152,7 +152,7 @@ def tiled_result_shapes(
     kind: str,
     swiglu: bool,
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of the results of a call of the kernel of quantised weights."""
+    """The shapes of the results of a call of the kernels of quantised weights."""
     del partials, norms, factors, row, eps, kind
     outer = len(values) // (1 + swiglu)
     return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)

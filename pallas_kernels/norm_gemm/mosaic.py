@@ -41,8 +41,7 @@ class _Spec(NamedTuple):
 
     sizes: NormGemmSizes
     config: NormGemmConfig
-    row: int
-    eps: float
+    norm: token.Norm
     dtype: Any
 
     @property
@@ -62,13 +61,10 @@ class _Spec(NamedTuple):
 
 
 class _GmemRefs(NamedTuple):
-    """Refs to the arrays in global memory; tokens are reshaped to tiles."""
+    """Refs to the arrays in global memory."""
 
-    x: Ref  # [tiles, COLUMNS]
-    partials: Ref  # [S, tiles, COLUMNS]
-    norms: Ref  # [W, tiles, COLUMNS]
+    token: token.NormRefs  # in tiles of COLUMNS
     w: Ref  # [D, O]; with swiglu [D, 2 * O]
-    total: Ref  # [tiles, COLUMNS]
     out: Ref  # [1, O]
 
 
@@ -140,17 +136,12 @@ def _matmul(
 def _compute_warpgroup(spec: _Spec, column: jax.Array, gmem: _GmemRefs, scratch: _Scratch) -> None:
     """Residual add, norm, and 64 columns of the result. The first CTA also writes the sum."""
     plain, swizzled = token.views(scratch.x_smem)
-    partials = [gmem.partials.at[i] for i in range(gmem.partials.shape[0])]
-    found = token.add_and_norm(gmem.x, partials, gmem.norms.at[spec.row], eps=spec.eps)
+    found = token.normed_token(spec.norm, gmem.token)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
 
-    @pl.when(column == 0)
-    def _write_sum() -> None:
-        for span, total in zip(found.spans, found.total, strict=True):
-            gmem.total[span] = total
-
+    pl.when(column == 0)(partial(token.write_total, found, gmem.token))
     accs = _matmul(spec, swizzled, scratch)
     result = accs[0]
     if spec.sizes.swiglu:
@@ -212,19 +203,16 @@ def launch_with(
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
     """``norm_gemm`` with a given configuration; tests call it too."""
     sizes = sizes_of(x, w, swiglu=swiglu)
-    spec = _Spec(sizes, config, row, eps, x.dtype)
-    tiles = (spec.tiles, COLUMNS)
+    spec = _Spec(sizes, config, token.Norm(row, eps), x.dtype)
+    arrays, total_type = token.norm_arrays(x, partials, norms, COLUMNS)
 
-    def body(*refs: Ref) -> None:
-        *gmem, scratch = refs
-        _kernel(spec, _GmemRefs(*gmem), scratch)
+    def body(x: Ref, partials: Ref, norms: Ref, w: Ref, total: Ref, out: Ref, scratch: Any) -> None:
+        refs = token.NormRefs(x, partials, norms, total)
+        _kernel(spec, _GmemRefs(refs, w, out), scratch)
 
     total, out = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(tiles, x.dtype),
-            jax.ShapeDtypeStruct((1, sizes.outer), x.dtype),
-        ),
+        out_type=(total_type, jax.ShapeDtypeStruct((1, sizes.outer), x.dtype)),
         scratch_types=(_scratch_types(spec),),
         grid=(sizes.outer // COLUMNS,),
         grid_names=("tile",),
@@ -234,5 +222,5 @@ def launch_with(
         # needed: no store is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_gemm",
-    )(x.reshape(tiles), partials.reshape(-1, *tiles), norms.reshape(-1, *tiles), w)
+    )(*arrays, w)
     return total.reshape(x.shape), out

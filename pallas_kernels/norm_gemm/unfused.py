@@ -16,6 +16,7 @@ from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import ref as quantised_ref
 from pallas_kernels.quantised_gemm import xla as quantised_xla
 from pallas_kernels.quantised_gemm.api import quantised_gemm
+from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
 from pallas_kernels.residual_norm import ref as norm_ref
 from pallas_kernels.residual_norm import xla as norm_xla
 from pallas_kernels.residual_norm.api import residual_norm
@@ -43,6 +44,23 @@ def reference(
         return total, gemm_ref.skinny_gemm(normed, *w, swiglu=swiglu, split=False)
     gemm = of_either_order(quantised_ref.quantised_gemm)
     return total, gemm(normed, *w, kind=kind, swiglu=swiglu, split=False, wide=False)
+
+
+def reference_fp8(
+    x: jax.Array,  # [1, D]
+    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
+    norms: jax.Array,  # [W, D]
+    *w: Any,  # values, scales, and None three times
+    row: int,
+    eps: float,
+    swiglu: bool,
+    kind: str,
+    pins: Pins,
+) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
+    """The definition where the normed token is quantised, too."""
+    del pins
+    total, normed = norm_ref.residual_norm(x, partials, norms, row=row, eps=eps)
+    return total, fp8_tokens.quantised_gemm(normed, *w, kind=kind, swiglu=swiglu, split=False)
 
 
 def plain_xla(

@@ -1,7 +1,7 @@
 """Residual add and RMSNorm of one token, in Pallas Mosaic GPU.
 
 One warpgroup holds the token, or the compute warpgroups of a CTA divide it (``Share``). A token is
-an array [tiles, columns], of 64 or fewer components a tile.
+an array [tiles, columns]. GEMMs that normalise their token themselves take it as ``NormRefs``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,22 @@ from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
 type Ref = Any
 
 SPAN = TILES * COLUMNS  # components that a warpgroup loads at once: four of a thread
+
+
+class Norm(NamedTuple):
+    """A norm before a GEMM: its row of the norms' weights, and epsilon."""
+
+    row: int
+    eps: float
+
+
+class NormRefs(NamedTuple):
+    """Refs in global memory to what such a norm reads, and to the sum that it writes."""
+
+    x: Ref  # [tiles, columns]
+    partials: Ref  # [S, tiles, columns]
+    norms: Ref  # [W, tiles, columns]
+    total: Ref  # [tiles, columns]
 
 
 class NormedToken(NamedTuple):
@@ -54,6 +70,30 @@ def views(union: Ref) -> tuple[Ref, Ref]:
     return union[0], union[1]
 
 
+def norm_arrays(
+    x: jax.Array,  # [1, D]
+    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
+    norms: jax.Array,  # [W, D]
+    columns: int,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.ShapeDtypeStruct]:
+    """The arrays of ``NormRefs``, and the type of the sum."""
+    tiles = (x.shape[1] // columns, columns)
+    arrays = x.reshape(tiles), partials.reshape(-1, *tiles), norms.reshape(-1, *tiles)
+    return arrays, jax.ShapeDtypeStruct(tiles, x.dtype)
+
+
+def normed_token(norm: Norm, refs: NormRefs, share: Share | None = None) -> NormedToken:
+    """``add_and_norm`` of the token of a GEMM."""
+    partials = [refs.partials.at[i] for i in range(refs.partials.shape[0])]
+    return add_and_norm(refs.x, partials, refs.norms.at[norm.row], eps=norm.eps, share=share)
+
+
+def write_total(found: NormedToken, refs: NormRefs) -> None:
+    """Write the sum; one CTA of a GEMM does."""
+    for span, total in zip(found.spans, found.total, strict=True):
+        refs.total[span] = total
+
+
 def add_and_norm(
     x: Ref,  # [tiles, columns]
     partials: Sequence[Ref],  # [tiles, columns] each; one or more
@@ -64,7 +104,7 @@ def add_and_norm(
 ) -> NormedToken:
     """``residual_norm`` of a token; waits for the previous kernel (``grid_dependency_wait``)."""
     tiles, columns = x.shape
-    layout, dtype = _layout(columns), x.dtype
+    layout, dtype = span_layout(columns), x.dtype
     load = partial(plgpu.load, layout=layout, optimized=False)
     spans, counted = _spans(tiles, SPAN // columns, share)
     # All loads are in flight before the first result is used.
@@ -92,9 +132,12 @@ def add_and_norm(
     return NormedToken(spans, totals, normed)
 
 
-def _layout(columns: int) -> Any:
+def span_layout(columns: int) -> Any:
     """Register layout of a span, [SPAN / columns, columns]: four components a thread."""
     tiles = SPAN // columns
+    if tiles == 4:  # one for each warp, which Mosaic wants without a tile of its own
+        tiling = plgpu.Tiling(((tiles, columns), (4,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((tiles, columns), (tiles // 4, columns), (4,))),
         warp_dims=(-5,),

@@ -24,6 +24,7 @@ from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
 from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
 from pallas_kernels.registry import Inputs, select
+from pallas_kernels.residual_norm import token
 from pallas_kernels.testing import mismatch
 
 FP8 = next(impl for impl in OP.impls if impl.name == "mosaic_fp8")
@@ -51,8 +52,8 @@ GEMMS = {  # inputs, outputs, swiglu, split
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_ref_union", lambda plain, swizzled: plain)
-    monkeypatch.setattr(decode, "_views", lambda ref: (ref, ref))
+    monkeypatch.setattr(token, "ref_union", lambda plain, swizzled: plain)
+    monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
 
 
 @pytest.fixture

@@ -24,13 +24,16 @@ from pallas_kernels.norm_gemm.api import OP, norm_gemm
 from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
 from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
+from pallas_kernels.quantised_gemm.fp8 import mosaic as fp8_mosaic
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 from pallas_kernels.quantised_gemm.tiled import mosaic
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
 from pallas_kernels.registry import UnfitKernel, select
 from pallas_kernels.residual_norm import token
+from pallas_kernels.testing import mismatch
 
-TILED = next(impl for impl in OP.impls if impl.name == "tiled")
+IMPLS = {impl.name: impl for impl in OP.impls}
 H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
 QKV = NormGemmCase("qkv", 1, 1536, 128, 3, form="int4", group=128)
 GATE_UP = NormGemmCase("gate_up", 1, 512, 128, 2, swiglu=True, form="int4", group=128)
@@ -48,7 +51,14 @@ LAUNCHES = {
     "chunks_of_16": (replace(QKV, form="q6_k", group=16), TiledConfig(8, 128, 2, 2)),
     "mxfp4": (replace(GATE_UP, form="mxfp4", group=32), TiledConfig(8, 128, 2, 2)),
 }
+FP8 = [
+    replace(QKV, name="fp8", form="fp8", group=0),
+    replace(QKV, name="fp8_in_bfloat16", form="fp8", group=0, partials=1, inner=512),
+    replace(GATE_UP, name="fp8_gate_up", form="fp8", group=0, inner=1024),
+    replace(GATE_UP, name="fp8_blocks", form="fp8_blocks"),
+]
 OF_MODELS = [case for case in CASES if case.form and case.inner > 2048]
+TILED = [case for case in OF_MODELS if not case.name.count("fp8")]
 
 
 @pytest.fixture
@@ -62,6 +72,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_launch, "not_hopper", lambda: None)
+    monkeypatch.setattr(fp8_launch, "not_hopper", lambda: None)
 
 
 @pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
@@ -69,7 +80,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_configs_agree_with_the_definition(case: NormGemmCase, config: TiledConfig) -> None:
     inputs = OP.build(case, 0)
     static = {name: value for name, value in inputs.static.items() if name != "pins"}
-    run = jax.jit(partial(mosaic.launch_normed, config=config, **static))
+    run = jax.jit(partial(mosaic.norm_gemm, config=config, **static))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         total, out = run(*jax.tree.map(jnp.asarray, inputs.args))
     expected_total, expected = OP.ref(*inputs.args, **inputs.static)
@@ -80,26 +91,47 @@ def test_all_configs_agree_with_the_definition(case: NormGemmCase, config: Tiled
     np.testing.assert_allclose(out, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("case", FP8, ids=lambda case: case.name)
+@pytest.mark.usefixtures("replaced", "on_hopper")
+def test_fp8_agrees_with_its_definition(case: NormGemmCase) -> None:
+    inputs, fp8 = OP.build(case, 0), IMPLS["mosaic_fp8"]
+    assert select(OP, "gpu", inputs.args, inputs.static).name == "mosaic_fp8"
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        problem = mismatch(OP, fp8, case, inputs)
+    assert problem is None, problem
+
+
+def _marked(case: NormGemmCase) -> Any:
+    """A parameter; the largest matrices of fp8 take 4 s each to draw."""
+    marks = pytest.mark.nightly if case.name.startswith("qwen3_8b_gate_up_fp8") else ()
+    return pytest.param(case, id=case.name, marks=marks)
+
+
 def _abstract(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
 
 
-@pytest.mark.parametrize("case", OF_MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", map(_marked, OF_MODELS))
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
     inputs = OP.build(case, 0)
     args, static = _abstract(inputs.args), dict(inputs.static)
     with compiling_for(H100):
-        assert select(OP, "gpu", args, static).name == "tiled"
+        name = "mosaic_fp8" if "fp8" in case.name else "tiled"
+        assert select(OP, "gpu", args, static).name == name
         del static["pins"]
-        run = partial(mosaic.norm_gemm.__wrapped__, **static)
+        kernels = {"tiled": mosaic, "mosaic_fp8": fp8_mosaic}
+        run = partial(kernels[name].norm_gemm.__wrapped__, **static)
         lowered = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
-        declared, returned = launch.tiled_result_shapes(*args, **static), jax.eval_shape(run, *args)
+        declared, returned = (
+            launch.quantised_result_shapes(*args, **static),
+            jax.eval_shape(run, *args),
+        )
     assert "@mosaic_gpu" in lowered.as_text()
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in returned]
 
 
-@pytest.mark.parametrize("case", OF_MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", TILED, ids=lambda case: case.name)
 def test_shared_memory_of_a_multiprocessor_suffices(case: NormGemmCase) -> None:
     """Gates and ups have more CTAs than there are SMs, so two of them share one."""
     inputs = OP.build(case, 0)
@@ -126,7 +158,7 @@ def test_shared_memory_of_a_multiprocessor_suffices(case: NormGemmCase) -> None:
 )
 def test_refusals(change: Mapping[str, Any], reason: str) -> None:
     inputs = OP.build(replace(QKV, **change), 0)
-    assert reason in (TILED.refuses("gpu", inputs.args, inputs.static) or "")
+    assert reason in (IMPLS["tiled"].refuses("gpu", inputs.args, inputs.static) or "")
 
 
 @pytest.mark.parametrize("name", ["residual_norm", "quantised_gemm"])

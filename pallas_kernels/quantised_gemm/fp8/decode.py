@@ -5,11 +5,13 @@ tensor cores add fp8 products with about 14 bits, so each group of 128 inputs ha
 its own, which is scaled and added to the float32 sum in registers.
 
 With 1, 8 or 16 tokens the kernel can quantise them itself (``DecodeConfig.quantises``): each CTA
-those inputs that it multiplies, while its first weights are in flight. That saves a launch.
+those inputs that it multiplies, while its first weights are in flight. That saves a launch. For one
+token it can add and normalise it before (``launch_normed``), which saves another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from pallas_kernels.quantised_gemm.fp8.quantise import (
     quantised_groups,
 )
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
+from pallas_kernels.residual_norm import token
 
 SCALE_LANES = 32  # float32 values in 128 bytes, to which TMA aligns arrays in shared memory
 
@@ -49,6 +52,7 @@ class _Spec:
 
     sizes: Fp8Sizes
     config: DecodeConfig
+    norm: token.Norm | None = None  # of the only token, if the kernel computes it
 
     @property
     def halves(self) -> int:
@@ -87,7 +91,7 @@ class _Spec:
 class _GmemRefs(NamedTuple):
     """Refs to the arrays in global memory."""
 
-    x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it
+    x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it; with a norm ``NormRefs``
     x_scales: Ref  # [K / GROUP, scale_tokens(T)]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
@@ -98,7 +102,7 @@ class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
     w_smem: Ref  # [stages, 1 or 2, block_o, block_k]
-    x_smem: Ref  # [token_steps * step_groups, token_rows, GROUP], see ``_views``
+    x_smem: Ref  # [token_steps * step_groups, token_rows, GROUP], see ``token.views``
     scales_smem: Ref  # [token_steps * step_groups, scale_row]; without scale_row for ``row_union``
     consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
     barriers: Ref  # [stages]: one arrival per copy
@@ -124,19 +128,9 @@ def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(spec.config.stages))
 
 
-def _ref_union(plain: Any, swizzled: Any) -> Any:
-    """One allocation with two views. JAX's interpreter allocates each of them separately."""
-    return plgpu.RefUnion(plain, swizzled)
-
-
-def _views(union: Ref) -> tuple[Ref, Ref]:
-    """The plain and the swizzled view of a ``_ref_union``. Their first rows are the same."""
-    return union[0], union[1]
-
-
 def _tokens(spec: _Spec, scratch: _Scratch) -> Ref:
     """The swizzled tokens in shared memory."""
-    return _views(scratch.x_smem)[1] if spec.row_union else scratch.x_smem
+    return token.views(scratch.x_smem)[1] if spec.row_union else scratch.x_smem
 
 
 def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Scratch) -> None:
@@ -182,7 +176,7 @@ def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Sc
 
 def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
     """Quantise the CTA's inputs of the only token, four groups at once."""
-    step_groups, plain = spec.config.step_groups, _views(scratch.x_smem)[0]
+    step_groups, plain = spec.config.step_groups, token.views(scratch.x_smem)[0]
     num_groups, spans = tile.num_steps * step_groups, -(-spec.token_steps * step_groups // ROWS)
     # The last spans may overlap; all write the same.
     firsts = [jnp.minimum(i * ROWS, num_groups - ROWS) for i in range(spans)]
@@ -195,6 +189,18 @@ def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> N
         values, scales = quantised_groups(groups)
         plain[pl.ds(first, ROWS), 0] = values
         scratch.scales_smem[pl.ds(first, ROWS)] = scales
+
+
+def _quantise_normed(
+    norm: token.Norm, first: jax.Array, refs: token.NormRefs, scratch: _Scratch
+) -> None:
+    """Add, normalise and quantise the only token; the ``first`` CTA also writes the sum."""
+    found, plain = token.normed_token(norm, refs), token.views(scratch.x_smem)[0]
+    for span, groups in zip(found.spans, found.normed, strict=True):
+        values, scales = quantised_groups(groups)
+        plain[span, 0] = values
+        scratch.scales_smem[span] = scales
+    pl.when(first)(partial(token.write_total, found, refs))
 
 
 def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
@@ -292,7 +298,10 @@ def _compute_warpgroup(
         count //= spec.config.warpgroups
         row, tokens = 0, pl.ds(warpgroup * count, count)
     rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
-    if spec.config.quantises:
+    if spec.norm is not None:
+        _quantise_normed(spec.norm, tile.output == 0, gmem.x, scratch)
+        plgpu.commit_smem()
+    elif spec.config.quantises:
         grid_dependency_wait()
         quantise = _quantise_token if spec.sizes.tokens == 1 else _quantise_tokens
         quantise(spec, tile, gmem.x, scratch)
@@ -318,9 +327,7 @@ def _compute_warpgroup(
         out.at[i, outputs][...] = row.astype(out.dtype)
 
 
-def _kernel(spec: _Spec, *refs: Ref) -> None:
-    *arrays, scratch = refs
-    gmem = _GmemRefs(arrays[0], None, *arrays[1:]) if spec.config.quantises else _GmemRefs(*arrays)
+def _kernel(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
 
@@ -346,7 +353,7 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     x_smem: Any = plgpu.SMEM(tokens, jnp.float8_e4m3fn, transforms=swizzled)
     if spec.row_union:
         scales = (groups,)
-        x_smem = _ref_union(plgpu.SMEM(tokens, jnp.float8_e4m3fn), x_smem)
+        x_smem = token.ref_union(plgpu.SMEM(tokens, jnp.float8_e4m3fn), x_smem)
     copies = spec.halves + (0 if config.quantises else 1 + config.step_groups)
     return _Scratch(
         w_smem=plgpu.SMEM(weights, jnp.float8_e4m3fn, transforms=swizzled),
@@ -369,12 +376,60 @@ def launch_with(
     if not config.fits(sizes) or config.quantises != (x_scales is None):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    tokens = [x, x_scales]
-    if config.quantises:
-        tokens = [x.reshape(sizes.tokens, sizes.groups, GROUP)]
+    if x_scales is None:
+        x = x.reshape(sizes.tokens, sizes.groups, GROUP)
+    tokens = (x,) if x_scales is None else (x, x_scales)
+
+    def refs_of(x: Ref, *refs: Ref) -> _GmemRefs:
+        return _GmemRefs(x, None, *refs) if x_scales is None else _GmemRefs(x, *refs)
+
+    (out,) = _launch(spec, (*tokens, *_weights(spec, w, w_scales)), (), refs_of)
+    return out
+
+
+def launch_normed(
+    config: DecodeConfig,
+    sizes: Fp8Sizes,
+    norm: token.Norm,
+    x: jax.Array,  # [1, K]
+    partials: jax.Array,  # [1, K] in x's dtype, or float32[S, 1, K]
+    norms: jax.Array,  # [W, K]
+    w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+    """The sum of a token and its partials, and the GEMM of its norm; ``config`` quantises."""
+    spec = _Spec(sizes, config, norm)
+    arrays, total_type = token.norm_arrays(x, partials, norms, GROUP)
+
+    def refs_of(x: Ref, partials: Ref, norms: Ref, w: Ref, scales: Ref, *out: Ref) -> _GmemRefs:
+        total, result = out
+        return _GmemRefs(token.NormRefs(x, partials, norms, total), None, w, scales, result)
+
+    arrays = (*arrays, *_weights(spec, w, w_scales))
+    total, out = _launch(spec, arrays, (total_type,), refs_of)
+    return total.reshape(x.shape), out
+
+
+def _weights(spec: _Spec, w: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return w, scales if spec.sizes.blocks else scales.reshape(-1)
+
+
+def _launch(
+    spec: _Spec,
+    arrays: tuple[jax.Array, ...],
+    more_results: tuple[jax.ShapeDtypeStruct, ...],
+    refs_of: Callable[..., _GmemRefs],  # of the arrays, those results, and the GEMM's
+) -> Sequence[jax.Array]:
+    """Run the kernel; returns ``more_results`` and the GEMM's."""
+    sizes, config = spec.sizes, spec.config
+
+    def body(*refs: Ref) -> None:
+        *in_gmem, scratch = refs
+        _kernel(spec, refs_of(*in_gmem), scratch)
+
     return plgpu.kernel(
-        partial(_kernel, spec),
-        out_type=result_shape(sizes, config.split_k),
+        body,
+        out_type=(*more_results, result_shape(sizes, config.split_k)),
         scratch_types=(_scratch_types(spec),),
         grid=(config.split_k, sizes.outer // config.block_o),  # adjacent CTAs, adjacent outputs
         grid_names=("split", "tile"),
@@ -384,4 +439,4 @@ def launch_with(
         # these is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="fp8_decode_gemm",
-    )(*tokens, w, w_scales if sizes.blocks else w_scales.reshape(-1))
+    )(*arrays)

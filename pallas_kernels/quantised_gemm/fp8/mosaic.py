@@ -19,6 +19,7 @@ from pallas_kernels.quantised_gemm.fp8.launch import (
     quantising_config,
     sizes_of,
 )
+from pallas_kernels.residual_norm.token import Norm
 
 
 @partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
@@ -44,6 +45,30 @@ def quantised_gemm(
     x8, x_scales = quantise.quantised_tokens(x)
     static = {"swiglu": swiglu, "split": split, "dtype": str(x.dtype)}
     return gemm_of_quantised(x8, x_scales, values, scales, **static)
+
+
+@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu"))  # one trace for all layers
+def norm_gemm(
+    x: jax.Array,  # [1, K]
+    partials: jax.Array,  # [1, K] in x's dtype, or float32[S, 1, K]
+    norms: jax.Array,  # [W, K]
+    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
+    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
+    zeros: None,
+    offsets: None,
+    supers: None,
+    *,
+    row: int,
+    eps: float,
+    kind: str,
+    swiglu: bool,
+) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+    """See ``norm_gemm.api``; the normed token is quantised as ``fp8.tokens`` defines it."""
+    del zeros, offsets, supers, kind
+    scales = scales.astype(jnp.float32)
+    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=False)
+    config, norm = decode_config(sizes, quantises=True), Norm(row, eps)
+    return decode.launch_normed(config, sizes, norm, x, partials, norms, values, scales)
 
 
 @jax.jit

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP, LARGEST, SMALLEST, scale_tokens
+from pallas_kernels.residual_norm.token import span_layout
 
 type Ref = Any
 
@@ -24,13 +25,7 @@ ROWS = 4  # groups of a tile: one for each warp
 TOKENS = 8  # of a CTA, where there are many: as many loads are in flight
 MANY_TOKENS = 1024
 
-# Four groups: a warp has one, a thread four of its values.
-GROUPS_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROWS, GROUP), (4,))),
-    warp_dims=(-3,),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
+GROUPS_LAYOUT = span_layout(GROUP)  # four groups: a warp has one, a thread four of its values
 # A group of eight tokens: a warp has two tokens, a thread eight values of one.
 TOKENS_LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, GROUP), (2, GROUP), (8,))),

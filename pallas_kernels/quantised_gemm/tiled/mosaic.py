@@ -52,22 +52,6 @@ from pallas_kernels.quantised_gemm.tiled.step import (
 from pallas_kernels.residual_norm import token
 
 
-class _NormRefs(NamedTuple):
-    """Refs to what the norm reads and writes in global memory; a token is divided into chunks."""
-
-    x: Ref  # [chunks, chunk]
-    partials: Ref  # [S, chunks, chunk]
-    norms: Ref  # [W, chunks, chunk]
-    total: Ref  # [chunks, chunk]
-
-
-class _Norm(NamedTuple):
-    """The norm before a GEMM: its row of the norms, and epsilon."""
-
-    row: int
-    eps: float
-
-
 class _Scratch(NamedTuple):
     """Shared memory and barriers of a CTA, in the order of their allocation."""
 
@@ -134,7 +118,7 @@ class _Copies:
         """
         count = jnp.minimum(self.tile.num_steps, self.spec.config.stages)
         pl.loop(0, count)(self.weights)
-        if not self.spec.sizes.normed:
+        if self.spec.norm is None:
             grid_dependency_wait()
             pl.loop(0, count)(self.tokens)
 
@@ -142,7 +126,7 @@ class _Copies:
         """Issue a further step's copies when its stage has been consumed."""
         plgpu.barrier_wait(self.scratch.consumed_barriers.at[_stage(self.spec, step)])
         self.weights(step)
-        if not self.spec.sizes.normed:
+        if self.spec.norm is None:
             self.tokens(step)
 
     def all(self) -> None:
@@ -170,7 +154,12 @@ class _NormedStep(Step):
 
 
 def _write_normed(
-    spec: Spec, norm: _Norm, warpgroup: jax.Array, first: jax.Array, refs: _NormRefs, scratch: Any
+    spec: Spec,
+    norm: token.Norm,
+    warpgroup: jax.Array,
+    first: jax.Array,
+    refs: token.NormRefs,
+    scratch: _Scratch,
 ) -> None:
     """Add and normalise the token with the other compute warpgroups; the ``first`` CTA also writes
     the sum.
@@ -178,19 +167,12 @@ def _write_normed(
     plain, _ = token.views(scratch.x_smem)
     count = spec.config.warpgroups
     share = token.Share(warpgroup, count, scratch.squares_smem, scratch.squares_barrier)
-    partials = [refs.partials.at[i] for i in range(refs.partials.shape[0])]
-    weights = refs.norms.at[norm.row]
-    found = token.add_and_norm(refs.x, partials, weights, eps=norm.eps, share=share)
+    found = token.normed_token(norm, refs, share)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.normed_barrier)
-
-    @pl.when(first)
-    def _write_sum() -> None:
-        for span, total in zip(found.spans, found.total, strict=True):
-            refs.total[span] = total
-
+    pl.when(first)(partial(token.write_total, found, refs))
     plgpu.barrier_wait(scratch.normed_barrier)
 
 
@@ -211,7 +193,7 @@ def _accumulate(
 
         plgpu.barrier_wait(scratch.barriers.at[stage])
         inputs = Step(spec, stage, warpgroup, scratch)
-        if spec.sizes.normed:
+        if spec.norm is not None:
             inputs = _NormedStep(spec, stage, warpgroup, scratch, step=step)
         totals = inputs.add(totals)
 
@@ -254,13 +236,7 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
         write(spec, tile.index, tile.token, list(results.values()), out)
 
 
-def _kernel(
-    spec: Spec,
-    gmem: Gmem,
-    scratch: _Scratch,
-    norm: _Norm | None = None,
-    norm_refs: _NormRefs | None = None,
-) -> None:
+def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
     copies = _Copies(spec, tile, gmem, scratch)
@@ -271,8 +247,8 @@ def _kernel(
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
-        if norm is not None and norm_refs is not None:
-            _write_normed(spec, norm, warpgroup, tile.index == 0, norm_refs, scratch)
+        if spec.norm is not None:
+            _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem.x, scratch)
         out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
         _compute_warpgroup(spec, warpgroup, out, copies)
 
@@ -375,7 +351,7 @@ def launch_with(
     )(x, tiles, *present)
 
 
-@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu"))  # one trace for all layers
+@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu", "config"))
 def norm_gemm(
     x: jax.Array,  # [1, K]
     partials: jax.Array,  # [1, K], or float32[S, 1, K]
@@ -386,61 +362,31 @@ def norm_gemm(
     eps: float,
     kind: str,
     swiglu: bool,
+    config: TiledConfig | None = None,  # tests give one
 ) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """See ``norm_gemm.api``; the weights are arranged (``tiled.arrange``)."""
     sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
-    static: Any = {"row": row, "eps": eps, "kind": kind, "swiglu": swiglu}
-    return launch_normed(
-        x, partials, norms, values, *factors, config=choose_config(sizes), **static
-    )
-
-
-def launch_normed(
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K], or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,  # as those of ``quantised_gemm``
-    config: TiledConfig,
-    row: int,
-    eps: float,
-    kind: str,
-    swiglu: bool,
-) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
-    """``norm_gemm`` with a given configuration.
-
-    Raises ValueError when the configuration does not fit the call.
-    """
-    sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
-    if not config.fits(sizes):
-        raise ValueError(f"{config} does not fit {sizes}")
-    spec, norm = Spec(sizes, config), _Norm(row, eps)
+    spec = Spec(sizes, config or choose_config(sizes), norm=token.Norm(row, eps))
     tiles, parts = gmem_views(sizes, values, factors)
     present = [part for part in parts if part is not None]
-    chunks = (sizes.inner // spec.chunk, spec.chunk)
+    arrays, total_type = token.norm_arrays(x, partials, norms, spec.chunk)
 
     def body(x: Ref, partials: Ref, norms: Ref, tiles: Ref, *refs: Ref) -> None:
         *rest, total, out, scratch = refs
-        gmem = Gmem(None, tiles, parts.named(rest), out)
-        _kernel(spec, gmem, scratch, norm, _NormRefs(x, partials, norms, total))
+        of_norm = token.NormRefs(x, partials, norms, total)
+        _kernel(spec, Gmem(of_norm, tiles, parts.named(rest), out), scratch)
 
     total, out = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(chunks, x.dtype), result_shape(config, sizes)),
+        out_type=(total_type, result_shape(spec.config, sizes)),
         scratch_types=(_scratch_types(spec, parts),),
         grid=(1, 1, sizes.outer // TILE),
         grid_names=("split", "tokens", "tile"),
-        num_threads=config.warpgroups + (not config.own_copies),
+        num_threads=spec.config.warpgroups + (not spec.config.own_copies),
         thread_name="warpgroup",
         # The automatic barriers would make all threads wait around each store. They are not
         # needed: no store is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_quantised_gemm",
-    )(
-        x.reshape(chunks),
-        partials.reshape(-1, *chunks),
-        norms.reshape(-1, *chunks),
-        tiles,
-        *present,
-    )
+    )(*arrays, tiles, *present)
     return total.reshape(x.shape), out

@@ -31,6 +31,7 @@ from pallas_kernels.quantised_gemm.tiled.launch import (
     TiledConfig,
     TiledSizes,
 )
+from pallas_kernels.residual_norm.token import Norm
 
 type Ref = Any
 
@@ -45,6 +46,7 @@ class Spec:
     sizes: TiledSizes
     config: TiledConfig
     sums_given: bool = False  # the sums of the tokens' inputs, which offsets multiply
+    norm: Norm | None = None  # of the only token, if the kernel computes it
 
     @property
     def segment(self) -> int:
@@ -79,7 +81,7 @@ class Parts(NamedTuple):
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
 
-    x: Ref  # [T, K]
+    x: Ref  # [T, K]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
     out: Ref  # [T, O], or float32[S, T, O]
