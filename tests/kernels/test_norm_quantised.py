@@ -111,7 +111,7 @@ def _abstract(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
 
 
-@pytest.mark.parametrize("case", map(_marked, OF_MODELS))
+@pytest.mark.parametrize("case", [*map(_marked, OF_MODELS)])
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
     inputs = OP.build(case, 0)
