@@ -30,6 +30,7 @@ OP_NAMES = (
     "publish",
     "qk_rope_append",
     "quantised_gemm",
+    "quantised_mlp",
     "residual_norm",
     "route",
     "sample",

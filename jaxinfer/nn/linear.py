@@ -22,8 +22,9 @@ from pallas_kernels.arrangements import rows_of
 from pallas_kernels.norm_gemm.api import norm_gemm
 from pallas_kernels.numerics import add_partials
 from pallas_kernels.pins import Pins
-from pallas_kernels.quantised import quantised
+from pallas_kernels.quantised import is_matrix, quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
+from pallas_kernels.quantised_mlp.api import quantised_mlp
 from pallas_kernels.residual_norm.api import residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
@@ -136,6 +137,25 @@ def linear_of_norm(
     static: Any = {"row": norm.row, "eps": norm.eps, "swiglu": swiglu, "pins": ctx.pins}
     x, y = norm_gemm(*stream, norm.weights, matrix, **static)
     return Stream(x), y if bias is None else y + bias
+
+
+def swiglu_mlp(
+    stream: Stream,
+    norm: Norm,
+    gate_up: Weight,  # [D, 2 * F]
+    down: Weight,  # [F, D]
+    ctx: StepContext,
+) -> tuple[Stream, jax.Array]:  # and [T, D] or float32[S, T, D]
+    """The stream with its delta added, and SwiGLU of its norm times ``down``, a ``partial`` result
+    of ``linear``.
+    """
+    matrices = [quantised(w) for w in (gate_up, down) if isinstance(w, Mapping) and is_matrix(w)]
+    if len(matrices) < 2 or len(stream.x) == 1:  # for one token ``norm_gemm`` has a kernel
+        stream, hidden = linear_of_norm(stream, norm, gate_up, ctx, swiglu=True)
+        return stream, linear(hidden, down, ctx, partial=True)
+    stream, h = normalised(stream, norm, ctx)
+    y = quantised_mlp(h, *matrices, split=ctx.axis is None, pins=ctx.pins)
+    return stream, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
 
 
 def linear(

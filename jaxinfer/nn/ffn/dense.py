@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
+from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, swiglu_mlp, weight
 
 _ZEROS = nn.initializers.zeros
 
@@ -36,6 +36,10 @@ class FeedForward(nn.Module):
         bias = self.param(f"{name}_bias", _ZEROS, (columns,), dtype) if c.bias else None
         swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
+        down = weight(self, "down", (c.width, d), dtype)
+        if swiglu and not ctx.uses("mlp_post"):
+            stream, y = swiglu_mlp(stream, norm, w, down, ctx)
+            return stream.x, y
         stream, hidden = linear_of_norm(stream, norm, w, ctx, bias=bias, swiglu=swiglu)
         activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
@@ -44,6 +48,5 @@ class FeedForward(nn.Module):
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
-        w = weight(self, "down", (c.width, d), dtype)
         bias = self.param("down_bias", _ZEROS, (d,), dtype) if c.bias else None
-        return stream.x, linear(hidden, w, ctx, bias=bias, partial=True)
+        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True)

@@ -208,6 +208,40 @@ def result_shapes(
     return result_shape(sizes, decode_config(sizes).split_k if decodes(sizes) else 1)
 
 
+def supports_mlp(
+    x: jax.Array,  # [T, D]
+    *arrays: jax.Array | None,  # those of gate and up, [2 * F, D], then those of down, [D, F]
+    kinds: tuple[str, str],
+    split: bool,
+) -> str | None:
+    """Why the kernels cannot keep SwiGLU's results quantised, or None."""
+    gate_up, down = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
+    if reason := supports(x, *gate_up, kind=kinds[0], swiglu=True, split=False):  # type: ignore[arg-type]
+        return reason
+    sizes = sizes_of(x, *gate_up[:2], swiglu=True, split=False)  # type: ignore[arg-type]
+    if decodes(sizes):
+        return f"{sizes.tokens} tokens are not more than {MAX_DECODE_TOKENS_SWIGLU}"
+    if sizes.blocks:  # two accumulators, for whole groups of results, would spill: SPILL_COST
+        return "blocks of gates and ups share a scale"
+    if sizes.outer % GROUP:
+        return f"{sizes.outer} gates are not a multiple of {GROUP}"
+    hidden = jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype)
+    return supports(hidden, *down, kind=kinds[1], swiglu=False, split=split)  # type: ignore[arg-type]
+
+
+def mlp_result_shapes(
+    x: jax.Array,  # [T, D]
+    *arrays: jax.Array | None,  # as of ``supports_mlp``
+    kinds: tuple[str, str],
+    split: bool,
+) -> jax.ShapeDtypeStruct:
+    """The shape of the result of both matmuls."""
+    down = arrays[len(arrays) // 2 :]
+    assert down[0] is not None
+    hidden = jax.ShapeDtypeStruct((x.shape[0], down[0].shape[1]), x.dtype)
+    return result_shapes(hidden, *down, kind=kinds[1], swiglu=False, split=split)  # type: ignore[arg-type]
+
+
 def result_shape(sizes: Fp8Sizes, split_k: int) -> jax.ShapeDtypeStruct:
     """The result of a call: [T, O], or float32[S, T, O]."""
     shape = (sizes.tokens, sizes.outer)

@@ -1,12 +1,13 @@
 """quantised_gemm of fp8 matrices in Pallas Mosaic GPU: quantise the tokens, then multiply.
 
-Between the GEMMs of a step tokens can stay quantised: ``swiglu_quantised`` returns values and
-scales, and ``gemm_of_quantised`` takes them.
+Between two GEMMs tokens stay quantised (``mlp``): ``swiglu_quantised`` returns values and scales,
+and ``gemm_of_quantised`` takes them.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +72,25 @@ def norm_gemm(
     return decode.launch_normed(config, sizes, norm, x, partials, norms, values, scales)
 
 
-@jax.jit
-def quantised_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, K]
-    """See ``fp8.tokens``."""
-    return quantise.quantised_tokens(x)
+@partial(jax.jit, static_argnames=("kinds", "split"))  # one trace for all layers
+def mlp(
+    x: jax.Array,  # [T, D]
+    *arrays: jax.Array | None,  # values, scales and None three times, of gate and up, and of down
+    kinds: tuple[str, str],
+    split: bool,
+) -> jax.Array:  # [T, D], or float32[S, T, D]
+    """See ``quantised_mlp.api``; SwiGLU's results are quantised in the epilogue of its GEMM."""
+    del kinds
+    gate_up, down = (arrays[i : i + 2] for i in (0, len(arrays) // 2))
+    values, scales = quantise.quantised_tokens(x)
+    dtype = str(x.dtype)
+    values, scales = swiglu_quantised(values, scales, *_floats(*gate_up), dtype=dtype)
+    static: Any = {"swiglu": False, "split": split, "dtype": dtype}
+    return gemm_of_quantised(values, scales, *_floats(*down), **static)
+
+
+def _floats(values: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
+    return values, scales.astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnames=("swiglu", "split", "dtype"))

@@ -1,0 +1,1 @@
+"""Gate, up, SwiGLU and down of a feed-forward network with quantised weights."""

@@ -1,0 +1,81 @@
+"""quantised_mlp: SwiGLU of tokens times a quantised matrix, times a second one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pins import NO_PINS, Pins
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
+from pallas_kernels.quantised_mlp import cases, unfused
+from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_fp8_kernels = imported_when_called(
+    "pallas_kernels.quantised_gemm.fp8.mosaic", "mlp", fp8_launch.mlp_result_shapes
+)
+
+
+def _fp8(*args: Any, pins: Pins, **static: Any) -> Any:
+    del pins
+    return _fp8_kernels(*args, **static)
+
+
+def _supports_fp8(*args: Any, pins: Pins, **static: Any) -> str | None:
+    if pins.of("quantised_gemm"):
+        return "quantised_gemm is pinned"
+    return fp8_launch.supports_mlp(*args, **static)
+
+
+def _sum_partials(out: jax.Array) -> jax.Array:  # [T, D], or float32[S, T, D] -> [T, D]
+    """Split-K partials are compared by their sum; all cases that get partials are bfloat16."""
+    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
+
+
+OP = KernelOp(
+    name="quantised_mlp",
+    ref=unfused.reference,
+    impls=(
+        Impl(
+            "mosaic_fp8",
+            _fp8,
+            platforms=("gpu",),
+            supports=_supports_fp8,
+            ref=unfused.reference_fp8,
+        ),
+        Impl("unfused", unfused.unfused),
+        Impl("xla", unfused.plain_xla),
+    ),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    # As for quantised_gemm; hidden values rounded the other way are one more error.
+    tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    observable=_sum_partials,
+)
+
+
+def quantised_mlp(
+    x: jax.Array,  # [T, D]
+    gate_up: Quantised,  # of D inputs and 2 * F outputs: gate, up
+    down: Quantised,  # of F inputs
+    *,
+    split: bool = False,
+    pins: Pins = NO_PINS,
+) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
+    """``quantised_gemm`` with ``swiglu`` times ``gate_up``, then that of the result times ``down``.
+
+    Hidden values are rounded to the dtype of ``x``. ``split`` is that of the second one. ``pins``
+    may name an implementation of this op, or of ``quantised_gemm``. Raises ValueError on arguments
+    that do not fit together.
+    """
+    if x.ndim != 2 or x.shape[1] != gate_up.num_inputs:
+        raise ValueError(f"quantised_mlp: tokens {x.shape} do not fit {gate_up.num_inputs} inputs")
+    if gate_up.num_outputs != 2 * down.num_inputs:
+        raise ValueError(
+            f"quantised_mlp: {gate_up.num_outputs} outputs are not twice {down.num_inputs} inputs"
+        )
+    static = {"kinds": (gate_up.kind, down.kind), "split": split, "pins": pins}
+    return dispatch(OP, (x, *gate_up.arrays, *down.arrays), static, pins.of("quantised_mlp"))
