@@ -25,6 +25,11 @@ def add_partials(x: jax.Array, partials: jax.Array) -> jax.Array:  # [T, D] -> [
     return (x.astype(jnp.float32) + partials.sum(0)).astype(x.dtype)
 
 
+def sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
+    """A result as it is compared: partials by their sum. All cases with partials are bfloat16."""
+    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
+
+
 def rotate(
     x: jax.Array,  # [T, heads, H]
     cos: jax.Array,  # float32[T, H / 2]

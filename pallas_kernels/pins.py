@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pallas_kernels.registry import OP_NAMES, all_ops
 
@@ -25,6 +26,16 @@ NO_PINS = Pins()
 LINKS, UNLINKED = "links", "none"
 # Plain jnp on every platform, for research: kernels neither differentiate nor vmap.
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
+
+
+def without_pins(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel as an implementation of an op with pins, which ``supports`` has checked."""
+
+    def run(*args: Any, pins: Pins, **static: Any) -> Any:
+        del pins
+        return kernel(*args, **static)
+
+    return run
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:

@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels.checks import check_partials
 from pallas_kernels.norm_gemm import cases, launch, unfused
-from pallas_kernels.pins import NO_PINS, Pins
+from pallas_kernels.pins import NO_PINS, Pins, without_pins
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
@@ -18,10 +18,10 @@ from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_call
 _mosaic_kernel = imported_when_called(
     "pallas_kernels.norm_gemm.mosaic", "norm_gemm", launch.result_shapes
 )
-_tiled_kernel = imported_when_called(
+_tiled = imported_when_called(
     "pallas_kernels.quantised_gemm.tiled.mosaic", "norm_gemm", launch.quantised_result_shapes
 )
-_fp8_kernel = imported_when_called(
+_fp8 = imported_when_called(
     "pallas_kernels.quantised_gemm.fp8.mosaic", "norm_gemm", launch.quantised_result_shapes
 )
 
@@ -31,16 +31,6 @@ def _mosaic(*args: Any, pins: Pins, kind: None, **static: Any) -> Any:
     return _mosaic_kernel(*args, **static)
 
 
-def _tiled(*args: Any, pins: Pins, **static: Any) -> Any:
-    del pins
-    return _tiled_kernel(*args, **static)
-
-
-def _fp8(*args: Any, pins: Pins, **static: Any) -> Any:
-    del pins
-    return _fp8_kernel(*args, **static)
-
-
 OP = KernelOp(
     name="norm_gemm",
     ref=unfused.reference,
@@ -48,13 +38,13 @@ OP = KernelOp(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
         Impl(
             "tiled",
-            _tiled,
+            without_pins(_tiled),
             platforms=("gpu",),
             supports=partial(launch.supports_quantised, tiled_launch.supports),
         ),
         Impl(
             "mosaic_fp8",
-            _fp8,
+            without_pins(_fp8),
             platforms=("gpu",),
             supports=partial(launch.supports_quantised, fp8_launch.supports),
             ref=unfused.reference_fp8,

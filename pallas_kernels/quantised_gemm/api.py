@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.arrangements import of_either_order
+from pallas_kernels.numerics import sum_partials
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
@@ -23,11 +23,6 @@ _large = imported_when_called(
 _fp8_mosaic = imported_when_called(
     "pallas_kernels.quantised_gemm.fp8.mosaic", "quantised_gemm", fp8_launch.result_shapes
 )
-
-
-def _sum_partials(out: jax.Array) -> jax.Array:  # [T, O], or float32[S, T, O] -> [T, O]
-    """Split-K partials are compared by their sum; all cases that get partials are bfloat16."""
-    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
 
 
 OP = KernelOp(
@@ -57,7 +52,7 @@ OP = KernelOp(
     cost=cases.cost,
     # xla rounds weights, gate and up to the dtype, and then each intermediate result.
     tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
-    observable=_sum_partials,
+    observable=sum_partials,
 )
 
 

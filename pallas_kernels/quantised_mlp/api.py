@@ -5,22 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.pins import NO_PINS, Pins
+from pallas_kernels.numerics import sum_partials
+from pallas_kernels.pins import NO_PINS, Pins, without_pins
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_mlp import cases, unfused
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
-_fp8_kernels = imported_when_called(
+_fp8 = imported_when_called(
     "pallas_kernels.quantised_gemm.fp8.mosaic", "mlp", fp8_launch.mlp_result_shapes
 )
-
-
-def _fp8(*args: Any, pins: Pins, **static: Any) -> Any:
-    del pins
-    return _fp8_kernels(*args, **static)
 
 
 def _supports_fp8(*args: Any, pins: Pins, **static: Any) -> str | None:
@@ -29,18 +24,13 @@ def _supports_fp8(*args: Any, pins: Pins, **static: Any) -> str | None:
     return fp8_launch.supports_mlp(*args, **static)
 
 
-def _sum_partials(out: jax.Array) -> jax.Array:  # [T, D], or float32[S, T, D] -> [T, D]
-    """Split-K partials are compared by their sum; all cases that get partials are bfloat16."""
-    return out if out.ndim == 2 else out.sum(0).astype(jnp.bfloat16)
-
-
 OP = KernelOp(
     name="quantised_mlp",
     ref=unfused.reference,
     impls=(
         Impl(
             "mosaic_fp8",
-            _fp8,
+            without_pins(_fp8),
             platforms=("gpu",),
             supports=_supports_fp8,
             ref=unfused.reference_fp8,
@@ -53,7 +43,7 @@ OP = KernelOp(
     cost=cases.cost,
     # As for quantised_gemm; hidden values rounded the other way are one more error.
     tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
-    observable=_sum_partials,
+    observable=sum_partials,
 )
 
 
