@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,7 @@ SMOLLM2 = MappingProxyType(
         "tie_word_embeddings": True,
     }
 )
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 LOOSE = 3  # the bound is at most this many times the measured workspace
 
 
@@ -169,7 +172,11 @@ def test_workspace_does_not_depend_on_pages() -> None:
 
 
 def plan(
-    device_bytes: int | None = DEVICE, *, allocator_share: float = 1.0, **settings: Any
+    device_bytes: int | None = DEVICE,
+    *,
+    of: Model | None = None,
+    allocator_share: float = 1.0,
+    **settings: Any,
 ) -> MemoryPlan:
     config, device = EngineConfig(**settings), None
     if device_bytes is not None:
@@ -179,7 +186,7 @@ def plan(
         max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
     )
     limits = Limits(0, 16, max_num_seqs, max_model_len, 2048, buckets)
-    return plan_memory(config, Program(model_named("smollm2"), limits), device)
+    return plan_memory(config, Program(of or model_named("smollm2"), limits), device)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.92, 1.0])
@@ -364,6 +371,15 @@ def test_fewer_sequences_need_fewer_pages() -> None:
 def test_refused(device_bytes: int | None, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(device_bytes, **settings)
+
+
+def test_experts_that_a_device_cannot_hold() -> None:
+    """A plan has shapes only: nothing has been read."""
+    model = build_model(PUBLISHED["qwen3-30b-a3b"], "bfloat16")
+    sentence = r"the model does not fit: weights 61\.06 GB, .* 48\.00 GB .*; use a larger device"
+    with pytest.raises(ConfigError, match=sentence):
+        plan(48 * 10**9, of=model)
+    assert plan(80 * 10**9, of=model).weight_bytes == 61_064_245_248
 
 
 def test_steps_that_need_more_than_planned() -> None:
