@@ -41,8 +41,9 @@ OP = KernelOp(
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,
-    # As for quantised_gemm; hidden values rounded the other way are one more error.
-    tolerance={"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3},
+    # float32 as for quantised_gemm. The tensor cores' 14 bits let fp8 round some hidden values the
+    # other way, by an eighth of them: up to 0.056 on an H100 with 264 tokens, as in a simulation.
+    tolerance={"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-2},
     observable=sum_partials,
 )
 

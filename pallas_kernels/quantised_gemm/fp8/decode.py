@@ -92,7 +92,7 @@ class _GmemRefs(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it; with a norm ``NormRefs``
-    x_scales: Ref  # [K / GROUP, scale_tokens(T)]; None if the kernel quantises
+    x_scales: Ref  # [K / GROUP, T or more]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
     out: Ref  # [T, O], or of this CTA's split
@@ -368,7 +368,7 @@ def launch_with(
     config: DecodeConfig,
     sizes: Fp8Sizes,
     x: jax.Array,  # e4m3[T, K]; [T, K] if the kernel quantises it
-    x_scales: jax.Array | None,  # float32[K / GROUP, scale_tokens(T)]
+    x_scales: jax.Array | None,  # float32[K / GROUP, T or more]
     w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
 ) -> jax.Array:  # [T, O], or float32[S, T, O]

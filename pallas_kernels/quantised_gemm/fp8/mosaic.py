@@ -96,7 +96,7 @@ def _floats(values: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
 @partial(jax.jit, static_argnames=("swiglu", "split", "dtype"))
 def gemm_of_quantised(
     x: jax.Array,  # e4m3[T, K]
-    x_scales: jax.Array,  # float32[K / 128, scale_tokens(T)]
+    x_scales: jax.Array,  # float32[K / 128, T or more]
     values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
     *,
@@ -115,16 +115,13 @@ def gemm_of_quantised(
 @partial(jax.jit, static_argnames="dtype")
 def swiglu_quantised(
     x: jax.Array,  # e4m3[T, K]
-    x_scales: jax.Array,  # float32[K / 128, scale_tokens(T)]
+    x_scales: jax.Array,  # float32[K / 128, T or more]
     values: jax.Array,  # e4m3[2 * O, K]: gate, up; O is a multiple of 128
     scales: jax.Array,  # float32[2 * O, 1], or [2 * O / 128, K / 128]
     *,
     dtype: str,
-) -> tuple[jax.Array, jax.Array]:  # e4m3[T, O], float32[O / 128, scale_tokens(T)]
-    """The result of SwiGLU, rounded to ``dtype`` and quantised; for more than 64 tokens.
-
-    Scales of padding are not written.
-    """
+) -> tuple[jax.Array, jax.Array]:  # e4m3[T, O], float32[O / 128, T or more]
+    """The result of SwiGLU, rounded to ``dtype`` and quantised; for more than 64 tokens."""
     sizes = sizes_of(x, values, scales, swiglu=True, split=False)._replace(dtype=dtype)
     config = quantising_config(sizes)
     return prompt.launch_with(config, sizes, x, x_scales, values, scales, quantised=True)

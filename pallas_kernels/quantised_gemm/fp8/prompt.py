@@ -81,6 +81,15 @@ class _Spec:
         return along_tokens, self.sizes.outer // self.tile_outputs
 
     @property
+    def padded_tokens(self) -> int:
+        """Tokens of all tiles.
+
+        Rows of ``out_scales`` are as long, since Mosaic copies a part of a row to global memory
+        without a tensor map: what extends past the end of a row is written to the next one.
+        """
+        return self.tile_grid[0] * self.config.block_t
+
+    @property
     def num_tiles(self) -> int:
         """Tiles of the call."""
         along_tokens, along_outputs = self.tile_grid
@@ -96,11 +105,11 @@ class _GmemRefs(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]
-    x_scales: Ref  # [K / GROUP, scale_tokens(T)]
+    x_scales: Ref  # [K / GROUP, T or more]
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
     out: Ref  # [T, O]
-    out_scales: Ref = None  # [O / GROUP, scale_tokens(T)] if results are quantised
+    out_scales: Ref = None  # [O / GROUP, padded_tokens] if results are quantised
 
 
 class _Scratch(NamedTuple):
@@ -272,7 +281,7 @@ def _compute_warpgroup(
         results = _with_row_scales(spec, tile, gmem, sums)
         if spec.sizes.swiglu:
             results = [_swiglu(*results)]
-        # TMA does not write rows past the end.
+        # TMA does not write rows past the end; ``out_scales`` has them.
         rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
         for piece, result in enumerate(results):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results have been read
@@ -334,17 +343,17 @@ def launch_with(
     config: PromptConfig,
     sizes: Fp8Sizes,
     x: jax.Array,  # e4m3[T, K]
-    x_scales: jax.Array,  # float32[K / GROUP, scale_tokens(T)]
+    x_scales: jax.Array,  # float32[K / GROUP, T or more]
     w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
     w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
     *,
     quantised: bool = False,
-) -> Any:  # [T, O], or with ``quantised`` e4m3[T, O] and float32[O / GROUP, scale_tokens(T)]
+) -> Any:  # [T, O], or with ``quantised`` e4m3[T, O] and float32[O / GROUP, padded T]
     """GEMM of quantised tokens. Raises ValueError when the configuration does not fit the call."""
     if not config.fits(sizes) or quantised and not (sizes.swiglu and config.accs == 2):
         raise ValueError(f"{config} does not fit {sizes}")
     spec, out = _Spec(sizes, config, quantised), result_shape(sizes, 1)
-    out_scales = jax.ShapeDtypeStruct((sizes.outer // GROUP, x_scales.shape[1]), jnp.float32)
+    out_scales = jax.ShapeDtypeStruct((sizes.outer // GROUP, spec.padded_tokens), jnp.float32)
     values = jax.ShapeDtypeStruct(out.shape, jnp.float8_e4m3fn)
     return plgpu.kernel(
         partial(_kernel, spec),
