@@ -58,9 +58,9 @@ def quantised_mlp(
 ) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
     """``quantised_gemm`` with ``swiglu`` times ``gate_up``, then that of the result times ``down``.
 
-    Hidden values are rounded to the dtype of ``x``. ``split`` is that of the second one. ``pins``
-    may name an implementation of this op, or of ``quantised_gemm``. Raises ValueError on arguments
-    that do not fit together.
+    Hidden values have the dtype of ``x``, or are quantised without such a rounding. ``split`` is
+    that of the second one. ``pins`` may name an implementation of this op, or of
+    ``quantised_gemm``. Raises ValueError on arguments that do not fit together.
     """
     if x.ndim != 2 or x.shape[1] != gate_up.num_inputs:
         raise ValueError(f"quantised_mlp: tokens {x.shape} do not fit {gate_up.num_inputs} inputs")

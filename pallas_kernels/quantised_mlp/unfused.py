@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.pins import Pins
@@ -39,9 +40,9 @@ def reference_fp8(
     split: bool,
     pins: Pins,
 ) -> jax.Array:  # [T, D]
-    """The definition where tokens and hidden values are quantised, too."""
+    """The definition where tokens and hidden values are quantised, too; these from float32."""
     del split, pins
-    return _of(tokens.quantised_gemm, x, arrays, kinds)
+    return _of(tokens.quantised_gemm, x.astype(jnp.float32), arrays, kinds).astype(x.dtype)
 
 
 def plain_xla(

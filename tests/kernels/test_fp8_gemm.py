@@ -194,12 +194,13 @@ def test_results_of_swiglu_are_quantised_in_the_epilogue() -> None:
     x, values, scales = arguments(200, 512, 128, BLOCKS, swiglu=True)
     x8, x_scales = tokens.quantised_tokens(x)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        result = mosaic.swiglu_quantised(x8, x_scales, values, scales, dtype="bfloat16")
-    y = tokens.quantised_gemm(x, values, scales, swiglu=True, split=False)
+        result = mosaic.swiglu_quantised(x8, x_scales, values, scales)
+    wide = x.astype(jnp.float32)  # so that results are not rounded before they are quantised
+    y = tokens.quantised_gemm(wide, values, scales, swiglu=True, split=False)
     expected = tokens.dequantised_tokens(*tokens.quantised_tokens(y))
-    # Where y differs by one step of bfloat16, its e4m3 value may differ by one of e4m3.
+    # Sums are added in another order, so a few values are rounded the other way.
     error = jnp.abs(tokens.dequantised_tokens(*result) - expected)
-    assert (error > 0.01 * jnp.abs(expected)).mean() < 0.01
+    assert (error > 0.01 * jnp.abs(expected)).mean() < 1e-4
     assert (error <= 0.13 * jnp.abs(expected) + 1e-3).all()
 
 

@@ -83,9 +83,8 @@ def mlp(
     del kinds
     gate_up, down = (arrays[i : i + 2] for i in (0, len(arrays) // 2))
     values, scales = quantise.quantised_tokens(x)
-    dtype = str(x.dtype)
-    values, scales = swiglu_quantised(values, scales, *_floats(*gate_up), dtype=dtype)
-    static: Any = {"swiglu": False, "split": split, "dtype": dtype}
+    values, scales = swiglu_quantised(values, scales, *_floats(*gate_up))
+    static: Any = {"swiglu": False, "split": split, "dtype": str(x.dtype)}
     return gemm_of_quantised(values, scales, *_floats(*down), **static)
 
 
@@ -112,16 +111,14 @@ def gemm_of_quantised(
     return prompt.launch_with(prompt_config(sizes), sizes, x, x_scales, values, scales)
 
 
-@partial(jax.jit, static_argnames="dtype")
+@jax.jit
 def swiglu_quantised(
     x: jax.Array,  # e4m3[T, K]
     x_scales: jax.Array,  # float32[K / 128, T or more]
     values: jax.Array,  # e4m3[2 * O, K]: gate, up; O is a multiple of 128
     scales: jax.Array,  # float32[2 * O, 1], or [2 * O / 128, K / 128]
-    *,
-    dtype: str,
 ) -> tuple[jax.Array, jax.Array]:  # e4m3[T, O], float32[O / 128, T or more]
-    """The result of SwiGLU, rounded to ``dtype`` and quantised; for more than 64 tokens."""
-    sizes = sizes_of(x, values, scales, swiglu=True, split=False)._replace(dtype=dtype)
+    """The result of SwiGLU, quantised; for more than 64 tokens."""
+    sizes = sizes_of(x, values, scales, swiglu=True, split=False)
     config = quantising_config(sizes)
     return prompt.launch_with(config, sizes, x, x_scales, values, scales, quantised=True)

@@ -285,9 +285,11 @@ def _compute_warpgroup(
         rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
         for piece, result in enumerate(results):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous results have been read
-            result = result.astype(spec.sizes.dtype)
             if spec.quantised:
+                # Not rounded to 16 bits before, which would be a slow instruction for each value.
                 result, scratch.out_scales_smem[warpgroup, :] = quantised_groups(result)
+            else:
+                result = result.astype(spec.sizes.dtype)
             out_smem[...] = result
             plgpu.commit_smem()
             columns = pl.ds(tile.output + piece * spec.width, spec.width)
