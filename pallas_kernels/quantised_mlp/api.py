@@ -42,8 +42,8 @@ OP = KernelOp(
     build=cases.build,
     cost=cases.cost,
     # float32 as for quantised_gemm. The tensor cores' 14 bits let fp8 round some hidden values the
-    # other way, by an eighth of them: up to 0.056 on an H100 with 264 tokens, as in a simulation.
-    tolerance={"float32": 1e-5, "bfloat16": 8e-2, "float16": 8e-2},
+    # other way, by an eighth of them: 0.038 on an H100 with 264 tokens, 0.055 in simulations.
+    tolerance={"float32": 1e-5, "bfloat16": 6e-2, "float16": 6e-2},
     observable=sum_partials,
 )
 
