@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test $(PARTS:%=test-%) nightly lint format bench clean
+.PHONY: help demo test $(PARTS:%=test-%) nightly nightly-kernels nightly-others lint format bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -86,8 +86,13 @@ test-commands: $(TOOLS)
 test-others: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(NAMED:%=--ignore=%)
 
-nightly: $(TOOLS) ## Run the long batteries
-	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly
+nightly: nightly-kernels nightly-others ## Run the long batteries
+
+nightly-kernels: $(TOOLS)
+	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly tests/kernels
+
+nightly-others: $(TOOLS)
+	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly --ignore=tests/kernels
 
 lint: $(TOOLS) ## Check style, formatting and types
 	$(BIN)/ruff check .

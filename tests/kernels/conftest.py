@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import callback as jax_callback
+from jax._src import xla_bridge
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,7 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # A barrier of an interpreted Mosaic kernel blocks a thread of XLA's pool until the other warpgroups
 # arrive, whose operations need threads of the same pool. XLA makes a thread for each core unless
 # this variable says otherwise: with two cores, three of five runs of some tests did not end.
-os.environ.setdefault("PJRT_NPROC", "16")
+NUM_THREADS = 16
+FEW_THREADS = (  # they were made with the process's first array
+    xla_bridge.backends_are_initialized()
+    and int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1) < NUM_THREADS
+)
+os.environ.setdefault("PJRT_NPROC", str(NUM_THREADS))
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -56,7 +62,9 @@ def _call_with_numpy(*args: Any, callback: Any, **_: Any) -> Any:
 
 @pytest.fixture(autouse=True, scope="package")
 def interpreted_with_numpy() -> Iterator[None]:
-    """Pallas' interpreter uses numpy arrays."""
+    """Pallas' interpreter uses numpy arrays, and has enough threads."""
+    if FEW_THREADS:
+        pytest.fail("another test module made XLA's threads: run tests/kernels in its own process")
     to_int = shared_memory._to_int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax_callback, "io_callback_impl", _call_with_numpy)
