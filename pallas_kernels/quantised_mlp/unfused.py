@@ -18,54 +18,44 @@ from pallas_kernels.quantised_gemm import ref, xla
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.quantised_gemm.fp8 import tokens
 
-ARRAYS = 5  # of a matrix
+
+def _in_turn(gemm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Both matmuls by ``gemm``, which takes the arguments of ``quantised_gemm.ref``."""
+
+    def run(
+        x: jax.Array,  # [T, D]
+        *arrays: jax.Array | None,
+        kinds: tuple[str, str],
+        split: bool,
+        pins: Pins,
+    ) -> jax.Array:  # [T, D]
+        del split, pins
+        gate_up, down = _halves(arrays)
+        static = {"split": False, "wide": False}
+        hidden = gemm(x, *gate_up, kind=kinds[0], swiglu=True, **static)
+        return gemm(hidden, *down, kind=kinds[1], swiglu=False, **static)
+
+    return run
 
 
-def reference(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,
-    kinds: tuple[str, str],
-    split: bool,
-    pins: Pins,
-) -> jax.Array:  # [T, D]
-    """The definition."""
-    del split, pins
-    return _of(of_either_order(ref.quantised_gemm), x, arrays, kinds)
+def _of_float32(gemm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def run(x: jax.Array, *arrays: jax.Array | None, **static: Any) -> jax.Array:  # [T, D]
+        return gemm(x.astype(jnp.float32), *arrays, **static).astype(x.dtype)
+
+    return run
 
 
-def reference_fp8(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,
-    kinds: tuple[str, str],
-    split: bool,
-    pins: Pins,
-) -> jax.Array:  # [T, D]
-    """The definition where tokens and hidden values are quantised, too; these from float32."""
-    del split, pins
-    return _of(tokens.quantised_gemm, x.astype(jnp.float32), arrays, kinds).astype(x.dtype)
+def _halves(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    half = len(arrays) // 2
+    return arrays[:half], arrays[half:]
 
 
-def plain_xla(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,
-    kinds: tuple[str, str],
-    split: bool,
-    pins: Pins,
-) -> jax.Array:  # [T, D]
-    """Both matmuls in plain XLA; supports differentiation and vmap."""
-    del split, pins
-    return _of(of_either_order(xla.quantised_gemm), x, arrays, kinds)
-
-
-def _of(
-    gemm: Callable[..., jax.Array],
-    x: jax.Array,  # [T, D]
-    arrays: tuple[jax.Array | None, ...],
-    kinds: tuple[str, str],
-) -> jax.Array:  # [T, D]
-    static = {"split": False, "wide": False}
-    hidden = gemm(x, *arrays[:ARRAYS], kind=kinds[0], swiglu=True, **static)
-    return gemm(hidden, *arrays[ARRAYS:], kind=kinds[1], swiglu=False, **static)
+# The definition.
+reference = _in_turn(of_either_order(ref.quantised_gemm))
+# The definition where tokens and hidden values are quantised, too; these from float32.
+reference_fp8 = _of_float32(_in_turn(tokens.quantised_gemm))
+# Both matmuls in plain XLA; supports differentiation and vmap.
+plain_xla = _in_turn(of_either_order(xla.quantised_gemm))
 
 
 def unfused(
@@ -77,6 +67,6 @@ def unfused(
 ) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
     """Each matmul in the implementation that ``pins`` or ``registry.select`` chooses."""
     impl = pins.of("quantised_gemm")
-    gate_up, down = Quantised(kinds[0], *arrays[:ARRAYS]), Quantised(kinds[1], *arrays[ARRAYS:])
+    gate_up, down = (Quantised(k, *part) for k, part in zip(kinds, _halves(arrays), strict=True))
     hidden = quantised_gemm(x, gate_up, swiglu=True, impl=impl)
     return quantised_gemm(hidden, down, split=split, impl=impl)
