@@ -148,15 +148,16 @@ def first_layers(
     ctx: StepContext,
     state: State,
     count: int,
-) -> tuple[Stream, State]:
+) -> tuple[jax.Array, State]:  # and [T, D]: the residual stream
     """Run the first ``count`` layers; ``other_layers`` continues from their result.
 
     ``params`` need no other layers, and the arrays of other layers in ``state`` may be None.
     """
 
-    def run(module: Any) -> tuple[Stream, State]:
+    def run(module: Any) -> tuple[jax.Array, State]:
         stream = Stream(module.embedded(token_ids, ctx.positions))
-        return module.run_layers(stream, state, ctx, layers=range(count))  # type: ignore[no-any-return]
+        after, new = module.run_layers(stream, state, ctx, layers=range(count))
+        return after.total(), new
 
     return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
 
@@ -164,7 +165,7 @@ def first_layers(
 def other_layers(
     model: Model,
     params: Params,
-    stream: Stream,
+    x: jax.Array,  # [T, D]
     ctx: StepContext,
     state: State,
     first: int,
@@ -174,7 +175,7 @@ def other_layers(
 
     def run(module: Any) -> tuple[jax.Array, State]:
         layers = range(first, len(model.config.layers))
-        after, new = module.run_layers(stream, state, ctx, layers=layers, only=only)
+        after, new = module.run_layers(Stream(x), state, ctx, layers=layers, only=only)
         return module.finished(after, ctx), new
 
     return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]

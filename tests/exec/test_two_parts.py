@@ -85,8 +85,9 @@ def test_pages_are_updated_in_place_and_neither_has_the_others_weights(family: s
         assert len(weights) < len(whole.args_info[0][0])
         kept = [*jax.tree.leaves(program.slots())] if slots else []
         own = program.parts[slots].arrays
-        stream_bytes = program.stream_bytes(name, compiled)
-        assert stream_bytes >= 4 * 32 * bucket.num_tokens if slots else stream_bytes == 0
+        # one array: two of one size would let the temporaries of steps move, see ``copy_batch``
+        one = 4 * 32 * bucket.num_tokens if slots else 0
+        assert program.stream_bytes(name, compiled) == one
         kept += [program.state()[i] for i in own]
         analysis = compiled.memory_analysis()
         assert analysis is not None

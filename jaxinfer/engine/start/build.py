@@ -51,7 +51,7 @@ from jaxinfer.exec.compile.memory_plan import (
 )
 from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.run.device_memory import device_memory
+from jaxinfer.exec.run.device_memory import device_memory, release_freed_blocks
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import Model
@@ -279,6 +279,7 @@ def build_engine(
     loaded = load(plan, progress, serves_early)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
     executor = Executor(plan.program, executables, *state)
+    release_freed_blocks(plan.program.placement.device)
     executor.warm_up()
     loaded.tokenizer_read.result()
     later = None

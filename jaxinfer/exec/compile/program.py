@@ -230,8 +230,8 @@ class Program:
             return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
         if part.layers.start:
             first = self._function(bucket, self.parts[0])
-            _, stream = jax.eval_shape(first.first_part, *self._arguments(first))
-            arguments = (*arguments, stream)
+            _, x = jax.eval_shape(first.first_part, *self._arguments(first))
+            arguments = (*arguments, x)
         return jax.jit(function.last_part, donate_argnums=(1, 2)).trace(*arguments)
 
     def _function(self, bucket: Bucket, part: Part) -> StepFunction:
@@ -309,8 +309,8 @@ class Program:
         """Bytes of the residual stream that a split step's second executable gets; else 0."""
         if name not in self._steps or not self._steps[name][1].layers.start:
             return 0
-        *_, stream = compiled.args_info[0]
-        return sum(prod(one.shape) * one.dtype.itemsize for one in jax.tree.leaves(stream))
+        *_, x = compiled.args_info[0]
+        return prod(x.shape) * x.dtype.itemsize
 
     def names(self) -> tuple[str, ...]:
         """The names of all executables that requests can need."""

@@ -37,7 +37,6 @@ from jaxinfer.models.base import (
 )
 from jaxinfer.models.params import nested
 from jaxinfer.nn.context import StepContext
-from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import Pins
 from pallas_kernels.publish.api import publish
@@ -104,8 +103,11 @@ class StepFunction:
         arrays: Arrays,  # of the part
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-    ) -> tuple[Arrays, Stream]:
-        """The first layers of a split step: returns their state and the residual stream after them.
+    ) -> tuple[Arrays, jax.Array]:
+        """The first layers of a split step: their state, and the residual stream after them [T, D].
+
+        The stream is one array, so that two arrays of one size are never in use at a time
+        (``batch.copy_batch``).
 
         Each call traverses all of its arguments, which takes 10 % longer for nested dicts than for
         flat weights.
@@ -113,8 +115,8 @@ class StepFunction:
         params, state = self._inputs(weights, arrays)
         batch, ctx = self._begin(slots, flat)
         count = self.part.layers.stop
-        stream, state = first_layers(self.model, params, batch.token_ids, ctx, state, count)
-        return self._own(state), stream
+        x, state = first_layers(self.model, params, batch.token_ids, ctx, state, count)
+        return self._own(state), x
 
     def last_part(
         self,
@@ -122,9 +124,9 @@ class StepFunction:
         arrays: Arrays,  # of the part
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-        stream: Stream | None = None,
+        x: jax.Array | None = None,  # [T, D]
     ) -> tuple[Arrays, SlotState, StepOutput]:
-        """The other layers and the draws of a split step; without ``stream``, the whole step.
+        """The other layers and the draws of a split step; without ``x``, the whole step.
 
         It unpacks the batch again instead of getting more arrays from the first part. That is
         cheap, and kernels that read an array in new memory would be recorded again in the CUDA
@@ -133,12 +135,12 @@ class StepFunction:
         params, state = self._inputs(weights, arrays)
         batch, ctx = self._begin(slots, flat)
         only = batch.rows.last_tokens if self._ends_with_last_tokens else None
-        if stream is None:
+        if x is None:
             hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state, only)
             assert state is not None
         else:
             begin = self.part.layers.start
-            hidden, state = other_layers(self.model, params, stream, ctx, state, begin, only)
+            hidden, state = other_layers(self.model, params, x, ctx, state, begin, only)
         return self._own(state), *self._draw(params, slots, batch, hidden)
 
     def tapped(
