@@ -225,10 +225,12 @@ def copy_batch(flat: jax.Array) -> jax.Array:  # int32[...]
     XLA records a kernel of the step's CUDA graph again if its memory has moved since the last call,
     which takes the host up to 1 ms of a step that takes the device 2.6 ms. A batch is always in new
     memory, and the attention of each layer reads it; with the copy, only the copy is recorded
-    again. A temporary does not move as long as no other array has its size in blocks of 2 MiB, as
-    XLA's allocator returns the block of a size that was freed first. Batches and drawn tokens
-    occupy one block, and so would the temporaries of a small step; the unwritten padding makes
-    them larger. Measurements: ``docs/notes/0008-batch-and-command-buffers.md``.
+    again. A temporary does not move as long as no other freed block has its size, in units of 2
+    MiB, as XLA's allocator reuses the one that was freed first: so no two arrays of such a size may
+    be in use at a time, and those of loading are released (``device_memory.release_freed_blocks``).
+    Batches and drawn tokens occupy one unit, and so would the temporaries of a small step; the
+    unwritten padding makes them larger. Measurements:
+    ``docs/notes/0008-batch-and-command-buffers.md``.
     """
     own = lax.empty((flat.size + PADDING,), flat.dtype)
     # without the barrier XLA lets kernels read the sections of the argument
