@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.gqa import dense_linears, linear_specs
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, join_outputs
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
@@ -148,8 +148,7 @@ def router_specs(
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer's router, which is small and never quantised."""
     weight = Source(f"{source}{names.router}.weight", (ffn.count, width))
-    array = ArraySpec((width, ffn.count), (None, None))
-    yield ParamSpec(path + "router", array, (weight,), join_outputs)
+    yield ParamSpec(path + "router", ArraySpec(weight.shape, (None, None)), (weight,), as_is)
     if ffn.router_bias:
         bias = Source(f"{source}{names.router}.bias", (ffn.count,))
         yield ParamSpec(path + "router_bias", ArraySpec((ffn.count,), (None,)), (bias,), as_is)

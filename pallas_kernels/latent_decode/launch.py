@@ -16,7 +16,6 @@ from pallas_kernels.numerics import power_of_two
 MIN_TILE = 16  # of tl.dot, in every dimension
 MAX_HEADS = 64  # of a CTA: M of a wgmma
 MAX_RANK, MAX_ROPE = 512, 64
-MERGED_SPLITS = 16  # that are read at a time when splits are merged
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,24 @@ class TritonConfig:
     block: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """What a CTA reads at a time when splits are merged: ``splits``, and ``components`` of each."""
+
+    splits: int
+    components: int
+
+    @classmethod
+    def of(cls, splits: int, rank: int) -> MergeConfig:
+        """All splits of a row at once, if they are not too many for the registers.
+
+        V2-Lite, H100, us of one layer: 2.5 with 33 splits (64 x 128; 9.2 with 16 x 512), 3.3 with
+        16 (16 x 128; 4.1 with 16 x 512) and 5.6 with two (2 x 128; 4.3 with 16 x 512).
+        """
+        splits = min(power_of_two(splits), 64)
+        return cls(splits, min(rank, max(128, 2048 // splits)))
 
 
 def supports(

@@ -3,8 +3,8 @@
 A CTA has a tile of heads and one split of a row's tokens. It reads each entry once, as the key and
 as the value of all heads of the tile. The CTA of the last split appends the new entry and attends
 to it from its registers, so no CTA waits until it is in memory. With few rows a context has several
-splits (Flash-Decoding: Dao et al., 2023), whose states are merged in order by one CTA for each
-head. Softmax is computed in base 2, sums in float32.
+splits (Flash-Decoding: Dao et al., 2023), whose states are merged in order by other CTAs, each
+with a part of one head. Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -152,16 +152,17 @@ def _merge_splits(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # of ``_append_and_attend``
     AT_A_TIME: tl.constexpr,
+    COMPONENTS: tl.constexpr,  # of a CTA
 ):
     head = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(2)
     length = tl.load(seq_lens + row)
     last = tl.maximum(length - 1, 0)
     used = tl.maximum(tl.cdiv(last, _split_size(last, SPLITS, BLOCK)), 1)
-    components = tl.arange(0, RANK)
+    components = tl.program_id(1) * COMPONENTS + tl.arange(0, COMPONENTS)
     m_i = tl.full((1,), float("-inf"), tl.float32)
     l_i = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((RANK,), tl.float32)
+    acc = tl.zeros((COMPONENTS,), tl.float32)
     for first in range(0, used, AT_A_TIME):
         split = first + tl.arange(0, AT_A_TIME)
         is_used = split < used
@@ -240,19 +241,21 @@ def launch_with(
         BLOCK=config.block,
     )
     if is_split:
+        merge = launch.MergeConfig.of(splits, rank)
         out = jt.triton_call(
             out,
             m_l,
             seq_lens,
             kernel=_merge_splits,
             out_type=q_latent,
-            grid=(n, b),
+            grid=(n, rank // merge.components, b),
             num_warps=4,
             num_stages=1,
             NUM_HEADS=n,
             RANK=rank,
             SPLITS=splits,
             BLOCK=config.block,
-            AT_A_TIME=launch.MERGED_SPLITS,
+            AT_A_TIME=merge.splits,
+            COMPONENTS=merge.components,
         )
     return out, jax.freeze(pages_ref)

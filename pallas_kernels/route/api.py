@@ -27,24 +27,27 @@ OP = KernelOp(
 
 def route(
     x: jax.Array,  # [T, D]
-    w: jax.Array,  # [D, E]
+    w: jax.Array,  # [E, D]
     *,
     routing: Routing,
     bias: jax.Array | None = None,  # [E], of the logits
     choice_bias: jax.Array | None = None,  # float32[E], of the scores that choose
+    is_token: jax.Array | None = None,  # bool[T]: False for padding, which chooses -1
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """Each token's experts and their weights: see ``Routing``.
 
-    Logits are ``x @ w``, accumulated in float32 and not rounded. ``impl`` pins an implementation.
+    Logits are ``x @ w.T``, accumulated in float32 and not rounded. ``impl`` pins an implementation.
     Raises ValueError on arguments that do not fit together.
     """
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"route: tokens {x.shape} do not fit a router {w.shape}")
-    count = w.shape[1]
+    count = len(w)
     for name, one in (("bias", bias), ("choice_bias", choice_bias)):
         if one is not None and one.shape != (count,):
             raise ValueError(f"route: {name} {one.shape} does not fit {count} experts")
+    if is_token is not None and is_token.shape != x.shape[:1]:
+        raise ValueError(f"route: is_token {is_token.shape} does not fit {len(x)} tokens")
     if choice_bias is not None and choice_bias.dtype != jnp.float32:
         raise ValueError(f"route: choice_bias is {choice_bias.dtype}, not float32")
     most = count
@@ -54,4 +57,4 @@ def route(
         most = count // routing.groups.count * routing.groups.chosen
     if not 1 <= routing.chosen <= most:
         raise ValueError(f"route: {routing.chosen} experts of a token are not within 1 to {most}")
-    return dispatch(OP, (x, w, bias, choice_bias), {"routing": routing}, impl)
+    return dispatch(OP, (x, w, bias, choice_bias, is_token), {"routing": routing}, impl)

@@ -23,6 +23,7 @@ class RouteCase:
     routing: Routing
     bias: bool = False
     choice_bias: bool = False
+    padded: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
@@ -44,15 +45,22 @@ CASES = (
     RouteCase("mixtral", 5, 64, 8, Routing(2, renormalised=True)),
     RouteCase("odd", 3, 48, 7, Routing(3)),
     RouteCase("one_expert", 2, 32, 1, Routing(1)),
-    RouteCase("gpt_oss", 5, 64, 12, GPT_OSS, bias=True),
+    RouteCase("gpt_oss", 5, 64, 12, GPT_OSS, bias=True, padded=True),
     RouteCase("groups", 9, 64, 32, V2),
     RouteCase("sigmoid_groups", 9, 64, 32, V3, choice_bias=True),
     RouteCase("kimi_k2", 2, 64, 24, KIMI_K2, choice_bias=True),
-    RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, dtype="bfloat16"),
+    RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
     *(
         RouteCase(
-            f"{name}_t{tokens}", tokens, *sizes, routing, *biases, "bfloat16", ("bench", "gpu")
+            f"{name}_t{tokens}",
+            tokens,
+            *sizes,
+            routing,
+            *biases,
+            True,
+            "bfloat16",
+            ("bench", "gpu"),
         )
         for name, sizes, routing, biases in _MODELS
         for tokens in (1, 8, 64, 1024, 8192)
@@ -65,10 +73,11 @@ def build(case: RouteCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.width), dtype)
-    w = normal(rng, (case.width, case.count), dtype, case.width**-0.5)
+    w = normal(rng, (case.count, case.width), dtype, case.width**-0.5)
     bias = normal(rng, (case.count,), dtype, 0.3) if case.bias else None
     choice_bias = rng.uniform(0, 0.5, case.count).astype(np.float32) if case.choice_bias else None
-    return Inputs((x, w, bias, choice_bias), {"routing": case.routing})
+    is_token = np.arange(case.tokens) % 3 < 2 if case.padded else None
+    return Inputs((x, w, bias, choice_bias, is_token), {"routing": case.routing})
 
 
 def cost(case: RouteCase) -> Cost:

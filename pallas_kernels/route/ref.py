@@ -12,15 +12,16 @@ SMALLEST = 1e-20  # added to a sum of weights, which may be 0 (DeepSeek-V3)
 
 def route(
     x: jax.Array,  # [T, D]
-    w: jax.Array,  # [D, E]
+    w: jax.Array,  # [E, D]
     bias: jax.Array | None,  # [E]
     choice_bias: jax.Array | None,  # float32[E]
+    is_token: jax.Array | None,  # bool[T]
     *,
     routing: Routing,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
-    wide = (jnp.asarray(array, jnp.float32) for array in (x, w))
-    logits = jnp.matmul(*wide, precision="highest")
+    x, w = (jnp.asarray(array, jnp.float32) for array in (x, w))
+    logits = jnp.matmul(x, w.T, precision="highest")
     if bias is not None:
         logits = logits + jnp.asarray(bias, jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
@@ -37,4 +38,6 @@ def route(
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+    if is_token is not None:
+        choices = jnp.where(jnp.asarray(is_token)[:, None], choices, -1)
     return choices, weights * routing.scale

@@ -39,8 +39,9 @@ def _group_ranks(
 @triton.jit
 def _choose(
     logits,  # float32[T, E]
-    bias,  # float32[E], unused without BIAS
+    bias,  # [E], unused without BIAS
     choice_bias,  # float32[E], unused without CHOICE_BIAS
+    is_token,  # int32[T], unused without PADDED
     choices,  # int32[T, k]
     weights,  # float32[T, k]
     EXPERTS: tl.constexpr,
@@ -56,13 +57,14 @@ def _choose(
     BEST_TWO: tl.constexpr,
     BIAS: tl.constexpr,
     CHOICE_BIAS: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     token = tl.program_id(0)
     expert = tl.arange(0, TILE)
     inside = expert < EXPERTS
     z = tl.load(logits + token * EXPERTS + expert, mask=inside, other=float("-inf"))
     if BIAS:
-        z += tl.load(bias + expert, mask=inside, other=0.0)
+        z += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-z))
     else:
@@ -94,6 +96,8 @@ def _choose(
         ranks = tl.where(expert == first, float("-inf"), ranks)
     if RENORMALISED:
         weight = weight / (tl.sum(weight, 0) + SMALLEST)
+    if PADDED:
+        chosen = tl.where(tl.load(is_token + token) != 0, chosen, -1)
     at = token * CHOSEN + number
     tl.store(choices + at, chosen, mask=number < CHOSEN)
     tl.store(weights + at, weight * SCALE, mask=number < CHOSEN)
@@ -101,9 +105,10 @@ def _choose(
 
 def route(
     x: jax.Array,  # [T, D]
-    w: jax.Array,  # [D, E]
+    w: jax.Array,  # [E, D]
     bias: jax.Array | None,  # [E]
     choice_bias: jax.Array | None,  # float32[E]
+    is_token: jax.Array | None,  # bool[T]
     *,
     routing: Routing,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
@@ -113,8 +118,9 @@ def route(
     tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
     choices, weights = jt.triton_call(
         logits,
-        logits if bias is None else bias.astype(jnp.float32),
+        logits if bias is None else bias,
         logits if choice_bias is None else choice_bias,
+        logits if is_token is None else is_token.astype(jnp.int32),
         kernel=_choose,
         out_type=(
             jax.ShapeDtypeStruct(results, jnp.int32),
@@ -136,5 +142,6 @@ def route(
         BEST_TWO=groups is not None and groups.score == "best_two",
         BIAS=bias is not None,
         CHOICE_BIAS=choice_bias is not None,
+        PADDED=is_token is not None,
     )
     return choices, weights

@@ -11,9 +11,10 @@ from pallas_kernels.route.routing import Groups, Routing
 
 def route(
     x: jax.Array,  # [T, D]
-    w: jax.Array,  # [D, E]
+    w: jax.Array,  # [E, D]
     bias: jax.Array | None,  # [E]
     choice_bias: jax.Array | None,  # float32[E]
+    is_token: jax.Array | None,  # bool[T]
     *,
     routing: Routing,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
@@ -29,13 +30,15 @@ def route(
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+    if is_token is not None:
+        choices = jnp.where(is_token[:, None], choices, -1)
     return choices, weights * routing.scale
 
 
-def logits_of(x: jax.Array, w: jax.Array) -> jax.Array:  # [T, D], [D, E] -> float32[T, E]
+def logits_of(x: jax.Array, w: jax.Array) -> jax.Array:  # [T, D], [E, D] -> float32[T, E]
     """The router's logits before its bias."""
     precision = "highest" if x.dtype == jnp.float32 else None  # not TF32
-    return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.matmul(x, w.T, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _of_best_groups(ranks: jax.Array, groups: Groups) -> jax.Array:  # float32[T, E]

@@ -142,7 +142,7 @@ def test_every_pair_is_in_one_tile_of_its_expert() -> None:
 
 def test_a_router_of_two_groups_by_hand() -> None:
     """Experts 0 and 1 have 5 and 1, 2 and 3 have 4 and 3.5: sums 6 and 7.5, the best 5 and 4."""
-    x, w = jnp.ones((1, 1)), jnp.array([[5.0, 1.0, 4.0, 3.5]])
+    x, w = jnp.ones((1, 1)), jnp.array([[5.0], [1.0], [4.0], [3.5]])
     sigmoid = 1 / (1 + np.exp(-np.array([5.0, 1.0, 4.0, 3.5])))
     expected = {"best": [0, 1], "best_two": [2, 3]}
     for score, experts_chosen in expected.items():
@@ -159,7 +159,7 @@ def test_a_router_of_two_groups_by_hand() -> None:
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
-    choices, weights = route(jnp.ones((2, 3)), jnp.zeros((3, 5)), routing=Routing(3))
+    choices, weights = route(jnp.ones((2, 3)), jnp.zeros((5, 3)), routing=Routing(3))
     assert choices.tolist() == [[0, 1, 2]] * 2
     np.testing.assert_allclose(weights, 0.2)
 
@@ -203,11 +203,12 @@ def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> Non
     [
         ({"routing": Routing(6)}, "6 experts of a token are not within 1 to 5"),
         ({"routing": Routing(2, groups=Groups(3, 1, "best"))}, "3 groups do not divide 5 experts"),
-        ({"w": jnp.zeros((2, 5))}, "tokens .2, 3. do not fit a router"),
+        ({"w": jnp.zeros((5, 2))}, "tokens .2, 3. do not fit a router"),
         ({"bias": jnp.zeros(4)}, "bias .4,. does not fit 5 experts"),
+        ({"is_token": jnp.ones(3, bool)}, "is_token .3,. does not fit 2 tokens"),
     ],
 )
 def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
-    given = {"w": jnp.zeros((3, 5)), "routing": Routing(2)} | change
+    given = {"w": jnp.zeros((5, 3)), "routing": Routing(2)} | change
     with pytest.raises(ValueError, match=message):
         route(jnp.ones((2, 3)), given.pop("w"), **given)

@@ -54,7 +54,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def expected(p: Any) -> np.ndarray:
     h = X / np.sqrt((X**2).mean(1, keepdims=True) + 1e-5)
-    scores = sigmoid(h @ p["router"] + p["router_bias"])
+    scores = sigmoid(h @ p["router"].T + p["router_bias"])
     ranks = scores + p["choice_bias"]
     out = np.zeros((T, D))
     for t in range(T):
@@ -83,7 +83,7 @@ def test_padding_tokens_choose_nothing() -> None:
     config = replace(CONFIG, shared=None, routing=Routing(1), choice_bias=False, router_bias=False)
     params = params_of(config)
     h = X / np.sqrt((X**2).mean(1, keepdims=True) + 1e-5)
-    own = np.argmax(h @ params["router"], axis=1)
+    own = np.argmax(h @ params["router"].T, axis=1)
     params["gate_up"][own[0]] = np.nan
     real = own != own[0]
     assert real.any()

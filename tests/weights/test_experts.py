@@ -271,7 +271,7 @@ def test_experts_are_quantised_on_loading_and_routers_are_not() -> None:
     quantised = QuantisedOnLoad(checkpoint, "int4", linear_names(model, checkpoint))
     kept, params = params_of(model, quantised)
     assert "int4" in params["layers_1"]["gate_up"] and "int4" in params["layers_1"]["down"]
-    assert params["layers_1"]["router"].shape == (32, 7)
+    assert params["layers_1"]["router"].shape == (7, 32)
     assert not any(".gate.weight" in name for name, _ in kept.forms)
 
 

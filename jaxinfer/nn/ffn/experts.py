@@ -2,7 +2,7 @@
 
 Owns: ``Experts``. Parameters:
 
-    router  [D, E]       router_bias  [E]      choice_bias float32[E]
+    router  [E, D]       router_bias  [E]      choice_bias float32[E]
     gate_up [E, 2F, D]: gate, up               gate_up_bias [E, 2F]
     down    [E, D, F]                          down_bias    [E, D]
     shared/gate_up, shared/down: see ``ffn.dense``
@@ -47,8 +47,6 @@ class Experts(nn.Module):
         own = c.count // _devices(ctx)
         if ctx.axis is not None:  # numbers of this device's experts; others are outside
             choices = choices - own * jax.lax.axis_index(ctx.axis)
-        if ctx.rows is not None:
-            choices = jnp.where(ctx.rows.is_token[:, None], choices, -1)
         out = experts(
             h,
             choices,
@@ -70,24 +68,35 @@ class Experts(nn.Module):
         return stream.x, out
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
-        """The experts of each token and their weights, int32[T, k] and float32[T, k]."""
+        """The experts of each token and their weights, int32[T, k] and float32[T, k].
+
+        Padding chooses -1, which is no expert.
+        """
         c, dtype = self.config, h.dtype
-        router = self.param("router", _INIT, (h.shape[1], c.count), dtype)
+        router = self.param("router", _INIT, (c.count, h.shape[1]), dtype)
         choice_bias = None
         if c.choice_bias:
             choice_bias = self.param("choice_bias", _ZEROS, (c.count,), jnp.float32)
         bias = self.param("router_bias", _ZEROS, (c.count,), dtype) if c.router_bias else None
-        impl = ctx.pinned("route")
+        is_token = None if ctx.rows is None else ctx.rows.is_token
         choices, weights = route(
-            h, router, routing=c.routing, bias=bias, choice_bias=choice_bias, impl=impl
+            h,
+            router,
+            routing=c.routing,
+            bias=bias,
+            choice_bias=choice_bias,
+            is_token=is_token,
+            impl=ctx.pinned("route"),
         )
         match c.dummy_routing:
             case "uniform":
-                choices = _shifted(choices, h, c.count)
+                dummy = _shifted(choices, h, c.count)
             case "same":
                 first = jnp.arange(choices.shape[1], dtype=choices.dtype)
-                choices = jnp.broadcast_to(first, choices.shape)
-        return choices, weights
+                dummy = jnp.broadcast_to(first, choices.shape)
+            case _:
+                return choices, weights
+        return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
 
     def _stack(self, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Stack:
         stack = weight(self, name, shape, dtype)
