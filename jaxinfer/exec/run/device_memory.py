@@ -87,8 +87,8 @@ def release_freed_blocks(device: Any) -> None:  # jax.Device
 
     It keeps them for arrays of their size, in blocks of 2 MiB, and reuses the one that was freed
     first. If loading leaves two blocks of the size of a step's temporary, the temporary moves at
-    each step and its CUDA graph is recorded again (``batch.copy_batch``): DeepSeek-V2-Lite, one
-    row, 0.9 ms of the host's 2.9. Only an array that does not fit makes the allocator give blocks
+    each step and its CUDA graph is recorded again (``batch.copy_batch``): 0.9 ms of host work with
+    DeepSeek-V2-Lite and one row. Only an array that does not fit makes the allocator give blocks
     back, so one as large as the card is requested. Other allocators keep no such blocks; they
     report statistics, and nothing is done.
     """
