@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxinfer.models.base import forward
 from jaxinfer.nn.context import Rows, StepContext, dense_context
@@ -93,6 +94,15 @@ def test_padding_tokens_choose_nothing() -> None:
     _, out = applied(config, params, ctx)
     assert np.isfinite(out).all()
     assert np.abs(out[real]).min(axis=0).any() and not np.any(np.asarray(out)[~real])
+
+
+@pytest.mark.parametrize("routing", ["same", "uniform"])
+def test_padding_tokens_choose_nothing_with_dummy_routing(routing: str) -> None:
+    config = replace(CONFIG, shared=None, dummy_routing=routing)
+    real, nothing = jnp.arange(T) % 2 == 0, jnp.zeros(0, jnp.int32)
+    ctx = replace(dense_context(T), rows=Rows(nothing, real, *[nothing] * 4))
+    _, out = applied(config, params_of(config), ctx)
+    assert np.any(out[real], axis=1).all() and not np.any(out[~real])
 
 
 def test_dummy_routing_replaces_the_choices_of_a_model() -> None:
