@@ -31,7 +31,7 @@ class TritonConfig:
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """What a CTA reads at a time when splits are merged: ``splits``, and ``components`` of each."""
+    """The merging of splits: a CTA loads ``components`` of ``splits`` splits in one iteration."""
 
     splits: int
     components: int

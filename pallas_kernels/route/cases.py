@@ -46,6 +46,7 @@ CASES = (
     RouteCase("odd", 3, 48, 7, Routing(3)),
     RouteCase("one_expert", 2, 32, 1, Routing(1)),
     RouteCase("gpt_oss", 5, 64, 12, GPT_OSS, bias=True, padded=True),
+    RouteCase("gpt_oss_bf16", 5, 64, 12, GPT_OSS, bias=True, dtype="bfloat16"),
     RouteCase("groups", 9, 64, 32, V2),
     RouteCase("sigmoid_groups", 9, 64, 32, V3, choice_bias=True),
     RouteCase("kimi_k2", 2, 64, 24, KIMI_K2, choice_bias=True),
@@ -58,9 +59,9 @@ CASES = (
             *sizes,
             routing,
             *biases,
-            True,
-            "bfloat16",
-            ("bench", "gpu"),
+            padded=True,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
         )
         for name, sizes, routing, biases in _MODELS
         for tokens in (1, 8, 64, 1024, 8192)

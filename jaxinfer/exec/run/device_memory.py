@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -102,8 +102,11 @@ def release_freed_blocks(device: Any) -> None:  # jax.Device
 
     placed = jax.device_put(np.uint8(0), device)
     never_fits = jax.jit(fill).lower(placed).compile(dict(NO_REMATERIALIZATION))
-    with suppress(jax.errors.JaxRuntimeError):
+    try:
         never_fits(placed).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
 
 
 def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]]:
