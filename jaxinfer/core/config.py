@@ -250,6 +250,14 @@ def prepare_backend(share: float) -> None:
         os.environ[XLA_LOG] = "3"
 
 
+def beside_environment() -> dict[str, str]:
+    """The environment of a process that opens the same devices beside this one, to compile.
+
+    Its allocator must not take the share of a GPU at once that this process uses.
+    """
+    return {**os.environ, ALLOCATOR_PREALLOCATES: "false"}
+
+
 def prepare_mosaic(runtime: Path) -> None:
     """Set the variable by which Mosaic's library finds its runtime, as its Python module does."""
     os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)

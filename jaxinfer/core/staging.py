@@ -1,4 +1,4 @@
-"""Folders of the cache that are either complete or absent.
+"""Folders of the cache that are either complete or absent, or grow file by file under a lock.
 
 An entry is built in ``<entry>.partial`` under an exclusive lock on ``<entry>.lock`` and renamed
 when it is complete; then the lock file is removed. The system releases the lock of a killed
@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxinfer.core.errors import CacheError
@@ -47,6 +47,23 @@ def prepare_folder(folder: Path) -> None:
 
 
 @contextmanager
+def locked_folder(folder: Path) -> Generator[None]:
+    """Create a folder to which files are added one by one, and hold its lock in the scope.
+
+    It is removed if nothing was added. Raises ``CacheError`` if it cannot be written.
+    """
+    with _cache_errors(folder, OTHER_CACHE):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(folder.name + ".lock")):
+            folder.mkdir(exist_ok=True)
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # there are files in it
+                    folder.rmdir()
+
+
+@contextmanager
 def _cache_errors(path: Path, elsewhere: str) -> Generator[None]:
     """Raise an ``OSError`` of the block as ``CacheError``."""
     try:
@@ -77,9 +94,14 @@ def _flush(folder: Path) -> None:
     """Flush files and folders to the disk: a rename must not reach it before the contents do."""
     for path, _, names in os.walk(folder):
         for name in names:
-            with open(os.path.join(path, name), "rb") as file:
-                os.fsync(file.fileno())
+            flush(Path(path, name))
         _flush_folder(Path(path))
+
+
+def flush(file: Path) -> None:
+    """Flush a file to the disk, before something names it that must not be there without it."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

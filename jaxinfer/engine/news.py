@@ -42,7 +42,8 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_preemptions: int = 0
     num_late_compiles: int = 0
     num_compiled: int = 0  # of the executables; the rest came from the bundle
-    num_executables: int = 0  # loaded; a server's first start goes on to compile others
+    num_executables: int = 0  # loaded
+    num_awaited: int = 0  # executables that are compiled or loaded while the first ones serve
     load_seconds: float = 0.0
     compile_seconds: float = 0.0
     # present values

@@ -6,6 +6,8 @@ devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -70,6 +72,11 @@ class Placement:
         return self.mesh.devices.flat[0]
 
     @property
+    def devices(self) -> tuple[Any, ...]:  # of jax.Device
+        """All devices, in the order of the mesh; JAX may know of others."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
     def platform(self) -> str:
         """The platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.device.platform
@@ -95,10 +102,15 @@ class Placement:
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: Axes = ()) -> jax.ShapeDtypeStruct:
         """An abstract array with these logical axes.
 
-        On one device it has no sharding, as its executables are compiled without a mesh.
+        On one device it has no sharding, as its executables are compiled without a mesh, for JAX's
+        default device: see ``as_default``.
         """
         sharding = None if self.num_devices == 1 else self.sharding(axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def as_default(self) -> AbstractContextManager[Any]:
+        """Make the first device JAX's default device, for this thread within a scope."""
+        return jax.default_device(self.device)
 
     def arranged[A: (np.ndarray, jax.Array)](self, array: A, axes: Axes) -> A:
         """The array in the devices' layout, see ``by_shard``."""
@@ -138,6 +150,12 @@ def placement_in(mesh: Mesh) -> Placement:
             "mesh whose other axes have one device"
         )
     return replace(placement_on(list(mesh.devices.flat)), by_shard=False)
+
+
+def placement_of_ids(device_ids: Sequence[int]) -> Placement:
+    """A placement on the devices with these ids, of another process' placement."""
+    by_id = {device.id: device for device in jax.devices()}
+    return placement_on([by_id[number] for number in device_ids])
 
 
 def default_placement() -> Placement:

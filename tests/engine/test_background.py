@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,23 +16,44 @@ import msgspec
 import pytest
 
 from jaxinfer.core.config import EngineConfig
-from jaxinfer.core.errors import CacheError, ConfigError
+from jaxinfer.core.errors import CacheError, ConfigError, EngineError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile import background, build, memory_plan
-from jaxinfer.exec.compile.build import compile_all
+from jaxinfer.exec.compile.build import compile_missing
 from jaxinfer.exec.compile.bundle import Bundle, open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
+from jaxinfer.exec.compile.process import CompilerProcess
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
 from kit.checkpoints import tiny_llama_config
 
 SECONDS = 30  # timeout of waits
 FIRST = (Bucket(4), Bucket(4, 16, 1, scores=True))
+
+
+class Compiler(CompilerProcess):
+    """Compiles in this process and its own thread, which takes a quarter of the time."""
+
+    def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self.store, self.names = store, names
+        self.closed = False
+
+    def saved(self) -> Iterator[str]:
+        for name in self.names:
+            if self.closed:
+                return
+            compile_missing(self.store, [name], NO_PROGRESS)
+            yield name
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -51,6 +72,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
         cache_dir=str(tmp_path / "cache"),
     )
     monkeypatch.setattr(Program, "first_buckets", FIRST)
+    monkeypatch.setattr(background, "CompilerProcess", Compiler)
     return plan_engine(config)
 
 
@@ -59,12 +81,12 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
     """Let the other executables wait for an event, which is set at the end at the latest."""
     proceed = threading.Event()
 
-    def compiled(program: Program, names: Any, *arguments: Any) -> Any:
-        if not {*names} <= {*program.first_names}:
+    class Paused(Compiler):
+        def saved(self) -> Iterator[str]:
             proceed.wait(SECONDS)
-        return compile_all(program, names, *arguments)
+            return super().saved()
 
-    monkeypatch.setattr(background, "compile_all", compiled)
+    monkeypatch.setattr(background, "CompilerProcess", Paused)
     try:
         yield proceed
     finally:
@@ -131,16 +153,22 @@ def stages(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def record(names: Any) -> None:
         order.append("first" if {*names} <= {*plan.program.first_names} else "others")
 
-    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
+    def loaded(bundle: Bundle, progress: Any, names: Any, devices: Any) -> Any:
         record(names)
-        return load_all(bundle, progress, names)
+        return load_all(bundle, progress, names, devices)
 
-    def compiled(program: Program, names: Any, *arguments: Any) -> Any:
+    def compiled(store: Store, names: Any, *arguments: Any) -> Any:
         record(names)
-        return compile_all(program, names, *arguments)
+        return compile_missing(store, names, *arguments)
+
+    class Recorded(Compiler):
+        def __init__(self, store: Store, names: Sequence[str]) -> None:
+            super().__init__(store, names)
+            record(names)
 
     monkeypatch.setattr(background, "load_all", loaded)
-    monkeypatch.setattr(background, "compile_all", compiled)
+    monkeypatch.setattr(background, "compile_missing", compiled)
+    monkeypatch.setattr(background, "CompilerProcess", Recorded)
     return order
 
 
@@ -204,7 +232,7 @@ def test_requests_are_served_before_all_is_compiled(
     assert engine.stats().num_compiled == engine.stats().num_executables
     assert engine.stats().num_executables == len(plan.program.names())
     folder = next((plan.cache_dir / "executables").iterdir())
-    assert [*open_bundle(folder).manifest.executables] == [*plan.program.names()]
+    assert {*open_bundle(folder).manifest.executables} == {*plan.program.names()}
 
 
 def test_requests_are_served_before_all_is_loaded(
@@ -215,10 +243,10 @@ def test_requests_are_served_before_all_is_loaded(
     proceed, load_all = threading.Event(), background.load_all
     num_executables = len(plan.program.names())
 
-    def loaded(bundle: Bundle, progress: Any, names: Any) -> Any:
+    def loaded(bundle: Bundle, progress: Any, names: Any, devices: Any) -> Any:
         if not {*names} <= {*plan.program.first_names}:
             proceed.wait(SECONDS)
-        return load_all(bundle, progress, names)
+        return load_all(bundle, progress, names, devices)
 
     monkeypatch.setattr(background, "load_all", loaded)
     engine = build_engine(plan, serves_early=True)
@@ -299,40 +327,63 @@ def test_executables_join_while_a_step_is_in_flight(
         until_compiled(engine)
 
 
-def test_an_engine_that_ends_early_leaves_the_first_executables(
+def test_an_engine_that_ends_early_leaves_what_it_has_compiled(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with paused(monkeypatch) as proceed:
+    """Also if it is killed: nothing is written at its end."""
+    first, others = plan.program.first_names, background.in_order_of_use
+    with paused(monkeypatch):
         engine = build_engine(plan, serves_early=True)
+        (folder,) = (plan.cache_dir / "executables").glob("*[!k]")
+        assert {*open_bundle(folder).manifest.executables} == {*first}
         engine.close()
-        proceed.set()
-        for thread in threading.enumerate():
-            if thread.name == "jaxinfer-build":
-                thread.join(SECONDS)
-    (kept,) = (plan.cache_dir / "executables").iterdir()
-    assert {*open_bundle(kept).manifest.executables} == {*plan.program.first_names}
-    compiled: list[str] = []
+    names = others(plan.program, [name for name in plan.program.names() if name not in first])
+    compile_missing(plan.store, names[:1], NO_PROGRESS)
+    order, compiled = stages(plan, monkeypatch), list[str]()
 
-    def recorded(program: Program, names: list[str], *arguments: Any) -> Any:
-        compiled.extend(names)
-        return compile_all(program, names, *arguments)
+    class Recorded(Compiler):
+        def __init__(self, store: Store, names: Sequence[str]) -> None:
+            super().__init__(store, names)
+            compiled.extend(names)
 
-    monkeypatch.setattr(background, "compile_all", recorded)
-    until_compiled(build_engine(plan, serves_early=True))
-    assert sorted(compiled) == sorted({*plan.program.names()} - {*plan.program.first_names})
+    monkeypatch.setattr(background, "CompilerProcess", Recorded)
+    engine = build_engine(plan, serves_early=True)
+    until_compiled(engine)
+    assert order == ["first", "others"]
+    assert compiled == names[1:]
+    assert engine.stats().num_compiled == len(compiled)
+    assert engine.stats().num_executables == len(plan.program.names())
+    assert {*open_bundle(folder).manifest.executables} == {*plan.program.names()}
+
+
+def test_a_first_start_that_ends_early_leaves_what_it_has_compiled(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_one, saved = build._Compilation.save_one, list[bool]()
+
+    def save(self: Any) -> bool:
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        saved.extend([True] * (found := save_one(self)))
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(build._Compilation, "save_one", save)
+        build_engine(plan)
     (folder,) = (plan.cache_dir / "executables").iterdir()
-    assert [*open_bundle(folder).manifest.executables] == [*plan.program.names()]
+    assert len(open_bundle(folder).manifest.executables) == 2
+    assert build_engine(plan).stats().num_compiled == len(plan.program.names()) - 2
 
 
 def test_a_failure_after_the_start_ends_no_request(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(program: Program, names: Any, *arguments: Any) -> Any:
-        if not {*names} <= {*program.first_names}:
-            raise ConfigError("no space left")
-        return compile_all(program, names, *arguments)
+    class Fails(Compiler):
+        def saved(self) -> Iterator[str]:
+            yield from super().saved()
+            raise EngineError("no space left")
 
-    monkeypatch.setattr(background, "compile_all", fails)
+    monkeypatch.setattr(background, "CompilerProcess", Fails)
     with caplog.at_level(logging.ERROR):
         engine = build_engine(plan, serves_early=True)
         assert all(len(tokens) == 6 for tokens in answers(engine))
@@ -344,10 +395,10 @@ def test_a_failure_after_the_start_ends_no_request(
 def test_a_failure_before_the_start_is_the_start_s(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise ConfigError("no kernel")
 
-    monkeypatch.setattr(background, "compile_all", fails)
+    monkeypatch.setattr(build, "compile_all", fails)
     with pytest.raises(ConfigError, match="no kernel"):
         build_engine(plan, serves_early=True)
     assert not [*(plan.cache_dir / "executables").iterdir()]

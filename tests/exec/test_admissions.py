@@ -12,6 +12,7 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import ADMIT, ROWS_PER_ADMIT, Program
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from kit.counted import Counted
@@ -39,12 +40,8 @@ PROMPTS = [tuple(range(5 + i, 8 + 2 * i)) for i in range(MOST)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    folder = tmp_path_factory.mktemp("bundles") / "bundle"
-    return Counted(
-        build_executables(
-            PROGRAM, folder=folder, memory=program_memory(PROGRAM, None), progress=NoProgress()
-        )
-    )
+    store = Store(PROGRAM, program_memory(PROGRAM, None), tmp_path_factory.mktemp("store"))
+    return Counted(build_executables(store, NoProgress()))
 
 
 def engine_on(device: Counted) -> Engine:

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxinfer.core.errors import CacheError
@@ -25,7 +26,7 @@ jax.default_backend = lambda: sys.argv[1]
 class Empty:
     class manifest:
         executables = {}
-list(bundle.load_all(Empty, NoProgress(), ()))
+list(bundle.load_all(Empty, NoProgress(), (), ()))
 print("jax_cuda13_plugin._mosaic_gpu_ext" in sys.modules)
 print(os.environ.get("MOSAIC_GPU_RUNTIME_LIB_PATH"))
 """
@@ -57,4 +58,5 @@ def test_an_unusable_file_is_named(content: bytes | None, words: str, tmp_path: 
     if content is not None:
         (tmp_path / "d1.bin").write_bytes(content)
     with pytest.raises(CacheError, match=f"d1.bin.*{words}"):
-        list(bundle.load_all(bundle.Bundle(tmp_path, manifest), NoProgress(), ["d1"]))  # type: ignore[arg-type]
+        given = bundle.Bundle(tmp_path, manifest)  # type: ignore[arg-type]
+        list(bundle.load_all(given, NoProgress(), ["d1"], jax.devices()[:1]))

@@ -23,6 +23,7 @@ from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import ADMIT, EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, ExtrasOutput, pack_extras
@@ -132,10 +133,7 @@ def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: 
     device, host = (
         Counted(
             build_executables(
-                one,
-                folder=tmp_path / one.platform,
-                memory=program_memory(one, None),
-                progress=NoProgress(),
+                Store(one, program_memory(one, None), tmp_path / one.platform), NoProgress()
             )
         )
         for one in (of_gpu, of_cpu)

@@ -15,6 +15,7 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import FIRST, MAX_SPLIT_TOKENS, Program
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params
@@ -56,10 +57,8 @@ def test_splitting_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     engines, counts = [], []
     for kind in (Program, NotSplit):
         program = kind(model, LIMITS, platform="gpu")
-        folder, memory = tmp_path / kind.__name__, program_memory(program, None)
-        counted = Counted(
-            build_executables(program, folder=folder, memory=memory, progress=NoProgress())
-        )
+        store = Store(program, program_memory(program, None), tmp_path / kind.__name__)
+        counted = Counted(build_executables(store, NoProgress()))
         executor = Executor(program, counted.executables, params, *init_state(program))
         engines.append(engine_of(executor, LIMITS))
         counts.append(counted)

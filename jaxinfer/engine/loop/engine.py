@@ -300,6 +300,7 @@ class Engine:
             self._start = msgspec.structs.replace(
                 start,
                 num_executables=start.num_executables + joined.num_executables,
+                num_awaited=start.num_awaited - joined.num_executables,
                 num_compiled=start.num_compiled + joined.num_compiled,
             )
             return (BucketsLoaded(joined.buckets),)

@@ -33,7 +33,7 @@ from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
 from jaxinfer.engine.start.later import LaterExecutables
-from jaxinfer.engine.start.loading import EXECUTABLES, load
+from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
@@ -287,6 +287,7 @@ def build_engine(
         later = LaterExecutables(executables.later, executor, executor.buckets)
     start_stats = EngineStats(
         num_executables=len(executables.by_name),
+        num_awaited=len(plan.program.names()) - len(executables.by_name),
         num_compiled=executables.compiled,
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
@@ -311,14 +312,7 @@ def write_planned(
     plan: EnginePlan, folder: Path, progress: Progress = NO_PROGRESS
 ) -> tuple[Manifest, bool]:
     """Write the executables of a plan as a bundle, without weights; see ``compile_bundle``."""
-    return compile_bundle(
-        plan.program,
-        folder,
-        memory=plan.memory,
-        settings=plan.bundle_settings,
-        progress=progress,
-        cache=plan.cache_dir / EXECUTABLES,
-    )
+    return compile_bundle(plan.store, folder, settings=plan.bundle_settings, progress=progress)
 
 
 def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:

@@ -34,7 +34,7 @@ class LaterExecutables:
         """See ``LaterBuckets``."""
         taken = self.building.take()
         self._new += (buckets := self.executor.add(taken))
-        return Joined(buckets, len(taken), len(taken) if self.building.compiles else 0)
+        return Joined(buckets, len(taken), len({*taken} & {*self.building.compiled}))
 
     @property
     def warms_up(self) -> bool:

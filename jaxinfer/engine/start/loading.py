@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from os.path import isdir
-from pathlib import Path
 from typing import NamedTuple
 
 from jaxinfer.core.host_memory import release_free_heap
@@ -17,8 +15,9 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.background import begin_executables
-from jaxinfer.exec.compile.build import Executables, build_executables, cached_bundle
+from jaxinfer.exec.compile.build import Executables, build_executables, load_executables
 from jaxinfer.exec.compile.bundle import load_kernel_compiler
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import (
     allocating,
     check_host,
@@ -29,8 +28,6 @@ from jaxinfer.exec.run.device_memory import (
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
-
-EXECUTABLES = "executables"  # the folder of bundles in the cache
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
@@ -57,15 +54,14 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     """
     check_host(plan.memory)
     read = Future[None]()
-    build = begin_executables if serves_early else build_executables
-    loader = _Loader(plan, progress, build, read)
+    loader = _Loader(plan, progress, serves_early, read)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return Loaded(*_beside(loader.state, loader.executables), read)
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     read.set_result(None)
-    prepare_folder(loader.folder.parent)  # an error if nothing can be saved
+    prepare_folder(loader.store.folder.parent)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":
@@ -80,30 +76,39 @@ class _Loader:
 
     plan: EnginePlan
     progress: Progress
-    build: Callable[..., Executables]
+    serves_early: bool
     tokenizer_read: Future[None]
     _claimed: Future[None] = field(default_factory=Future[None])
 
+    @cached_property
+    def store(self) -> Store:
+        """The executables in the cache."""
+        return self.plan.store
+
+    @property
+    def _needed(self) -> Sequence[str]:
+        """The names of the executables that must be there before requests are served."""
+        program = self.plan.program
+        return program.first_names if self.serves_early else program.names()
+
     @property
     def finds_executables(self) -> bool:
-        """True if the user gave a bundle, or an engine of this plan has saved one.
+        """True if the user gave a bundle, or engines of this program have saved what is needed.
 
         ``executables`` opens it, while weights load.
         """
-        # False for an invalid path; ``staging`` reports its error
-        return isdir(self.folder)
+        return self.plan.bundle is not None or self.store.saved().keys() >= {*self._needed}
 
     def executables(self) -> Timed[Executables]:
-        """Load the executables; without a bundle, compile and save them before."""
-        start, program, progress = time.perf_counter(), self.plan.program, self.progress
-        made = self.build(
-            program,
-            folder=self.folder,
-            memory=self.plan.memory,
-            progress=progress,
-            settings=self.plan.bundle_settings,
-        )
-        progress.detail(self.plan.memory.measured(made.workspace_bytes))
+        """Load the executables; those that are not saved are compiled before."""
+        start, plan = time.perf_counter(), self.plan
+        if self.serves_early and {*self._needed} != {*plan.program.names()}:
+            made = begin_executables(self.store, plan.bundle, self.progress)
+        elif plan.bundle is not None:
+            made = load_executables(plan.program, plan.bundle, plan.memory, self.progress)
+        else:
+            made = build_executables(self.store, self.progress)
+        self.progress.detail(plan.memory.measured(made.workspace_bytes))
         return made, time.perf_counter() - start
 
     def weights(self) -> Timed[Params]:
@@ -155,13 +160,6 @@ class _Loader:
             self.tokenizer_read.set_result(None)
         except BaseException as error:
             self.tokenizer_read.set_exception(error)
-
-    @cached_property
-    def folder(self) -> Path:
-        """The user's bundle, or the folder of executables in the cache."""
-        if self.plan.bundle is not None:
-            return self.plan.bundle.folder
-        return cached_bundle(self.plan.program, self.plan.cache_dir / EXECUTABLES)
 
 
 def _beside[A, B](other: Callable[[], A], main: Callable[[], B]) -> tuple[B, A]:

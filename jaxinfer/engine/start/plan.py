@@ -14,6 +14,7 @@ from jaxinfer.engine.start.task import score_token_ids
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.store import Store
 from jaxinfer.models.base import Params
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.load import load_params
@@ -21,6 +22,8 @@ from jaxinfer.weights.sources import ModelSource
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
+
+EXECUTABLES = "executables"  # the folder of executables in the cache
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class EnginePlan:
         ends = (*self.config_facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
         ends = tuple(dict.fromkeys(ends))
         return replace(self.config_facts, eos_token_ids=ends, score_token_ids=scores)
+
+    @property
+    def store(self) -> Store:
+        """The executables of this program in the cache; every source file is read to find them."""
+        return Store.of(self.program, self.memory, self.cache_dir / EXECUTABLES)
 
     @property
     def bundle_settings(self) -> dict[str, Any]:

@@ -2,91 +2,87 @@
 
 A server on a GPU has some 35 executables. To compile them takes half a minute, and to load them and
 run each once takes 1 to 2 s. A few hold every step (``Program.first_names``), so requests are
-served once these are loaded. A thread compiles the others and writes the bundle, or loads them from
-it, and the engine adds each when it is loaded. If the process ends while it compiles, the next
-start still finds the first ones.
+served once these are loaded. A thread then loads the others, and those that are not saved yet as a
+process of low priority compiles them (``process``); the engine adds each when it is loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from shutil import copyfile, rmtree
-from typing import Any
 
-from jaxinfer.core.errors import EngineError
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.staging import build_once
-from jaxinfer.exec.compile.build import (
-    Compiled,
-    Executables,
-    build_executables,
-    bundle_for,
-    compile_all,
-)
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile.build import Compiled, Executables, compile_missing, listed
 from jaxinfer.exec.compile.bundle import (
     NUM_THREADS,
     Bundle,
     StoredExecutable,
     load_all,
     load_executable,
-    write_manifest,
 )
-from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
+from jaxinfer.exec.compile.memory_plan import check_workspace
+from jaxinfer.exec.compile.process import CompilerProcess
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.reuse import take_cached
+from jaxinfer.exec.compile.store import Store
 
 LOGGER = "jaxinfer.engine"
 
 
-def begin_executables(
-    program: Program,
-    *,
-    folder: Path,
-    memory: MemoryPlan,
-    progress: Progress,
-    settings: Mapping[str, Any] | None = None,
-) -> Executables:
-    """``build_executables`` that returns as soon as ``Program.first_names`` are there.
+def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -> Executables:
+    """The executables of ``Program.first_names``, from a complete bundle or else the store.
 
-    Where these are all, it is ``build_executables``. The executables of ``later`` must be added by
-    the engine, and ``later`` be closed at its end. They are compiled or loaded after
-    ``begin_others``, as that contends for the GIL with what a start still has to do.
+    The executables of ``later`` must be added by the engine, and ``later`` be closed at its end.
+    They are compiled or loaded after ``begin_others``, as that contends with what a start still has
+    to do. Raises what ``build_executables`` does.
     """
-    if set(program.first_names) == set(program.names()):
-        return build_executables(
-            program, folder=folder, memory=memory, progress=progress, settings=settings
-        )
-    building = Building(program, folder, memory, settings or {}, progress)
+    building = Building(store, bundle, progress)
     try:
         first = building.first.result()
     except BaseException:  # also Ctrl-C
         building.close()
         raise
-    return Executables(first, building.num_compiled, building.workspace_bytes, building)
+    return Executables(first, len(building.compiled), building.workspace_bytes, building)
+
+
+def in_order_of_use(program: Program, names: Sequence[str]) -> list[str]:
+    """The other executables in the order in which requests gain by them.
+
+    Until a bucket is there its steps use a larger one. First those that only decode, the most rows
+    first: with 164 rows the step of 512 takes up to twice as long as that of 256. Then prompts, the
+    smallest first, which a mixed step of 1,024 tokens replaces; then mixed steps, the most rows
+    first.
+    """
+
+    def key(bucket: Bucket) -> tuple[bool, bool, int, int]:
+        decodes, prefills = bucket.num_decodes, bucket.num_prefill_tokens
+        return bucket.taps, bool(prefills), -decodes if not prefills else bool(decodes), prefills
+
+    buckets = sorted(program.limits.buckets, key=key)
+    order = [name for bucket in buckets for name in program.names_of(bucket)]
+    return sorted(names, key=order.index)
 
 
 @dataclass
 class Building:
-    """A thread that loads the executables of a bundle; if there is none, it compiles them first."""
+    """A thread that loads executables, and waits for a process that compiles those not saved yet.
 
-    program: Program
-    folder: Path
-    memory: MemoryPlan
-    settings: Mapping[str, Any]
+    The first ones are compiled by this process, which needs nothing else meanwhile.
+    """
+
+    store: Store
+    bundle: Bundle | None  # the user's, which is complete
     progress: Progress
     first: Future[dict[str, Compiled]] = field(default_factory=Future[dict[str, Compiled]])
     workspace_bytes: int = 0  # the largest so far
-    num_compiled: int = 0  # of the first executables; other bundles had the rest of them
-    compiles: bool = False  # else the bundle exists
+    compiled: set[str] = field(default_factory=set[str])  # names, for this engine
     _may_begin: threading.Event = field(default_factory=threading.Event)
     _loaded: SimpleQueue[tuple[str, Compiled]] = field(default_factory=SimpleQueue)
+    _compiler: CompilerProcess | None = None
     _closed: bool = False
 
     def __post_init__(self) -> None:
@@ -119,94 +115,90 @@ class Building:
         self._may_begin.set()
 
     def close(self) -> None:
-        """See ``Later``. What is not saved as a bundle is removed."""
+        """See ``Later``. Executables that are saved stay so, for the next start."""
         self._closed = True
         self._may_begin.set()
+        if (compiler := self._compiler) is not None:
+            compiler.close()
 
     def _run(self) -> None:
         try:
-            if build_once(self.folder, self._fill):
-                rmtree(self._kept, ignore_errors=True)
-            else:
-                self._load(bundle_for(self.program, self.folder))
+            self.first.set_result(self._first())
+            self._may_begin.wait()
+            self._load_others()
         except Exception as error:
             if not self.first.done():
                 self.first.set_exception(error)
             elif not self._closed:
                 logging.getLogger(LOGGER).error(
-                    "the other executables cannot be %s (%s); requests are served with the first "
-                    "ones, more slowly",
-                    "compiled" if self.compiles else "loaded",
+                    "the other executables cannot be %s (%s); requests are served with those that "
+                    "are there, more slowly",
+                    "loaded" if self._compiler is None else "compiled",
                     error,
                 )
 
-    def _load(self, bundle: Bundle) -> None:
-        """Load the first executables, then the others."""
-        self._check(bundle.manifest.workspace_bytes)
-        first = self.program.first_names
-        self.first.set_result(dict(load_all(bundle, self.progress, first)))
-        others = [name for name in self.program.names() if name not in first]
-        self._may_begin.wait()
-        for loaded in load_all(bundle, self.progress, others):
-            if self._closed:
-                return
-            self._loaded.put(loaded)
-
-    def _fill(self, folder: Path) -> None:
-        """Write the bundle into ``folder``: the first executables, then the others."""
-        self.compiles = True
-        program, progress = self.program, self.progress
-        stored = take_cached(program, self.folder.parent, folder, progress)
-        first = [name for name in program.first_names if name not in stored]
-        load = partial(load_executable, folder)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:  # loads while the longest ones compile
-            loads = {name: pool.submit(load, one) for name, one in stored.items()}
-
-            def load_first(name: str, one: StoredExecutable) -> None:
-                self._check_saved(name, one)
-                loads[name] = pool.submit(load, one)
-
-            stored |= compile_all(program, first, folder, progress, load_first)
-            self.num_compiled = len(first)
-            self.first.set_result({name: made.result() for name, made in loads.items()})
-        self._keep(folder, stored)
-
-        def load_saved(name: str, one: StoredExecutable) -> None:
-            self._check_saved(name, one)
-            self._loaded.put((name, load(one)))
-
-        others = [name for name in program.names() if name not in stored]
-        self._may_begin.wait()
-        self._check_open()
-        stored |= compile_all(program, others, folder, progress, load_saved)
-        write_manifest(folder, program, self.memory, self._in_order(stored), self.settings)
-
-    def _keep(self, folder: Path, stored: Mapping[str, StoredExecutable]) -> None:
-        """Keep the first executables for the next start, if this one ends before the bundle."""
-
-        def copy(partial: Path) -> None:
-            for one in stored.values():
-                copyfile(folder / one.file, partial / one.file)
-            write_manifest(partial, self.program, self.memory, self._in_order(stored), {})
-
-        build_once(self._kept, copy)
+    @property
+    def _saved(self) -> Bundle | None:
+        return self.store.bundle() if self.bundle is None else self.bundle
 
     @property
-    def _kept(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.first")
+    def _devices(self) -> Sequence[object]:  # of jax.Device
+        return self.store.program.placement.devices
 
-    def _in_order(self, stored: Mapping[str, StoredExecutable]) -> dict[str, StoredExecutable]:
-        return {name: stored[name] for name in self.program.names() if name in stored}
+    def _first(self) -> dict[str, Compiled]:
+        """Load the first executables; those that are not saved are compiled before.
 
-    def _check_saved(self, _: str, stored: StoredExecutable) -> None:
-        self._check(stored.workspace_bytes)
-        self._check_open()
+        Each is loaded while others of them compile.
+        """
+        names, saved = self.store.program.first_names, self._saved
+        if saved is not None and saved.manifest.executables.keys() >= {*names}:
+            self._check(saved.manifest.workspace_of(names))
+            return dict(load_all(saved, self.progress, names, self._devices))
+        loads: dict[str, Future[Compiled]] = {}
+        before = self.store.saved().keys()
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the engine was shut down while its executables were compiled")
+            def load(name: str, stored: StoredExecutable) -> None:
+                self._check(stored.workspace_bytes)
+                loads[name] = pool.submit(load_executable, self.store.folder, stored, self._devices)
+
+            compile_missing(self.store, names, self.progress, load)
+            self.compiled |= {*names} - before
+            return {name: made.result() for name, made in loads.items()}
+
+    def _load_others(self) -> None:
+        """Load the other executables that are saved, then each that is compiled."""
+        program, saved = self.store.program, self._saved
+        assert saved is not None, "the first ones are saved"
+        found = saved.manifest.executables.keys() - {*program.first_names}
+        others = [name for name in program.names() if name in found]
+        if others:
+            self._check(saved.manifest.workspace_of(others))
+            for loaded in load_all(saved, self.progress, others, self._devices):
+                if self._closed:
+                    return
+                self._loaded.put(loaded)
+        missing = {*program.names()} - {*program.first_names} - found
+        if missing and not self._closed:
+            self._compile(in_order_of_use(program, sorted(missing)))
+
+    def _compile(self, names: Sequence[str]) -> None:
+        """Have executables compiled by another process, and load each when it is saved."""
+        store, progress = self.store, self.progress
+        with (
+            progress.task(f"compile {listed(names)} beside requests", len(names)) as advance,
+            CompilerProcess(store, names) as self._compiler,
+        ):
+            if self._closed:  # before the process was there to be closed
+                return
+            for name in self._compiler.saved():
+                stored = store.saved()[name]
+                self._check(stored.workspace_bytes)
+                self.compiled.add(name)
+                self._loaded.put((name, load_executable(store.folder, stored, self._devices)))
+                advance(1)
 
     def _check(self, workspace_bytes: int) -> None:
         """Raise ``ConfigError`` for an executable that needs more workspace than is planned."""
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes)
-        check_workspace(self.memory, self.workspace_bytes)
+        check_workspace(self.store.memory, self.workspace_bytes)

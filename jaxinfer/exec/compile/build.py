@@ -1,13 +1,11 @@
-"""The executables of an engine: loaded from a bundle, which is compiled first if there is none.
-
-The user's cache is a folder of bundles.
-"""
+"""The executables of an engine: compiled unless the cache has them, and loaded from there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,21 +16,21 @@ from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.host_memory import gc_paused, release_free_heap, release_library_pages
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.staging import OTHER_CACHE, build_once
+from jaxinfer.core.staging import build_once
 from jaxinfer.exec.compile.bundle import (
     Bundle,
     Manifest,
     StoredExecutable,
+    checked_content,
     executable_file,
     load_all,
     load_kernel_compiler,
     open_bundle,
     write_manifest,
 )
-from jaxinfer.exec.compile.fingerprint import Fingerprint
 from jaxinfer.exec.compile.memory_plan import MemoryPlan, check_workspace
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.reuse import take_cached
+from jaxinfer.exec.compile.store import Store
 from pallas_kernels.toolchain.api import Toolchain
 
 MOST_NAMED = 4  # executables in a line of progress
@@ -44,8 +42,8 @@ class Later(Protocol):
     """Compiles or loads further executables: ``exec.compile.background.Building``."""
 
     @property
-    def compiles(self) -> bool:
-        """True if they are compiled for this engine."""
+    def compiled(self) -> Collection[str]:
+        """The names of those that were compiled for this engine."""
         ...
 
     @property
@@ -81,36 +79,106 @@ class Executables:
     later: Later | None = None  # loads those that ``by_name`` does not have yet
 
 
-def build_executables(
-    program: Program,
-    *,
-    folder: Path,
-    memory: MemoryPlan,
-    progress: Progress,
-    settings: Mapping[str, Any] | None = None,
+def build_executables(store: Store, progress: Progress) -> Executables:
+    """Load the executables of a program from the cache; those that are missing are compiled first.
+
+    Only loaded executables run: with those that the process has compiled itself an engine on an
+    H200 held 3.4 GB of host memory (loaded: 3.0 GB), and the launch of a prompt step took 1 ms
+    longer. A second process that needs the same executables waits for the first. Raises
+    ``ConfigError`` if they need more workspace than is planned, ``CacheError`` if the cache cannot
+    be written or is damaged.
+    """
+    compiled = compile_missing(store, store.program.names(), progress)
+    bundle = store.bundle()
+    assert bundle is not None, "a program has executables"
+    return replace(
+        load_executables(store.program, bundle, store.memory, progress), compiled=compiled
+    )
+
+
+def load_executables(
+    program: Program, bundle: Bundle, memory: MemoryPlan, progress: Progress
 ) -> Executables:
-    """Load the executables from the bundle ``folder``; compile and save them first if need be.
+    """Load every executable of a program from a bundle that has them all.
 
-    For ``folder`` see ``cached_bundle``. Only loaded executables run: with those that the process
-    has compiled itself an engine on an H200 held 3.4 GB of host memory (loaded: 3.0 GB), and the
-    launch of a prompt step took 1 ms longer. The bundle's folder is made before anything is
-    compiled, so an unwritable cache is an error at once. A second process that needs the same
-    bundle waits for the first. The manifest keeps ``settings``. Raises ``ConfigError`` if the
-    executables need more workspace than ``memory`` has planned.
+    Raises ``ConfigError`` if they need more workspace than ``memory`` has planned.
     """
-    made = _compile_into(folder, program, memory, settings or {}, progress)
-    bundle = bundle_for(program, folder)
-    check_workspace(memory, bundle.manifest.workspace_bytes)
-    executables = load_executables(program, bundle, progress)
-    return replace(executables, compiled=len(executables.by_name) if made else 0)
+    names = program.names()
+    workspace = bundle.manifest.workspace_of(names)
+    check_workspace(memory, workspace)
+    loaded = dict(load_all(bundle, progress, names, program.placement.devices))
+    release_free_heap()  # also memory of the compiler, if this process has compiled
+    if program.platform == "cpu":  # before the weights are complete, so 0.1 GB less at the peak
+        release_library_pages()
+    return Executables(loaded, 0, workspace)
 
 
-def cached_bundle(program: Program, bundle_root: Path) -> Path:
-    """The folder under ``bundle_root`` for a program; it may not exist yet.
+def compile_missing(
+    store: Store,
+    names: Sequence[str],
+    progress: Progress,
+    saved: Callable[[str, StoredExecutable], None] = lambda name, stored: None,
+    *,
+    as_they_come: bool = False,
+) -> int:
+    """Compile those of the executables that the store does not have; returns how many these were.
 
-    Every source file is read to compute its name.
+    ``saved`` is called for each of ``names`` as soon as it is in the store. Nothing is locked if
+    all are. ``as_they_come``: see ``compile_all``.
     """
-    return bundle_root / Fingerprint.of(program).digest()
+    found = store.saved()
+    with nullcontext() if found.keys() >= {*names} else store.adding():
+        found = store.saved()  # also of another process, for which this one has waited
+        for name in names:
+            if name in found:
+                saved(name, found[name])
+        missing = [name for name in names if name not in found]
+
+        def add(name: str, stored: StoredExecutable) -> None:
+            store.add(name, stored)
+            saved(name, stored)
+
+        if missing:
+            folder, program = store.folder, store.program
+            compile_all(program, missing, folder, progress, add, as_they_come=as_they_come)
+        return len(missing)
+
+
+def compile_bundle(
+    store: Store,
+    folder: Path,
+    *,
+    settings: Mapping[str, Any],
+    progress: Progress,
+) -> tuple[Manifest, bool]:
+    """Write a bundle of a program atomically; returns its manifest and whether it was made now.
+
+    Executables that the store has are copied; the others are compiled. A folder that already holds
+    the same bundle is not changed. A folder with other content is refused with ``CacheError``.
+    """
+    program, memory = store.program, store.memory
+    if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
+        raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
+    load_kernel_compiler()
+
+    def fill(partial: Path) -> None:
+        found = _copied(store, partial, progress)
+        missing = [name for name in program.names() if name not in found]
+        if found:
+            progress.note(f"take {listed([*found])} from {store.folder}")
+        if missing:
+            found |= compile_all(program, missing, partial, progress)
+        stored = {name: found[name] for name in program.names() if name in found}
+        write_manifest(partial, program, memory, stored, settings)
+
+    if build_once(folder, fill, elsewhere="choose another folder"):
+        return open_bundle(folder).manifest, True
+    try:
+        bundle = bundle_for(program, folder)
+    except CacheError as error:
+        raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
+    load_executables(program, bundle, memory, progress)
+    return bundle.manifest, False
 
 
 def bundle_for(program: Program, folder: Path) -> Bundle:
@@ -122,67 +190,22 @@ def bundle_for(program: Program, folder: Path) -> Bundle:
     return bundle
 
 
-def load_executables(program: Program, bundle: Bundle, progress: Progress) -> Executables:
-    """Load every executable of a program from a bundle that fits."""
-    loaded = dict(load_all(bundle, progress, program.names()))
-    release_free_heap()  # also memory of the compiler, if this process has compiled
-    if program.platform == "cpu":  # before the weights are complete, so 0.1 GB less at the peak
-        release_library_pages()
-    return Executables(loaded, 0, bundle.manifest.workspace_bytes)
-
-
-def compile_bundle(
-    program: Program,
-    folder: Path,
-    *,
-    memory: MemoryPlan,
-    settings: Mapping[str, Any],
-    progress: Progress,
-    cache: Path | None = None,
-) -> tuple[Manifest, bool]:
-    """Write a bundle atomically; returns its manifest and whether it was made now.
-
-    Executables that bundles in the folder ``cache`` have are copied; the others are compiled.
-    A folder that already holds the same bundle is not changed. A folder with other content is
-    refused with ``CacheError``.
-    """
-    if folder.exists() and not (folder / BUNDLE_MANIFEST).is_file():
-        raise CacheError(f"{folder} exists already and is no bundle; choose another folder")
-    load_kernel_compiler()
-    elsewhere = "choose another folder"
-    if _compile_into(folder, program, memory, settings, progress, elsewhere=elsewhere, cache=cache):
-        return open_bundle(folder).manifest, True
+def _copied(store: Store, folder: Path, progress: Progress) -> dict[str, StoredExecutable]:
+    """Copy the executables of a store into a folder; a damaged one is left out, and named."""
     try:
-        bundle = bundle_for(program, folder)
+        found, copied = store.saved(), dict[str, StoredExecutable]()
     except CacheError as error:
-        raise CacheError(f"{folder} exists already and is no such bundle: {error}") from None
-    load_executables(program, bundle, progress)
-    return bundle.manifest, False
-
-
-def _compile_into(
-    folder: Path,
-    program: Program,
-    memory: MemoryPlan,
-    settings: Mapping[str, Any],
-    progress: Progress,
-    *,
-    elsewhere: str = OTHER_CACHE,
-    cache: Path | None = None,
-) -> bool:
-    """Compile and save; returns False if the folder exists already."""
-
-    def fill(partial: Path) -> None:
-        taken = take_cached(program, cache, partial, progress) if cache else {}
-        names = [name for name in program.names() if name not in taken]
-        if taken:
-            progress.note(f"take {listed([*taken])} from {cache}")
-        made = compile_all(program, names, partial, progress) if names else {}
-        found = taken | made
-        stored = {name: found[name] for name in program.names() if name in found}
-        write_manifest(partial, program, memory, stored, settings)
-
-    return build_once(folder, fill, elsewhere=elsewhere)
+        progress.note(f"not taken from the cache: {error}")
+        return {}
+    for name, stored in found.items():
+        try:
+            content = checked_content(store.folder, stored)
+        except CacheError as error:
+            progress.note(f"not taken from the cache: {error}")
+            continue
+        (folder / stored.file).write_bytes(content)
+        copied[name] = stored
+    return copied
 
 
 def compile_all(
@@ -191,6 +214,8 @@ def compile_all(
     folder: Path,
     progress: Progress,
     saved: Callable[[str, StoredExecutable], None] = lambda name, stored: None,
+    *,
+    as_they_come: bool = False,
 ) -> dict[str, StoredExecutable]:
     """Compile executables and write them into the folder; returns their records by name.
 
@@ -205,29 +230,33 @@ def compile_all(
     others follow in reverse order of names, as those that XLA compiles longest have the last names.
     Saving holds the interpreter lock for 0.1 s each, so it begins when all steps are traced, and
     steps that can be lowered are lowered first.
+
+    ``as_they_come``: trace in the order of ``names``, and save each executable once it is compiled,
+    so that the first ones can be used long before the last ones are there.
     """
-    if not names:
-        return {}
-    threads = os.cpu_count() or 1
+    threads = _cores()
     to_link = [name for name in names if program.links_kernels(name)]
     others = [name for name in reversed(names) if name not in to_link]
+    order = names if as_they_come else (*others[:1], *to_link, *others[1:])
     pool = ThreadPoolExecutor(threads)
     try:
         with (
             progress.task(f"compile {listed(names)}", len(names)) as advance,
             gc_paused(),
+            program.placement.as_default(),
             Toolchain(threads) as toolchain,
         ):
-            steps = _Compilation(program, folder, toolchain, pool, advance)
+            steps = _Compilation(program, folder, toolchain, pool, advance, saved)
             if to_link:  # only Mosaic kernels are linked, and only they need worker processes
                 toolchain.start_workers()
-            for name in (*others[:1], *to_link, *others[1:]):
+            for name in order:
                 steps.trace(name)
+                if as_they_come:
+                    steps.proceed()
+                    steps.save_one()
             while steps.unfinished:
                 steps.proceed()
-                if name := steps.save_one():
-                    saved(name, steps.stored[name])
-                else:
+                if not steps.save_one():
                     wait(steps.pending, return_when=FIRST_COMPLETED)
     finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
@@ -250,6 +279,7 @@ class _Compilation:
     toolchain: Toolchain
     pool: ThreadPoolExecutor
     advance: Callable[[int], None]
+    saved: Callable[[str, StoredExecutable], None]
     traced: dict[str, tuple[jax.stages.Traced, _Kernels]] = field(default_factory=dict)
     lowered: dict[str, tuple[jax.stages.Lowered, _Kernels]] = field(default_factory=dict)
     compiling: dict[str, Future[jax.stages.Compiled]] = field(default_factory=dict)
@@ -290,19 +320,27 @@ class _Compilation:
             lowered, options = self.lowered.pop(name)[0], self.program.compiler_options(name)
             self.compiling[name] = self.pool.submit(lowered.compile, options)
 
-    def save_one(self) -> str | None:
-        """Save and release a compiled executable; returns its name, or None if there is none.
+    def save_one(self) -> bool:
+        """Save and release a compiled executable; False if there is none.
 
         Raises the exception of a step that could not be compiled.
         """
         name = next((name for name, made in self.compiling.items() if made.done()), None)
         if name is None:
-            return None
+            return False
         compiled = self.compiling.pop(name).result()
         self.stored[name], content = executable_file(self.program, name, compiled)
         (self.folder / self.stored[name].file).write_bytes(content)
+        self.saved(name, self.stored[name])
         self.advance(1)
-        return name
+        return True
+
+
+def _cores() -> int:
+    """The cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def listed(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import importlib
 import os
 import pickle
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,7 +81,11 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def workspace_bytes(self) -> int:
         """The workspace of the largest executable; only one runs at a time."""
-        return max(stored.workspace_bytes for stored in self.executables.values())
+        return self.workspace_of(self.executables)
+
+    def workspace_of(self, names: Collection[str]) -> int:
+        """The workspace of the largest of these executables."""
+        return max(self.executables[name].workspace_bytes for name in names)
 
 
 @dataclass(frozen=True)
@@ -106,9 +110,9 @@ class Bundle:
         if missing := set(program.names()) - self.manifest.executables.keys():
             raise _damaged(self.folder, f"its manifest has no {', '.join(sorted(missing))}")
 
-    def load(self, name: str) -> jax.stages.Compiled:
+    def load(self, name: str, devices: Sequence[Any]) -> jax.stages.Compiled:
         """Load one executable; raises ``CacheError``, with the file's name, if that fails."""
-        return load_executable(self.folder, self.manifest.executables[name])
+        return load_executable(self.folder, self.manifest.executables[name], devices)
 
     def _refuse(self, made_for: Mapping[str, str], here: Mapping[str, str]) -> None:
         if different := differences(made_for, here):
@@ -132,9 +136,17 @@ def open_bundle(folder: Path) -> Bundle:
 
     Raises ``CacheError``, with the file's name, if one is missing, truncated or of another format.
     """
-    path = folder / BUNDLE_MANIFEST
     if not folder.is_dir():
         raise CacheError(f"there is no bundle {folder}; make one with `jaxinfer compile`")
+    manifest = read_manifest(folder)
+    for stored in manifest.executables.values():
+        check_size(folder, stored)
+    return Bundle(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle; raises ``CacheError`` if it is unreadable or of another format."""
+    path = folder / BUNDLE_MANIFEST
     try:
         content = path.read_bytes()
         made = msgspec.json.decode(content, type=_Format).format
@@ -143,33 +155,42 @@ def open_bundle(folder: Path) -> Bundle:
                 f"the bundle {folder} does not fit: format is {made} in the bundle and {FORMAT} "
                 "here; compile another one"
             )
-        manifest = msgspec.json.decode(content, type=Manifest)
+        return msgspec.json.decode(content, type=Manifest)
     except OSError as error:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
-    for stored in manifest.executables.values():
-        check_size(folder, stored)
-    return Bundle(folder, manifest)
 
 
-def load_executable(folder: Path, stored: StoredExecutable) -> jax.stages.Compiled:
-    """Load a file of a bundle; raises ``CacheError``, with its name, if that fails."""
+def load_executable(
+    folder: Path,
+    stored: StoredExecutable,
+    devices: Sequence[Any],  # of jax.Device
+) -> jax.stages.Compiled:
+    """Load a file of a bundle for these devices, whatever others JAX knows of.
+
+    Raises ``CacheError``, with the file's name, if that fails.
+    """
     content = checked_content(folder, stored)
     try:
-        return serialize_executable.deserialize_and_load(*pickle.loads(content))
+        return serialize_executable.deserialize_and_load(
+            *pickle.loads(content), backend=devices[0].client, execution_devices=devices
+        )
     except Exception as error:  # pickle and XLA raise various exceptions for other versions' files
         path = folder / stored.file
         raise _damaged(folder, f"{path}: {type(error).__name__}: {error}") from error
 
 
 def load_all(
-    bundle: Bundle, progress: Progress, names: Collection[str]
+    bundle: Bundle,
+    progress: Progress,
+    names: Collection[str],
+    devices: Sequence[Any],  # of jax.Device
 ) -> Iterator[tuple[str, jax.stages.Compiled]]:
     """Load executables of a bundle that fits, by name; raises ``CacheError`` if that fails."""
     load_kernel_runtime()
     pool = ThreadPoolExecutor(NUM_THREADS)
-    names_of = {pool.submit(bundle.load, name): name for name in names}
+    names_of = {pool.submit(bundle.load, name, devices): name for name in names}
     try:
         with progress.task(f"load {len(names)} executables", len(names)) as advance:
             for future in as_completed(names_of):
@@ -196,7 +217,7 @@ def write_manifest(
     executables: Mapping[str, StoredExecutable],
     settings: Mapping[str, Any],
 ) -> None:
-    """Write the manifest, which makes a bundle of a folder with every executable.
+    """Write the manifest, or replace it: it makes a bundle of a folder with these executables.
 
     ``settings`` are the engine settings that are used when an engine is started with the bundle.
     """
@@ -211,7 +232,9 @@ def write_manifest(
         tuned=tuned_choices(program.placement),
         executables=dict(executables),
     )
-    (folder / BUNDLE_MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    complete, partial = folder / BUNDLE_MANIFEST, folder / f"{BUNDLE_MANIFEST}.partial"
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    partial.replace(complete)
 
 
 def load_kernel_runtime() -> None:

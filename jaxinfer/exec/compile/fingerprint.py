@@ -56,6 +56,11 @@ class Fingerprint(msgspec.Struct, frozen=True):
             of_pins(program.pins),
         )
 
+    def without_buckets(self) -> Fingerprint:
+        """What engines share that differ only in their buckets."""
+        limits = {name: value for name, value in self.limits.items() if name != "buckets"}
+        return msgspec.structs.replace(self, limits=limits)
+
     def digest(self) -> str:
         """A hash of all fields, which names the folder of the executables."""
         text = json.dumps(msgspec.to_builtins(self), sort_keys=True)
@@ -74,7 +79,7 @@ def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> dict[str,
 
 def of_machine(placement: Placement) -> dict[str, str]:
     """The fields of this installation and the devices of an engine."""
-    device, count = placement.device, placement.num_devices
+    device = placement.device
     compilers = {name: _version(name) for name in KERNEL_COMPILERS}
     native = " ".join(variants()[:1]) or ABSENT
     host = {"host CPU": _host_cpu(), "native library": native}
@@ -84,13 +89,22 @@ def of_machine(placement: Placement) -> dict[str, str]:
         "jaxlib": version("jaxlib"),
         "flax": version("flax"),
         "platform": device.client.platform_version,  # on a GPU: the CUDA plugin and driver
-        "device": f"{device.platform} {device.device_kind}" + (f" x{count}" if count > 1 else ""),
+        "device": f"{device.platform} {device.device_kind}{_numbers(placement)}",
         **backend,
         "enable_x64": str(jax.config.jax_enable_x64),  # type: ignore[attr-defined]
         "matmul_precision": str(jax.config.jax_default_matmul_precision),  # type: ignore[attr-defined]
         **compiler_environment(),
         "sources": source_digest(),
     }
+
+
+def _numbers(placement: Placement) -> str:
+    """The number of devices, if several, and their ids, if they are not the first of the process:
+    a saved executable names its devices.
+    """
+    ids = [device.id for device in placement.devices]
+    count = f" x{len(ids)}" if len(ids) > 1 else ""
+    return count if ids == [*range(len(ids))] else f"{count} with id {' '.join(map(str, ids))}"
 
 
 def _version(package: str) -> str:

@@ -117,12 +117,13 @@ def compile_init_state(program: Program) -> Callable[[], tuple[State, SlotState]
     many shapes, for which XLA took 0.2 s (H100), so their zeros come from the host.
     """
     state, slots, placement = program.state(), program.slots(), program.placement
-    zeros_of = {
-        one: jax.jit(partial(jnp.zeros, one.shape, one.dtype), out_shardings=one.sharding)
-        .lower()
-        .compile()
-        for one in dict.fromkeys(state)
-    }
+    with placement.as_default():
+        zeros_of = {
+            one: jax.jit(partial(jnp.zeros, one.shape, one.dtype), out_shardings=one.sharding)
+            .lower()
+            .compile()
+            for one in dict.fromkeys(state)
+        }
 
     def make() -> tuple[State, SlotState]:
         with allocating(tree_bytes((state, slots))):

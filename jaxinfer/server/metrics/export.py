@@ -73,7 +73,7 @@ def _gauges(tally: Tally) -> Iterator[_Reading]:
     )
     yield _Reading(
         "jaxinfer:executables",
-        "Loaded executables: compiled for this server, or read from a bundle.",
+        "Executables: compiled for this server, read from the cache or a bundle, or not there yet.",
         tally.executables,
         "source",
     )

@@ -86,9 +86,10 @@ class Tally:
 
     @property
     def executables(self) -> dict[str, int]:
-        """Loaded executables, by their source."""
-        num_compiled = self.engine.num_compiled
-        return {"compiled": num_compiled, "bundle": self.engine.num_executables - num_compiled}
+        """Executables: loaded ones by their source, and those that are still awaited."""
+        stats = self.engine
+        in_bundle = stats.num_executables - stats.num_compiled
+        return {"compiled": stats.num_compiled, "bundle": in_bundle, "awaited": stats.num_awaited}
 
     @property
     def startup_seconds(self) -> dict[str, float]:
