@@ -113,7 +113,7 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     num_new = _num_new_pages(seq, firsts, hit.ids, limits)
     shared = [page for ids in hit.ids for page in ids]
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
-    idle = len(draft.free_slots) == limits.max_num_seqs
+    idle = len(draft.free_slots) == draft.num_slots
     watermark = 0 if idle else _watermark(limits)
     if sum(num_new) + watermark > num_free:
         return None

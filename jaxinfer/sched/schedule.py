@@ -8,7 +8,7 @@ preempted, and every planned step has a row for it (a chunk of its prompt, or on
 rest of it is already in flight. So while requests arrive in order, the k-th request ends within the
 sum over the first k requests of ``cdiv(tokens, chunk) + max_tokens + depth`` planned steps. Here
 ``tokens`` is prompt plus max_tokens (a preempted sequence prefills its own output again), ``chunk``
-is the largest chunk of a single prefill row next to max_num_seqs - 1 decodes, and ``depth`` is the
+is the largest chunk of a single prefill row next to decodes of all other slots, ``depth`` is the
 number of steps in flight. With snapshots a prefill is split at two borders at most, which adds up
 to two steps per request. A request with a lower priority number than running ones does not preempt
 them for admission, but no other request is admitted before it: for it, the requests that run at its
@@ -34,7 +34,6 @@ from jaxinfer.sched.state import (
     SchedulerState,
     all_preempted,
     initial_state,
-    smallest_first,
     without_prefixes,
 )
 
@@ -70,7 +69,7 @@ def schedule(
                 if event.request_id in draft.orders:
                     draft.end(event.request_id, event.reason)
             case BucketsLoaded():
-                draft.buckets = smallest_first((*draft.buckets, *event.buckets))
+                draft.add_buckets(event.buckets)
     step = choose_step(draft) if plans else None
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
     return draft.finish(), output

@@ -103,6 +103,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_step_id: int = 0
     next_epoch: int = 0
     num_preemptions: int = 0  # since the start
+    num_slots: int = 0  # that sequences may have: as many as the buckets hold
 
     @property
     def num_unfinished(self) -> int:
@@ -125,12 +126,37 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
 def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
     """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
 
-    ``loaded``: the buckets that can be used at first; None: those of the limits. One of them must
-    hold a decode row of every slot, and one a scored prompt next to decode rows of all other slots;
-    with points there must be such buckets that tap, too. An engine that pools needs one that holds
-    a prompt. Every other step shrinks to a bucket (``choose``).
+    ``loaded``: the buckets that can be used at first; None: those of the limits, which must hold
+    ``max_num_seqs`` rows (``missing_size``). With fewer rows there are fewer slots, until larger
+    buckets are loaded.
     """
-    slots, buckets = limits.max_num_seqs, tuple(limits.buckets if loaded is None else loaded)
+    buckets = tuple(limits.buckets if loaded is None else loaded)
+    slots = limits.max_num_seqs if loaded is None else num_slots(buckets, limits)
+    if missing := missing_size(buckets, limits, max(slots, 1)):
+        raise ConfigError(
+            f"no bucket holds {missing}, which max_num_seqs {limits.max_num_seqs} allows; add one "
+            "to the bucket table"
+        )
+    return SchedulerState(
+        limits=limits,
+        buckets=smallest_first(buckets),
+        running=(),
+        waiting=(),
+        orders=Map(),
+        num_slots=slots,
+        free_slots=tuple(reversed(range(slots))),
+        pages=new_pool(limits.num_pages, len(limits.windows)),
+        snapshots=SnapshotPool(tuple(reversed(range(limits.num_snapshots)))),
+    )
+
+
+def missing_size(buckets: Iterable[Bucket], limits: Limits, slots: int) -> str:
+    """A step of ``slots`` sequences that no bucket holds, in words; empty if each has a bucket.
+
+    One must hold a decode row of every slot, and one a scored prompt next to decode rows of all
+    other slots; with points there must be such buckets that tap, too. An engine that pools needs
+    one that holds a prompt. Every other step shrinks to a bucket (``choose``).
+    """
     sizes, kinds = ((slots, 0), (slots - 1, 1)), (False, True) if limits.points else (False,)
     if limits.pooling:
         sizes = ((0, 1),)
@@ -141,20 +167,15 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         if not any(bucket.holds(size) for bucket in buckets):
             what = " with prompt logprobs" if scores else ""
             what += " with taps" if taps else ""
-            raise ConfigError(
-                f"no bucket holds {decodes} decodes and {prefills} prefills{what}, which "
-                f"max_num_seqs {slots} allows; add one to the bucket table"
-            )
-    return SchedulerState(
-        limits=limits,
-        buckets=smallest_first(buckets),
-        running=(),
-        waiting=(),
-        orders=Map(),
-        free_slots=tuple(reversed(range(slots))),
-        pages=new_pool(limits.num_pages, len(limits.windows)),
-        snapshots=SnapshotPool(tuple(reversed(range(limits.num_snapshots)))),
-    )
+            return f"{decodes} decodes and {prefills} prefills{what}"
+    return ""
+
+
+def num_slots(buckets: Iterable[Bucket], limits: Limits) -> int:
+    """The most sequences whose steps the buckets hold, at most ``max_num_seqs``; 0 if none."""
+    buckets, most = tuple(buckets), limits.max_num_seqs
+    counts = {most, *(b.num_decodes for b in buckets if 0 < b.num_decodes < most)}
+    return max((n for n in counts if not missing_size(buckets, limits, n)), default=0)
 
 
 def smallest_first(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
@@ -204,6 +225,7 @@ class Draft:
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
         self.num_preemptions = state.num_preemptions
+        self.num_slots = state.num_slots
         self.events: list[TokenEvent] = []
         self.duplicates: list[str] = []
 
@@ -222,7 +244,15 @@ class Draft:
             self.next_step_id,
             self.next_epoch,
             self.num_preemptions,
+            self.num_slots,
         )
+
+    def add_buckets(self, loaded: Iterable[Bucket]) -> None:
+        """Use these buckets too, and the slots that steps now have rows for."""
+        self.buckets = smallest_first((*self.buckets, *loaded))
+        slots = num_slots(self.buckets, self.limits)
+        self.free_slots[:0] = reversed(range(self.num_slots, slots))  # the last is used first
+        self.num_slots = slots
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:

@@ -23,12 +23,13 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile import background, build, memory_plan
+from jaxinfer.exec.compile import background, build, memory_plan, stages
 from jaxinfer.exec.compile.build import compile_missing
 from jaxinfer.exec.compile.bundle import Bundle, open_bundle
 from jaxinfer.exec.compile.memory_plan import DeviceMemory
 from jaxinfer.exec.compile.process import CompilerProcess
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.stages import first_names, in_order_of_use
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
@@ -71,7 +72,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
         prefill_bucket_start=16,
         cache_dir=str(tmp_path / "cache"),
     )
-    monkeypatch.setattr(Program, "first_buckets", FIRST)
+    monkeypatch.setattr(stages, "first_buckets", lambda _: FIRST)
     monkeypatch.setattr(background, "CompilerProcess", Compiler)
     return plan_engine(config)
 
@@ -145,13 +146,13 @@ def planned_buckets(monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
     return seen
 
 
-def stages(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def stages_of(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records whether the first or the other executables are being compiled or loaded."""
     order: list[str] = []
     load_all = background.load_all
 
     def record(names: Any) -> None:
-        order.append("first" if {*names} <= {*plan.program.first_names} else "others")
+        order.append("first" if {*names} <= {*first_names(plan.program)} else "others")
 
     def loaded(bundle: Bundle, progress: Any, names: Any, devices: Any) -> Any:
         record(names)
@@ -162,9 +163,9 @@ def stages(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return compile_missing(store, names, *arguments)
 
     class Recorded(Compiler):
-        def __init__(self, store: Store, names: Sequence[str]) -> None:
-            super().__init__(store, names)
-            record(names)
+        def saved(self) -> Iterator[str]:
+            record(self.names)
+            return super().saved()
 
     monkeypatch.setattr(background, "load_all", loaded)
     monkeypatch.setattr(background, "compile_missing", compiled)
@@ -178,7 +179,7 @@ def test_others_are_compiled_or_loaded_after_the_first_ones_have_run(
 ) -> None:
     if saved:
         until_compiled(build_engine(plan, serves_early=True))
-    order, warm_up = stages(plan, monkeypatch), Executor.warm_up
+    order, warm_up = stages_of(plan, monkeypatch), Executor.warm_up
 
     def run(executor: Executor) -> None:
         threading.Event().wait(0.2)  # in which a thread would begin with the others
@@ -222,7 +223,7 @@ def test_requests_are_served_before_all_is_compiled(
         assert engine.is_compiling
         assert set(seen) <= {*FIRST}
         early = engine.stats()
-        assert early.num_compiled == early.num_executables == len(plan.program.first_names)
+        assert early.num_compiled == early.num_executables == len(first_names(plan.program))
         proceed.set()
         until_compiled(engine)
     seen.clear()
@@ -244,14 +245,14 @@ def test_requests_are_served_before_all_is_loaded(
     num_executables = len(plan.program.names())
 
     def loaded(bundle: Bundle, progress: Any, names: Any, devices: Any) -> Any:
-        if not {*names} <= {*plan.program.first_names}:
+        if not {*names} <= {*first_names(plan.program)}:
             proceed.wait(SECONDS)
         return load_all(bundle, progress, names, devices)
 
     monkeypatch.setattr(background, "load_all", loaded)
     engine = build_engine(plan, serves_early=True)
     assert answers(engine) == first
-    assert engine.stats().num_executables == len(plan.program.first_names)
+    assert engine.stats().num_executables == len(first_names(plan.program))
     proceed.set()
     until_compiled(engine)
     assert answers(engine) == first
@@ -263,7 +264,7 @@ def test_others_are_loaded_after_the_tokenizer(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_engine(plan)
-    order = stages(plan, monkeypatch)
+    order = stages_of(plan, monkeypatch)
 
     def read(_: EnginePlan) -> None:
         time.sleep(0.3)
@@ -299,7 +300,7 @@ def test_a_damaged_file_after_the_start_ends_no_request(
 ) -> None:
     build_engine(plan)
     (folder,) = (plan.cache_dir / "executables").iterdir()
-    name = next(name for name in plan.program.names() if name not in plan.program.first_names)
+    name = next(name for name in plan.program.names() if name not in first_names(plan.program))
     damaged = folder / f"{name}.bin"
     damaged.write_bytes(bytes(damaged.stat().st_size))
     with caplog.at_level(logging.ERROR):
@@ -331,15 +332,15 @@ def test_an_engine_that_ends_early_leaves_what_it_has_compiled(
     plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is killed: nothing is written at its end."""
-    first, others = plan.program.first_names, background.in_order_of_use
+    first = first_names(plan.program)
     with paused(monkeypatch):
         engine = build_engine(plan, serves_early=True)
         (folder,) = (plan.cache_dir / "executables").glob("*[!k]")
         assert {*open_bundle(folder).manifest.executables} == {*first}
         engine.close()
-    names = others(plan.program, [name for name in plan.program.names() if name not in first])
+    names = in_order_of_use(plan.program, {*plan.program.names()} - {*first})
     compile_missing(plan.store, names[:1], NO_PROGRESS)
-    order, compiled = stages(plan, monkeypatch), list[str]()
+    order, compiled = stages_of(plan, monkeypatch), list[str]()
 
     class Recorded(Compiler):
         def __init__(self, store: Store, names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.stages import first_buckets, first_names
 from jaxinfer.sched.choose import Budget
 from jaxinfer.sched.state import Draft, Sequence, initial_state
 from kit.default_limits import default_limits
@@ -141,13 +142,14 @@ def test_the_first_buckets_of_a_gpu_hold_every_step(model: str) -> None:
         limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=16)
         limits = replace(limits, max_num_seqs=seqs, buckets=device_table("gpu", seqs))
         program = Program(tiny_model(model)[0], limits, platform="gpu")
-        first = program.first_buckets
-        assert initial_state(limits, first).buckets  # raises if some step has no bucket
+        first = first_buckets(program)
+        state = initial_state(limits, first)  # raises if some step has no bucket
+        assert state.num_slots == min(seqs, 256) == len(state.free_slots)
         assert len(first) <= 7 < len(limits.buckets) or seqs < 64
-        assert {Bucket(1), Bucket(seqs)} <= {*first}
-        assert {name for b in first for name in program.names_of(b)} <= {*program.first_names}
+        assert {Bucket(1), Bucket(min(seqs, 256))} <= {*first}
+        assert {name for b in first for name in program.names_of(b)} <= {*first_names(program)}
     of_cpu = Program(program.model, program.limits, platform="cpu")
-    assert of_cpu.first_buckets == of_cpu.limits.buckets
+    assert first_buckets(of_cpu) == of_cpu.limits.buckets
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

@@ -12,11 +12,11 @@ import pytest
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.exec.compile.background import in_order_of_use
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.process import CompilerProcess, Job, compiler_cores
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.stages import in_order_of_use
 from jaxinfer.exec.compile.store import Store
 from kit.engines import tiny_limits
 from kit.tiny_models import NAMES, tiny_model
@@ -86,7 +86,7 @@ def test_some_cores_are_left_to_requests(cores: int, used: int) -> None:
     assert compiler_cores(cores) == used
 
 
-def test_executables_are_ordered_by_use(store: Store) -> None:
+def test_small_steps_are_compiled_first(store: Store) -> None:
     names = ["d1", "d2", "p16x1", "d2p16x1"]
     assert {*names} < {*store.program.names()}
-    assert in_order_of_use(store.program, names[::-1]) == ["d2", "d1", "p16x1", "d2p16x1"]
+    assert in_order_of_use(store.program, names[::-1]) == names

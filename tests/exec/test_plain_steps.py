@@ -23,6 +23,7 @@ from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import ADMIT, EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.stages import first_names
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
@@ -109,7 +110,7 @@ def test_an_engine_that_pools_has_prompt_steps_without_a_head(
 
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, pooling=pooling)
     program = Program(tiny_model("qwen3")[0], limits, platform="gpu")  # a model of two layers
-    assert program.first_names == program.names() == ("admit", "p16x1")
+    assert first_names(program) == program.names() == ("admit", "p16x1")
     monkeypatch.setattr(registry, "current_platform", lambda: "gpu")
     with in_place_of_triton_call(recorder := Recorder()):
         traced = [program.trace(name) for name in program.names()[1:]]

@@ -159,6 +159,25 @@ def test_a_bucket_is_used_once_it_is_loaded() -> None:
     assert state.buckets == (small, large)
 
 
+def test_as_many_sequences_run_as_loaded_buckets_hold() -> None:
+    """A server begins with buckets for some rows; the others join when larger ones are loaded."""
+    few = (Bucket(2), Bucket(2, 16, 2, scores=True))
+    many = (Bucket(4), Bucket(4, 16, 4, scores=True))
+    limits = make_limits(max_num_seqs=4, buckets=(*few, *many))
+    state = initial_state(limits, few)
+    requests = [make_request(f"r{i}", [i] * 3, arrival=i, max_tokens=50) for i in range(4)]
+    state, output = schedule(state, [Arrive(request) for request in requests])
+    assert shape(output.step) == ([], [("r0", 3), ("r1", 3)])
+    state, output = schedule(state, ())
+    assert shape(output.step) == (["r0", "r1"], [])
+    state, output = schedule(state, (BucketsLoaded(many[:1]),))  # none holds a prompt next to these
+    assert shape(output.step) == (["r0", "r1"], [])
+    state, output = schedule(state, (BucketsLoaded(many[1:]),))
+    assert shape(output.step) == (["r0", "r1"], [("r2", 3), ("r3", 3)])
+    assert {seq.slot for seq in state.running} == {0, 1, 2, 3}
+    assert (state.num_slots, state.free_slots) == (4, ())
+
+
 def test_prefills_shrink_to_a_bucket_with_all_decodes() -> None:
     buckets = (Bucket(4), Bucket(0, 64, 4), Bucket(1, 32, 2), Bucket(4, 8, 1, scores=True))
     limits = make_limits(max_num_batched_tokens=64, buckets=buckets)

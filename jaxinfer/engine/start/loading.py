@@ -17,6 +17,7 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.background import begin_executables
 from jaxinfer.exec.compile.build import Executables, build_executables, load_executables
 from jaxinfer.exec.compile.bundle import load_kernel_compiler
+from jaxinfer.exec.compile.stages import first_names
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import (
     allocating,
@@ -89,7 +90,7 @@ class _Loader:
     def _needed(self) -> Sequence[str]:
         """The names of the executables that must be there before requests are served."""
         program = self.plan.program
-        return program.first_names if self.serves_early else program.names()
+        return first_names(program) if self.serves_early else program.names()
 
     @property
     def finds_executables(self) -> bool:

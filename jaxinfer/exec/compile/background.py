@@ -1,7 +1,7 @@
 """Executables that are compiled or loaded while requests are served with the first ones.
 
 A server on a GPU has some 35 executables. To compile them takes half a minute, and to load them and
-run each once takes 1 to 2 s. A few hold every step (``Program.first_names``), so requests are
+run each once takes 1 to 2 s. A few hold every step (``stages.first_names``), so requests are
 served once these are loaded. A thread then loads the others, and those that are not saved yet as a
 process of low priority compiles them (``process``); the engine adds each when it is loaded.
 """
@@ -12,11 +12,11 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.build import Compiled, Executables, compile_missing, listed
 from jaxinfer.exec.compile.bundle import (
     NUM_THREADS,
@@ -27,14 +27,14 @@ from jaxinfer.exec.compile.bundle import (
 )
 from jaxinfer.exec.compile.memory_plan import check_workspace
 from jaxinfer.exec.compile.process import CompilerProcess
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.stages import first_names, in_order_of_use
 from jaxinfer.exec.compile.store import Store
 
 LOGGER = "jaxinfer.engine"
 
 
 def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -> Executables:
-    """The executables of ``Program.first_names``, from a complete bundle or else the store.
+    """The executables of ``stages.first_names``, from a complete bundle or else the store.
 
     The executables of ``later`` must be added by the engine, and ``later`` be closed at its end.
     They are compiled or loaded after ``begin_others``, as that contends with what a start still has
@@ -47,24 +47,6 @@ def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -
         building.close()
         raise
     return Executables(first, len(building.compiled), building.workspace_bytes, building)
-
-
-def in_order_of_use(program: Program, names: Sequence[str]) -> list[str]:
-    """The other executables in the order in which requests gain by them.
-
-    Until a bucket is there its steps use a larger one. First those that only decode, the most rows
-    first: with 164 rows the step of 512 takes up to twice as long as that of 256. Then prompts, the
-    smallest first, which a mixed step of 1,024 tokens replaces; then mixed steps, the most rows
-    first.
-    """
-
-    def key(bucket: Bucket) -> tuple[bool, bool, int, int]:
-        decodes, prefills = bucket.num_decodes, bucket.num_prefill_tokens
-        return bucket.taps, bool(prefills), -decodes if not prefills else bool(decodes), prefills
-
-    buckets = sorted(program.limits.buckets, key=key)
-    order = [name for bucket in buckets for name in program.names_of(bucket)]
-    return sorted(names, key=order.index)
 
 
 @dataclass
@@ -123,9 +105,10 @@ class Building:
 
     def _run(self) -> None:
         try:
-            self.first.set_result(self._first())
-            self._may_begin.wait()
-            self._load_others()
+            with self._compiler_of_others() as self._compiler:
+                self.first.set_result(self._first())
+                self._may_begin.wait()
+                self._load_others()
         except Exception as error:
             if not self.first.done():
                 self.first.set_exception(error)
@@ -150,7 +133,7 @@ class Building:
 
         Each is loaded while others of them compile.
         """
-        names, saved = self.store.program.first_names, self._saved
+        names, saved = first_names(self.store.program), self._saved
         if saved is not None and saved.manifest.executables.keys() >= {*names}:
             self._check(saved.manifest.workspace_of(names))
             return dict(load_all(saved, self.progress, names, self._devices))
@@ -166,36 +149,41 @@ class Building:
             self.compiled |= {*names} - before
             return {name: made.result() for name, made in loads.items()}
 
+    def _compiler_of_others(self) -> AbstractContextManager[CompilerProcess | None]:
+        """A process that compiles what is not saved of the other executables, if it is anything.
+
+        It starts now, as it needs some seconds before it compiles; then it waits until this process
+        has added the first ones to the store.
+        """
+        program, saved = self.store.program, self._saved
+        found = () if saved is None else saved.manifest.executables
+        missing = {*program.names()} - {*first_names(program)} - {*found}
+        if not missing:
+            return nullcontext()
+        return CompilerProcess(self.store, in_order_of_use(program, missing))
+
     def _load_others(self) -> None:
         """Load the other executables that are saved, then each that is compiled."""
-        program, saved = self.store.program, self._saved
+        program, saved, compiler = self.store.program, self._saved, self._compiler
         assert saved is not None, "the first ones are saved"
-        found = saved.manifest.executables.keys() - {*program.first_names}
-        others = [name for name in program.names() if name in found]
-        if others:
+        compiled = () if compiler is None else compiler.names
+        skipped = {*first_names(program), *compiled}
+        if others := [name for name in program.names() if name not in skipped]:
             self._check(saved.manifest.workspace_of(others))
             for loaded in load_all(saved, self.progress, others, self._devices):
                 if self._closed:
                     return
                 self._loaded.put(loaded)
-        missing = {*program.names()} - {*program.first_names} - found
-        if missing and not self._closed:
-            self._compile(in_order_of_use(program, sorted(missing)))
-
-    def _compile(self, names: Sequence[str]) -> None:
-        """Have executables compiled by another process, and load each when it is saved."""
-        store, progress = self.store, self.progress
-        with (
-            progress.task(f"compile {listed(names)} beside requests", len(names)) as advance,
-            CompilerProcess(store, names) as self._compiler,
-        ):
-            if self._closed:  # before the process was there to be closed
-                return
-            for name in self._compiler.saved():
-                stored = store.saved()[name]
+        if compiler is None or self._closed:
+            return
+        words = f"compile {listed(compiled)} beside requests"
+        with self.progress.task(words, len(compiled)) as advance:
+            for name in compiler.saved():
+                stored = self.store.saved()[name]
                 self._check(stored.workspace_bytes)
+                loaded = load_executable(self.store.folder, stored, self._devices)
                 self.compiled.add(name)
-                self._loaded.put((name, load_executable(store.folder, stored, self._devices)))
+                self._loaded.put((name, loaded))
                 advance(1)
 
     def _check(self, workspace_bytes: int) -> None:

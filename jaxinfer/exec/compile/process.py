@@ -82,6 +82,7 @@ class CompilerProcess:
     """Compiles executables into the store; as a context manager it kills the process at the end."""
 
     def __init__(self, store: Store, names: Sequence[str]) -> None:
+        self.names = tuple(names)
         job = pickle.dumps(Job.of(store, names))
         self._end, child_end = Pipe()
         try:

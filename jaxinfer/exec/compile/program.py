@@ -331,47 +331,6 @@ class Program:
         score = (f"{SCORE}{tokens}",) if bucket.scores else ()
         return (*parts, *score)
 
-    @cached_property
-    def first_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets with which an engine can begin to serve while the others are compiled.
-
-        The largest one that decodes and the largest one that scores hold every step, and likewise
-        those that tap; with one row a single user's requests are fast. XLA autotunes small decode
-        steps, unless their head is quantised: that needs free memory and a device without other
-        work. On a CPU these are all, as compiling beside requests would take the cores from them.
-        """
-        buckets = self.limits.buckets
-        if self.platform == "cpu":
-            return buckets
-        decode = [b for b in buckets if not b.num_prefills]
-        # an engine that pools has only prompts, and its largest bucket holds every step
-        scoring = [b for b in buckets if b.scores or self.limits.pooling]
-        needed = {
-            max((b for b in kind if b.taps == taps), key=lambda b: (b.num_decodes, b.num_tokens))
-            for kind in (decode, scoring)
-            for taps in {b.taps for b in kind}
-        }
-        tuned = AUTOTUNED_ROWS if self._autotunes else 1
-        return tuple(b for b in buckets if b in needed or (b in decode and b.num_seqs <= tuned))
-
-    @property
-    def _autotunes(self) -> bool:
-        """True if XLA multiplies by the head, whose kernel it chooses by trying several."""
-        head = self.params.get("lm_head", self.params["embed"])
-        return isinstance(head, jax.ShapeDtypeStruct)  # quantised ones are several arrays
-
-    @cached_property
-    def first_names(self) -> tuple[str, ...]:
-        """The names of the executables that must be loaded before a request is served."""
-        later = {
-            name
-            for bucket in self.limits.buckets
-            if bucket not in self.first_buckets
-            for name in self.names_of(bucket)
-        }
-        needed = {name for bucket in self.first_buckets for name in self.names_of(bucket)}
-        return tuple(name for name in self.names() if name in needed or name not in later)
-
     @property
     def rows_per_admit(self) -> int:
         """The number of slots that a call of ``ADMIT`` fills: a launch takes longer than a call."""
