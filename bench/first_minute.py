@@ -52,10 +52,9 @@ class Server(ServerProcess):
         self.log = [line for line in lines if "access" not in line][:200]
         super().close()
 
-    async def num_awaited(self, client: Client) -> int:
-        """Executables that are not there yet."""
-        stats = json.loads((await client.get("/stats")).body)
-        return int(stats["executables"]["awaited"])
+    async def stats(self, client: Client) -> dict[str, Any]:
+        """The counters: executables that are not there yet, steps by their kind."""
+        return json.loads((await client.get("/stats")).body)
 
 
 def body(number: int) -> bytes:
@@ -77,8 +76,9 @@ async def until_steady(
     server: Server, one_round: Callable[[Client], Awaitable[dict[str, float]]]
 ) -> dict[str, Any]:
     """Rounds from ready on until ``STEADY_SECONDS`` after the last executable is there."""
-    client, rounds = Client(server.url), list[dict[str, float]]()
+    client, rounds = Client(server.url), list[dict[str, Any]]()
     complete: float | None = None
+    before = await server.stats(client)
     while True:
         now = time.perf_counter() - server.ready_at
         if complete is not None and now > complete + STEADY_SECONDS:
@@ -86,11 +86,25 @@ async def until_steady(
         if now > LIMIT_SECONDS:
             raise RuntimeError(f"not complete after {LIMIT_SECONDS} s: {rounds[-1:]}")
         rounds.append({"at": round(now, 3), **await one_round(client)})
-        rounds[-1]["awaited"] = await server.num_awaited(client)
+        now_is = await server.stats(client)
+        rounds[-1]["awaited"] = now_is["executables"]["awaited"]
+        rounds[-1]["steps"] = steps_between(before["steps"], now_is["steps"])
+        before = now_is
         if complete is None and not rounds[-1]["awaited"]:
             complete = time.perf_counter() - server.ready_at
     client.close()
     return {"complete_at": complete, "rounds": rounds}
+
+
+def steps_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """The number of steps of each kind, and their mean milliseconds."""
+    found: dict[str, tuple[int, float]] = {}
+    for kind, now in after.items():
+        was = before[kind]
+        count = now["count"] - was["count"]
+        total = now["count"] * (now["mean"] or 0) - was["count"] * (was["mean"] or 0)
+        found[kind] = count, round(1e3 * total / count, 3) if count else 0.0
+    return found
 
 
 def alone() -> Callable[[Client], Awaitable[dict[str, float]]]:
