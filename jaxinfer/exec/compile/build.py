@@ -34,6 +34,9 @@ from jaxinfer.exec.compile.store import Store
 from pallas_kernels.toolchain.api import Toolchain
 
 MOST_NAMED = 4  # executables in a line of progress
+# Kernels and steps for each core that are compiled or wait for it, beyond which no further step is
+# traced if each executable is to be saved soon: the kernels of a step would queue behind all others
+BACKLOG = 2
 
 type Compiled = Callable[..., Any]  # jax.stages.Compiled: refuses other shapes and never compiles
 
@@ -231,8 +234,8 @@ def compile_all(
     Saving holds the interpreter lock for 0.1 s each, so it begins when all steps are traced, and
     steps that can be lowered are lowered first.
 
-    ``as_they_come``: trace in the order of ``names``, and save each executable once it is compiled,
-    so that the first ones can be used long before the last ones are there.
+    ``as_they_come``: trace in the order of ``names``, a few steps ahead of the compilers, so that
+    the first executables are saved long before the last ones.
     """
     threads = _cores()
     to_link = [name for name in names if program.links_kernels(name)]
@@ -241,23 +244,20 @@ def compile_all(
     pool = ThreadPoolExecutor(threads)
     try:
         with (
-            progress.task(f"compile {listed(names)}", len(names)) as advance,
+            progress.task(f"compile {listed(names)}", len(names)) as report,
             gc_paused(),
             program.placement.as_default(),
             Toolchain(threads) as toolchain,
         ):
-            steps = _Compilation(program, folder, toolchain, pool, advance, saved)
+            steps = _Compilation(program, folder, toolchain, pool, report, saved)
             if to_link:  # only Mosaic kernels are linked, and only they need worker processes
                 toolchain.start_workers()
             for name in order:
                 steps.trace(name)
-                if as_they_come:
-                    steps.proceed()
-                    steps.save_one()
+                while as_they_come and len(steps.pending) > BACKLOG * threads:
+                    steps.advance_or_wait()
             while steps.unfinished:
-                steps.proceed()
-                if not steps.save_one():
-                    wait(steps.pending, return_when=FIRST_COMPLETED)
+                steps.advance_or_wait()
     finally:  # after a failure or Ctrl-C the other executables are not needed
         pool.shutdown(wait=False, cancel_futures=True)
     return {name: steps.stored[name] for name in names}
@@ -278,7 +278,7 @@ class _Compilation:
     folder: Path
     toolchain: Toolchain
     pool: ThreadPoolExecutor
-    advance: Callable[[int], None]
+    report: Callable[[int], None]
     saved: Callable[[str, StoredExecutable], None]
     traced: dict[str, tuple[jax.stages.Traced, _Kernels]] = field(default_factory=dict)
     lowered: dict[str, tuple[jax.stages.Lowered, _Kernels]] = field(default_factory=dict)
@@ -308,6 +308,12 @@ class _Compilation:
         if not kernels:
             self.proceed()
 
+    def advance_or_wait(self) -> None:
+        """Lower, compile and save what does not wait for anything; if nothing is saved, wait."""
+        self.proceed()
+        if not self.save_one():
+            wait(self.pending, return_when=FIRST_COMPLETED)
+
     def proceed(self) -> None:
         """Lower steps, and start to compile steps, that do not wait for kernels.
 
@@ -332,7 +338,7 @@ class _Compilation:
         self.stored[name], content = executable_file(self.program, name, compiled)
         (self.folder / self.stored[name].file).write_bytes(content)
         self.saved(name, self.stored[name])
-        self.advance(1)
+        self.report(1)
         return True
 
 
