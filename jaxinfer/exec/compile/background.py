@@ -138,15 +138,13 @@ class Building:
             self._check(saved.manifest.workspace_of(names))
             return dict(load_all(saved, self.progress, names, self._devices))
         loads: dict[str, Future[Compiled]] = {}
-        before = self.store.saved().keys()
         with ThreadPoolExecutor(NUM_THREADS) as pool:
 
             def load(name: str, stored: StoredExecutable) -> None:
                 self._check(stored.workspace_bytes)
                 loads[name] = pool.submit(load_executable, self.store.folder, stored, self._devices)
 
-            compile_missing(self.store, names, self.progress, load)
-            self.compiled |= {*names} - before
+            self.compiled |= {*compile_missing(self.store, names, self.progress, load)}
             return {name: made.result() for name, made in loads.items()}
 
     def _compiler_of_others(self) -> AbstractContextManager[CompilerProcess | None]:

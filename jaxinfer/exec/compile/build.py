@@ -91,7 +91,7 @@ def build_executables(store: Store, progress: Progress) -> Executables:
     ``ConfigError`` if they need more workspace than is planned, ``CacheError`` if the cache cannot
     be written or is damaged.
     """
-    compiled = compile_missing(store, store.program.names(), progress)
+    compiled = len(compile_missing(store, store.program.names(), progress))
     bundle = store.bundle()
     assert bundle is not None, "a program has executables"
     return replace(
@@ -123,8 +123,8 @@ def compile_missing(
     saved: Callable[[str, StoredExecutable], None] = lambda name, stored: None,
     *,
     as_they_come: bool = False,
-) -> int:
-    """Compile those of the executables that the store does not have; returns how many these were.
+) -> list[str]:
+    """Compile those of the executables that the store does not have; returns their names.
 
     ``saved`` is called for each of ``names`` as soon as it is in the store. Nothing is locked if
     all are. ``as_they_come``: see ``compile_all``.
@@ -144,7 +144,7 @@ def compile_missing(
         if missing:
             folder, program = store.folder, store.program
             compile_all(program, missing, folder, progress, add, as_they_come=as_they_come)
-        return len(missing)
+        return missing
 
 
 def compile_bundle(
