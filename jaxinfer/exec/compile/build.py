@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ import jax
 
 from jaxinfer.core.config import BUNDLE_MANIFEST
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.host_cpu import usable_cores
 from jaxinfer.core.host_memory import gc_paused, release_free_heap, release_library_pages
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
@@ -237,7 +237,7 @@ def compile_all(
     ``as_they_come``: trace in the order of ``names``, a few steps ahead of the compilers, so that
     the first executables are saved long before the last ones.
     """
-    threads = _cores()
+    threads = usable_cores()
     to_link = [name for name in names if program.links_kernels(name)]
     others = [name for name in reversed(names) if name not in to_link]
     order = names if as_they_come else (*others[:1], *to_link, *others[1:])
@@ -340,13 +340,6 @@ class _Compilation:
         self.saved(name, self.stored[name])
         self.report(1)
         return True
-
-
-def _cores() -> int:
-    """The cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):  # on Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def listed(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from typing import Self
 
 from jaxinfer.core.config import Limits, beside_environment
 from jaxinfer.core.errors import EngineError
+from jaxinfer.core.host_cpu import usable_cores
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.store import Store
@@ -63,7 +64,7 @@ class Job:
             memory=store.memory,
             folder=store.folder,
             names=tuple(names),
-            num_cores=compiler_cores(len(os.sched_getaffinity(0))),
+            num_cores=compiler_cores(usable_cores()),
         )
 
     def store(self) -> Store:
