@@ -18,6 +18,9 @@ from jaxinfer.nn.activations import ACTIVATIONS, OTHER_NAMES
 type HFConfig = Mapping[str, Any]
 
 MAX_LAYERS, MAX_EXPERTS, MAX_HEAD_DIM = 10_000, 100_000, 1 << 16
+# Of all layers: each has tensors of its own, which are listed before a file is compared with them.
+# Kimi-K2 has 23,040.
+MAX_ALL_EXPERTS = 200_000
 MAX_SIZE = 2**31 - 1  # widths, heads, positions and the vocabulary
 MAX_NUMBER = 3e38  # float32 holds it
 _MOST: Mapping[str, int] = MappingProxyType(

@@ -230,4 +230,3 @@ def _factors(values: Mapping[str, Any], name: str, count: int) -> tuple[float, .
             f"rope key {name!r} must be a list of {count} positive numbers, one a component"
         )
     return tuple(float(one) for one in given)
-

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
-from jaxinfer.models.hf_config import MAX_SIZE
+from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
 from jaxinfer.models.hf_keys import KeysRead, refuse_unread
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 
@@ -34,9 +34,6 @@ _MODULES = (
 
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = ("KimiK25ForConditionalGeneration",)
-# Each has tensors of its own, which are listed before a file is compared with them; Kimi-K2 has
-# 23,040.
-_MAX_EXPERTS = 200_000
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -99,11 +96,12 @@ def build_model(
 
 def _check_sizes(config: DecoderSpec) -> None:
     """Raise ``ConfigError`` for sizes that are too large together, whatever each of them is."""
-    experts = sum(layer.ffn.count for layer in config.layers if isinstance(layer.ffn, ExpertsConfig))
-    if experts > _MAX_EXPERTS:
+    ffns = (layer.ffn for layer in config.layers)
+    experts = sum(ffn.count for ffn in ffns if isinstance(ffn, ExpertsConfig))
+    if experts > MAX_ALL_EXPERTS:
         raise ConfigError(
-            f"the layers of config.json have {experts} experts together, and at most {_MAX_EXPERTS}"
-            " are supported; check that it is the model's own"
+            f"the layers of config.json have {experts} experts together, and at most "
+            f"{MAX_ALL_EXPERTS} are supported; check that it is the model's own"
         )
     if config.lengths[1] > MAX_SIZE:
         raise ConfigError(

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -66,6 +66,13 @@ class SafetensorsCheckpoint:
                     )
                 self.tensors[name] = replace(info, file=path.name)
                 self._places[name] = (path, offset)
+
+    def leave_out(self, is_left_out: Callable[[str], bool]) -> bool:
+        """Forget the tensors with such names, as if no file had them; True if there are any."""
+        names = [name for name in self.tensors if is_left_out(name)]
+        for name in names:
+            del self.tensors[name]
+        return bool(names)
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a part of a quantised matrix has the dtype that is stored."""

@@ -147,7 +147,7 @@ def test_a_value_may_be_in_several_places(config: Any) -> None:
     [
         (
             {"rope_theta": 500, "rope_parameters": {**YARN, "rope_theta": 600}},
-            r"config key 'rope_theta' is 500, and 'rope_theta' of .* 'rope_parameters'\) is 600; make",
+            r"config key 'rope_theta' is 500, and 'rope_theta' of .*_parameters'\) is 600; make",
         ),
         (
             {"rope_scaling": DYNAMIC, "rope_parameters": {"type": "linear", "factor": 2}},

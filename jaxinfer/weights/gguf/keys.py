@@ -46,7 +46,6 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
             "use_parallel_residual",
             "rescale_every_n_layers",
             "leading_dense_block_count",
-            "nextn_predict_layers",
             "n_deepstack_layers",
             "moe_every_n_layers",
             "interleave_moe_layer_step",
