@@ -23,17 +23,15 @@ MAX_LAYERS, MAX_EXPERTS, MAX_HEAD_DIM = 10_000, 100_000, 1 << 16
 MAX_ALL_EXPERTS = 200_000
 MAX_SIZE = 2**31 - 1  # widths, heads, positions and the vocabulary
 MAX_NUMBER = 3e38  # float32 holds it
+_LAYERS = ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
+_HEAD_DIMS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MOST: Mapping[str, int] = MappingProxyType(
-    dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
-        MAX_LAYERS,
-    )
-    | dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), MAX_EXPERTS
-    )
-    | dict.fromkeys(
-        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), MAX_HEAD_DIM
-    )
+    {
+        **{key: MAX_LAYERS for key in _LAYERS},
+        **{key: MAX_EXPERTS for key in _EXPERTS},
+        **{key: MAX_HEAD_DIM for key in _HEAD_DIMS},
+    }
 )
 
 

@@ -210,7 +210,7 @@ def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
     if name in ("short_factor", "long_factor"):
         return _factors(values, name, head_dim // 2)
     if name == _ORIGINAL:
-        given = values.get(name)
+        given: Any = values.get(name)
         whole = isinstance(given, float) and given.is_integer()  # some files have 4096.0
         return positive_int({name: int(given)} if whole else values, name)
     if name in ("mscale", "mscale_all_dim") and values[name] == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.models.hf_config import MAX_ALL_EXPERTS
+from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_HEAD_DIM
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
@@ -40,6 +40,11 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     rope_factors = None
     if factors is not None:
         check_type(path, ROPE_FACTORS, factors.type)
+        if factors.nbytes > 4 * MAX_HEAD_DIM:  # before it is read
+            raise CheckpointError(
+                f"{path}: its tensor {ROPE_FACTORS} has shape {factors.shape}, and holds more "
+                "numbers than a head; convert the model again"
+            )
         rope_factors = read_tensor(path, factors)
     return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
@@ -46,7 +47,7 @@ def hf_config_from_gguf(
     build = _BUILDERS.get(str(architecture))
     if build is None:
         raise UnknownArchitectureError(
-            f"{header.path} is a GGUF of architecture {architecture!r}; "
+            f"{header.path} is a GGUF of architecture {short(architecture)}; "
             f"known are {', '.join(_BUILDERS)}"
         )
     meta = ArchitectureMetadata(header, str(architecture))
@@ -94,7 +95,8 @@ def generation_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 def pooling_from_gguf(header: GGUFHeader) -> Pooling | None:
     """How the file's model makes embeddings, with llama.cpp's numbers; None if it does not."""
     architecture = header.metadata.get("general.architecture")
-    kind = _POOLING.get(header.metadata.get(f"{architecture}.pooling_type"))
+    number = header.metadata.get(f"{architecture}.pooling_type")
+    kind = _POOLING.get(number) if isinstance(number, int) else None
     return None if kind is None else Pooling(kind)
 
 
@@ -311,6 +313,9 @@ def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
+    if hidden_size % heads:
+        words = f"must divide embedding_length, which is {hidden_size}"
+        meta.refuse("attention.head_count", heads, words)
     for key in ("attention.key_length", "attention.value_length"):
         meta.only(key, hidden_size // heads)
     meta.only("attention.head_count_kv", heads)

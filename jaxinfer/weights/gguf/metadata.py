@@ -48,7 +48,7 @@ class ArchitectureMetadata:
         return value
 
     def count_if_set(self, key: str, default: int) -> int:
-        """A positive integer, or ``default`` if the key is absent or 0, which stands for "not set"."""
+        """A positive integer, or ``default`` if the key is absent or 0, which is "not set"."""
         return default if self._stored(key) in (None, 0) else self.count(key)
 
     def number(self, key: str, default: float | None = None) -> float:
