@@ -52,7 +52,9 @@ def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
     if decoder is None:
         raise TokenizerError("The tokenizer has no decoder, so its tokens cannot become text.")
     listed = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    steps = listed if isinstance(listed, list) else []
+    if not isinstance(listed, list):
+        raise TokenizerError("The tokenizer's decoder is a Sequence without a list of decoders.")
+    steps: list[Any] = listed
     kinds = [step.get("type") if isinstance(step, Mapping) else None for step in steps]
     if kinds == ["ByteLevel"]:
         return DecodeRule(True, False, (), 0)
