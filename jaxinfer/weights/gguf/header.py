@@ -113,7 +113,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         raise ValueError(f"it says it has {num_tensors} tensors and {num_keys} metadata keys")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
-        key = cursor.string()
+        key = cursor.name()
         if key in metadata:
             raise ValueError(f"metadata key {short(key)} is there twice")
         metadata[key] = cursor.value(cursor.scalar(ValueType.UINT32))
@@ -145,7 +145,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
 
 
 def _tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
-    name = cursor.string()
+    name = cursor.name()
     num_dims = cursor.scalar(ValueType.UINT32)
     if num_dims > _MAX_DIMENSIONS:
         raise ValueError(f"tensor {short(name)} has {num_dims} dimensions")
@@ -192,6 +192,10 @@ class _Cursor:
             raise ValueError(f"a truth value is {self._data[self.position]}")
         self.position += layout.size
         return value
+
+    def name(self) -> str:
+        """A key, or the name of a tensor; ``UnicodeDecodeError`` is a ``ValueError``."""
+        return self._take(self.scalar(ValueType.UINT64)).decode()
 
     def string(self) -> str:
         return self._take(self.scalar(ValueType.UINT64)).decode("utf-8", "replace")
