@@ -49,7 +49,7 @@ MODELS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "layers": (
         _config(num_hidden_layers=10**9),
         "'num_hidden_layers' is 1000000000, and at most 10000",
-        ("inspect", "generate", "convert", "export"),
+        ("inspect", "generate", "convert"),
     ),
     "nested config": (
         _text("config.json", DEEP),
