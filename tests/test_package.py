@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import jaxinfer
 
@@ -106,3 +107,19 @@ def test_import_is_light() -> None:
     script = "import sys, jaxinfer; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], text=True).split()
     assert not {"jax", "numpy", "msgspec", "flax"} & set(modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("jinja2", "3.1.5"),  # CVE-2024-56326, CVE-2025-27516: a template leaves the sandbox
+        ("starlette", "1.2.1"),  # CVE-2026-48710
+        ("pip", "25.3"),  # CVE-2025-8869, CVE-2026-1703: an archive writes outside its folder
+    ],
+)
+def test_no_version_with_a_known_advisory_is_admitted(name: str, last: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (given,) = [one for one in map(Requirement, project["dependencies"]) if one.name == name]
+    assert not given.specifier.contains(last)
+    pinned = re.search(rf"^{name}==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M | re.I)
+    assert pinned is not None and given.specifier.contains(pinned[1])

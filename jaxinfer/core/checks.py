@@ -1,4 +1,4 @@
-"""Conversion of values from users and files to plain numbers.
+"""Conversion of values from users and files to plain numbers, and to words of a message.
 
 Python's and numpy's numbers are accepted, a bool or a string never is.
 """
@@ -30,3 +30,9 @@ def as_float(value: Any) -> float | None:
         return float(value)
     except OverflowError:  # an integer larger than every float
         return None
+
+
+def short(value: object, most: int = 60) -> str:
+    """A value as a message shows it: its ``repr``, cut off after ``most`` characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

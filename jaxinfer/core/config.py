@@ -210,6 +210,9 @@ class Limits(msgspec.Struct, frozen=True):
         return sum([min(pages, self.most_pages(window)) for window in self.windows])
 
 
+TRUST_CACHE = "JAXINFER_TRUST_CACHE"
+
+
 def cache_root(configured: str | None = None) -> Path:
     """The cache folder: the setting, else ``JAXINFER_CACHE_DIR``, else the XDG cache folder.
 
@@ -224,6 +227,11 @@ def cache_root(configured: str | None = None) -> Path:
             f"the cache folder {chosen} is in a home folder that cannot be found; "
             "set JAXINFER_CACHE_DIR to another folder"
         ) from error
+
+
+def trusts_cache() -> bool:
+    """True if the user trusts the cache and bundles whoever owns them and may write them."""
+    return os.environ.get(TRUST_CACHE, "").lower() in ("1", "true", "yes", "on")
 
 
 def prepare_backend(share: float) -> None:

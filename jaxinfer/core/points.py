@@ -33,6 +33,11 @@ _ALIASES = MappingProxyType(
         "hook_resid_post": "resid_post",
     }
 )
+# The points of a layer in the order of the pass; a layer has most of them.
+IN_LAYER = (
+    *("resid_pre", "q", "k", "v", "scores", "pattern", "z", "attn_out", "resid_mid"),
+    *("experts", "expert_weights", "mlp_pre", "mlp_linear", "mlp_post", "mlp_out", "resid_post"),
+)
 _OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _MOST_NAMED = 5

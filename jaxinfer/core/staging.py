@@ -12,36 +12,67 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.owners import WRITABLE_BY_OTHERS, check_parents, check_tree
 
+_PRIVATE = 0o700
 OTHER_CACHE = "choose another cache folder with JAXINFER_CACHE_DIR"
 
 
-def build_once(entry: Path, fill: Callable[[Path], None], *, elsewhere: str = OTHER_CACHE) -> bool:
+def build_once(
+    entry: Path,
+    fill: Callable[[Path], None],
+    *,
+    root: Path | None = None,
+    elsewhere: str = OTHER_CACHE,
+) -> bool:
     """Create the folder ``entry`` unless it exists; ``fill`` writes the contents into a folder.
 
-    Returns whether ``fill`` ran. If it raises, nothing is left behind. Raises ``CacheError`` if the
-    folder cannot be written; ``elsewhere`` is the part of its message on how to choose another one.
+    Returns whether ``fill`` ran. If it raises, nothing is left behind. ``root`` is the folder of
+    the cache that the entry is in: what is created there is private, and what is there already must
+    belong to this user (``owners``). Raises ``CacheError`` if the entry is not trusted, or cannot
+    be written; ``elsewhere`` is the part of its message on how to choose another folder.
     """
     with _cache_errors(entry, elsewhere):
+        if root is not None:
+            check_parents(entry, root)
         if entry.is_dir():
+            _check_entry(entry, root)
             return False
-        entry.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(entry.parent, root)
         with _locked(entry.with_name(entry.name + ".lock")):
             if entry.is_dir():  # another process has built it
+                _check_entry(entry, root)
                 return False
-            _build(entry, fill)
+            _build(entry, fill, is_private=root is not None)
     return True
 
 
-def prepare_folder(folder: Path) -> None:
-    """Create a folder for entries; raises ``CacheError`` if it is not writable."""
+def _check_entry(entry: Path, root: Path | None) -> None:
+    if root is not None:
+        check_tree(entry)
+
+
+def _make_folder(folder: Path, root: Path | None) -> None:
+    """Make a folder and its parents; those in the cache for this user alone, whatever the umask."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        in_cache = root is not None and (one == root or root in one.parents)
+        one.mkdir(mode=_PRIVATE if in_cache else 0o777, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # an error if it is a file
+
+
+def prepare_folder(folder: Path, root: Path | None = None) -> None:
+    """Create a folder for entries; raises ``CacheError`` if it is not writable. ``root``: see
+    ``build_once``.
+    """
     with _cache_errors(folder, OTHER_CACHE):
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder, root)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -75,19 +106,31 @@ def _cache_errors(path: Path, elsewhere: str) -> Generator[None]:
         ) from error
 
 
-def _build(entry: Path, fill: Callable[[Path], None]) -> None:
+def _build(entry: Path, fill: Callable[[Path], None], *, is_private: bool) -> None:
     partial = entry.with_name(entry.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir()
+    partial.mkdir(mode=_PRIVATE if is_private else 0o777)
     try:
         fill(partial)
+        if is_private:
+            _take_rights(partial)
         _flush(partial)
         partial.rename(entry)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _flush_folder(entry.parent)
+
+
+def _take_rights(folder: Path) -> None:
+    """Take away the right of other users to write, which a umask such as 002 leaves."""
+    for path, folders, files in os.walk(folder):
+        for name in folders + files:
+            one = Path(path, name)
+            mode = stat.S_IMODE(one.stat().st_mode)
+            if mode & WRITABLE_BY_OTHERS:
+                one.chmod(mode & ~WRITABLE_BY_OTHERS)
 
 
 def _flush(folder: Path) -> None:

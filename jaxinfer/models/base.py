@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.points import canonical
+from jaxinfer.core.points import IN_LAYER, canonical, nearest
 from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
@@ -135,8 +135,8 @@ def hidden_states(
     layer then computes only the state of the other tokens.
     """
     module = model.module
-    if ctx.points is not None:
-        module = module.clone(apart=ctx.points.layers)
+    if isinstance(ctx.points, Points):
+        module = module.clone(apart=ctx.points.layers, dense=ctx.rows is None)
     arguments = (token_ids, state, ctx, only)
     return module.apply({"params": params}, *arguments)  # type: ignore[return-value]
 
@@ -221,13 +221,24 @@ def forward(
     ``ArgumentError`` for tokens that are not such an array.
     """
     token_ids = checked_token_ids(token_ids, model.config)
-    if not taps and not edit:
-        hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0]))
-        return unembed(model, params, hidden)
-    points = Points(range(len(model.config.layers)), taps, edit)
+    points = Points(taps, edit)
     hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0], points))
-    found, logits = points.found(taps), unembed(model, params, hidden)
-    return (logits, found) if taps else logits
+    if missing := points.missing():
+        near = nearest(missing[0], _points_of(model, params, token_ids))
+        raise KeyError(f"there is no point {missing[0]!r}; the nearest are {near}")
+    logits = unembed(model, params, hidden)
+    return (logits, points.found(taps)) if taps else logits
+
+
+def _points_of(model: Model, params: Params, token_ids: jax.Array) -> list[str]:
+    """The names of all points of ``forward``, found by tracing it."""
+    layers = range(len(model.config.layers))
+    names = ["embed", *(f"layers.{i}.{point}" for i in layers for point in IN_LAYER), "final_norm"]
+    points = Points(names)
+    context = dense_context(token_ids.shape[0], points)
+    jax.eval_shape(lambda p, ids: hidden_states(model, p, ids, context)[0], params, token_ids)
+    missing = {*points.missing()}
+    return [name for name in names if name not in missing]
 
 
 def forward_batch(

@@ -1,8 +1,7 @@
 """DeepSeek-V3 and R1, and Kimi-K2: latent attention, and experts chosen by biased sigmoids.
 
 Source: ``modeling_deepseek_v3`` of Hugging Face transformers. The weights of experts are the scores
-without the bias. Of the published checkpoints, the layer for multi-token prediction (number 61) is
-not used, nor are Kimi-K2.5's tensors for images.
+without the bias. Kimi-K2.5's tensors for images are not used.
 """
 
 from __future__ import annotations
@@ -55,10 +54,6 @@ FAMILY = ModelFamily(
     name="deepseek_v3",
     config_from_hf=config_from_hf,
     param_specs=latent_param_specs,
-    ignored_tensors=(
-        *LATENT_IGNORED_TENSORS,
-        r"model\.layers\.61\..*",
-        r"(vision_tower|mm_projector)\..*",
-    ),
+    ignored_tensors=(*LATENT_IGNORED_TENSORS, r"(vision_tower|mm_projector)\..*"),
     optional_prefix="language_model.",  # of Kimi-K2.5
 )

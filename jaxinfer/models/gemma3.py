@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
@@ -25,7 +26,7 @@ from jaxinfer.models.gqa import (
     windows_by_layer,
 )
 from jaxinfer.models.hf_keys import REMOVE_KEY
-from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
@@ -33,6 +34,9 @@ from jaxinfer.nn.rope import RopeConfig
 # transformers' defaults
 _HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
+
+_LOCAL_KEY = "rope_local_base_freq"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _NORMS = NormSources(
     names=(
@@ -51,7 +55,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := config.get(key)) is not None:
             raise ConfigError(
-                f"config key {key!r} is {cap!r}, and logits are not capped here; {REMOVE_KEY}"
+                f"config key {key!r} is {short(cap)}, and logits are not capped here; {REMOVE_KEY}"
             )
     hf.supported_only(config, "use_bidirectional_attention", False)
     bias = hf.flag(config, "attention_bias", False)
@@ -91,25 +95,27 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """The rope of layers without a window, and of layers with one."""
-    sections = config.get("rope_parameters")
-    theta = hf.positive_float(config, "rope_theta", _GLOBAL_THETA)
-    local_theta = hf.positive_float(config, "rope_local_base_freq", _LOCAL_THETA)
-    if sections is not None and not isinstance(sections, Mapping):
-        raise ConfigError(f"config key 'rope_parameters' must be an object, got {sections!r}")
-    if sections and all(isinstance(one, Mapping) for one in sections.values()):
-        if unknown := sections.keys() - {"full_attention", "sliding_attention"}:
-            raise ConfigError(
-                f"config key 'rope_parameters' has values for {', '.join(sorted(unknown))}; "
-                "Gemma 3 has layers of full_attention and sliding_attention"
-            )
-        full, local = (sections.get(name, {}) for name in ("full_attention", "sliding_attention"))
-    else:  # as in the published files: a scaling only of layers without a window
-        full, local = sections or config.get("rope_scaling") or {}, {}
-    common = {"max_position_embeddings": config.get("max_position_embeddings")}
+    full = {key: config.get(key) for key in ROPE_KEYS}
+    local = {key: config.get(key) for key in ("max_position_embeddings", _LOCAL_KEY)}
+    for place in SECTIONS:
+        full[place], local[place] = _sections(place, config.get(place))
     return (
-        rope_config({**common, "rope_parameters": {"rope_theta": theta, **full}}, head_dim),
-        rope_config({**common, "rope_parameters": {"rope_theta": local_theta, **local}}, head_dim),
+        rope_config(full, head_dim, theta=_GLOBAL_THETA),
+        rope_config(local, head_dim, theta=_LOCAL_THETA, theta_key=_LOCAL_KEY),
     )
+
+
+def _sections(place: str, given: Any) -> tuple[Any, Any]:
+    """The section for layers without a window, and for layers with one."""
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        return given, None  # as in the published files: a scaling only of layers without a window
+    if unknown := given.keys() - {*_LAYER_TYPES}:
+        raise ConfigError(
+            f"config key {place!r} has values for {short(', '.join(sorted(unknown)))}; Gemma 3 has "
+            f"layers of {' and '.join(_LAYER_TYPES)}"
+        )
+    full, local = (given.get(name) for name in _LAYER_TYPES)
+    return full, local
 
 
 FAMILY = ModelFamily(

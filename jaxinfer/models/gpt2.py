@@ -82,7 +82,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 
 def _size(config: Mapping[str, Any], key: str, other: str) -> int:
     """A size under GPT-2's name of the key, or else under other families' name."""
-    return hf.positive_int(config, key, config.get(other))
+    is_other = config.get(other) is not None and config.get(key) is None
+    return hf.positive_int(config, other if is_other else key)
 
 
 def _attention_scales(config: Mapping[str, Any], head_dim: int, layers: int) -> tuple[float, ...]:

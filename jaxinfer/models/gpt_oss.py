@@ -30,7 +30,7 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     windows_by_layer,
 )
-from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
 from jaxinfer.models.params import (
     ArraySpec,
     ParamSpec,
@@ -112,13 +112,10 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     """The rope, YaRN unless the config says otherwise."""
-    section = config.get("rope_scaling") or config.get("rope_parameters") or _ROPE
-    given = {
-        "rope_theta": config.get("rope_theta") or _THETA,
-        "max_position_embeddings": config.get("max_position_embeddings"),
-        "rope_parameters": section,
-    }
-    return rope_config(given, head_dim)
+    given = {key: config.get(key) for key in ROPE_KEYS}
+    if not any(given[section] for section in SECTIONS):
+        given[SECTIONS[0]] = _ROPE
+    return rope_config(given, head_dim, theta=_THETA)
 
 
 def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:

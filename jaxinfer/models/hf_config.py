@@ -1,47 +1,82 @@
-"""Typed access to the keys of a Hugging Face ``config.json``; every error names the key."""
+"""Typed access to the keys of a Hugging Face ``config.json``; every error names the key.
+
+Sizes are bounded where they are read, before anything of their size is made: a file of some lines
+could otherwise take all memory.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_keys import REMOVE_KEY
 from jaxinfer.nn.activations import ACTIVATIONS, OTHER_NAMES
 
 type HFConfig = Mapping[str, Any]
 
+MAX_LAYERS, MAX_EXPERTS, MAX_HEAD_DIM = 10_000, 100_000, 1 << 16
+# Of all layers: each has tensors of its own, which are listed before a file is compared with them.
+# Kimi-K2 has 23,040.
+MAX_ALL_EXPERTS = 200_000
+MAX_SIZE = 2**31 - 1  # widths, heads, positions and the vocabulary
+MAX_NUMBER = 3e38  # float32 holds it
+_LAYERS = ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
+_HEAD_DIMS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MOST: Mapping[str, int] = MappingProxyType(
+    {
+        **{key: MAX_LAYERS for key in _LAYERS},
+        **{key: MAX_EXPERTS for key in _EXPERTS},
+        **{key: MAX_HEAD_DIM for key in _HEAD_DIMS},
+    }
+)
+
 
 def positive_int(config: HFConfig, key: str, default: int | None = None) -> int:
     """``config[key]``, or ``default`` if it is absent or null; an int above 0."""
-    value = _get(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config key {key!r} must be a positive integer, got {value!r}")
-    return value
+    return _integer(config, key, default, 1, "a positive integer")
 
 
 def layer_index(config: HFConfig, key: str, default: int) -> int:
     """``config[key]``, or ``default`` if it is absent or null; an int from 0."""
+    return _integer(config, key, default, 0, "an integer from 0")
+
+
+def _integer(config: HFConfig, key: str, default: int | None, least: int, words: str) -> int:
     value = _get(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"config key {key!r} must be an integer from 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"config key {key!r} must be {words}, got {short(value)}")
+    if value > (most := _MOST.get(key, MAX_SIZE)):
+        raise ConfigError(
+            f"config key {key!r} is {short(value)}, and at most {most} is supported; check that "
+            "config.json is the model's own"
+        )
     return value
 
 
 def positive_float(config: HFConfig, key: str, default: float | None = None) -> float:
     """``config[key]``, or ``default`` if it is absent or null; a number above 0."""
     value = _get(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"config key {key!r} must be a positive number, got {value!r}")
+    if not is_positive(value):
+        raise ConfigError(f"config key {key!r} must be a positive number, got {short(value)}")
     return float(value)
+
+
+def is_positive(value: Any) -> bool:
+    """True for a number above 0 that float32 holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= MAX_NUMBER
 
 
 def flag(config: HFConfig, key: str, default: bool) -> bool:
     """``config[key]``, or ``default`` if it is absent or null; true or false."""
     value = _get(config, key, default)
     if not isinstance(value, bool):
-        raise ConfigError(f"config key {key!r} must be true or false, got {value!r}")
+        raise ConfigError(f"config key {key!r} must be true or false, got {short(value)}")
     return value
 
 
@@ -51,7 +86,8 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
     if value not in supported:
         known = " or ".join(repr(s) for s in supported)
         raise ConfigError(
-            f"config key {key!r} is {value!r}, and this family supports only {known}; {REMOVE_KEY}"
+            f"config key {key!r} is {short(value)}, and this family supports only {known}; "
+            f"{REMOVE_KEY}"
         )
 
 
@@ -61,11 +97,11 @@ def activation(config: HFConfig, key: str, default: str) -> str:
     name = OTHER_NAMES.get(value, value) if isinstance(value, str) else ""
     if name not in ACTIVATIONS:
         known = ", ".join(sorted(ACTIVATIONS.keys() - {"gelu_tanh"} | OTHER_NAMES.keys()))
-        raise ConfigError(f"config key {key!r} is {value!r}; known activations are {known}")
+        raise ConfigError(f"config key {key!r} is {short(value)}; known activations are {known}")
     return name
 
 
-def _get(config: HFConfig, key: str, default: object) -> object:
+def _get(config: HFConfig, key: str, default: object) -> Any:
     value = config.get(key)
     if value is None:
         value = default

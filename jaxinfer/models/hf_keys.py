@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 
 NO_EFFECT = frozenset(
@@ -125,7 +126,7 @@ def refuse_unread(config: KeysRead, architecture: str) -> None:
         if key not in NO_EFFECT and not _is_neutral(key, value):
             remedy = REMEDIES.get(key, REMOVE_KEY)
             raise ConfigError(
-                f"config key {key!r} is {_short(value)}, which {architecture} does not know here "
+                f"config key {key!r} is {short(value)}, which {architecture} does not know here "
                 f"and which may change what it computes; {remedy}"
             )
 
@@ -138,8 +139,3 @@ def _is_neutral(key: str, value: object) -> bool:
         return value.get("quant_method") in (None, *_READ_FROM)
     switched_off = value is None or value is False or value in ("", [], {})
     return switched_off or not (key in REMEDIES or _MATTERS.search(key.lower()))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

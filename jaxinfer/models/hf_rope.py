@@ -6,13 +6,22 @@ Missing keys are derived as in transformers.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models.hf_config import HFConfig, flag, positive_float, positive_int
+from jaxinfer.models.hf_config import (
+    MAX_SIZE,
+    HFConfig,
+    flag,
+    is_positive,
+    positive_float,
+    positive_int,
+)
 from jaxinfer.nn.rope import (
     DynamicScaling,
     LinearScaling,
@@ -22,6 +31,7 @@ from jaxinfer.nn.rope import (
     RopeConfig,
     RopeScaling,
     YarnScaling,
+    inverse_frequencies,
 )
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -36,7 +46,7 @@ _KINDS: Mapping[str, type[Any] | None] = MappingProxyType(
         "proportional": ProportionalScaling,
     }
 )
-# Kinds whose original length may also be a top-level key, which then wins over the section's.
+# Kinds whose original length may also be a top-level key.
 _TOP_LEVEL_ORIGINAL = ("llama3", "yarn", "longrope")
 _CONTEXT_FIELD = "length"  # the field of a scaling that is set by the engine, not by a file
 # Keys that transformers knows. Like transformers, we ignore those that a kind does not use.
@@ -49,52 +59,110 @@ _KNOWN = frozenset(
 )
 # Keys of other engines, and the only values that change nothing.
 _NEUTRAL = MappingProxyType({"extrapolation_factor": 1, "apply_yarn_scaling": True})
+_THETA, _PARTIAL, _POSITIONS = "rope_theta", "partial_rotary_factor", "max_position_embeddings"
+SECTIONS = ("rope_scaling", "rope_parameters")  # the old and the new name of the section
+ROPE_KEYS = (*SECTIONS, _THETA, _PARTIAL, _POSITIONS, _ORIGINAL)  # all that describe a rope
 
 
-def rope_config(config: HFConfig, head_dim: int) -> RopeConfig:
+def rope_config(
+    config: HFConfig, head_dim: int, *, theta: float = 10000.0, theta_key: str = _THETA
+) -> RopeConfig:
     """The rope config of ``rope_parameters`` (transformers 5) or ``rope_theta``, ``rope_scaling``.
 
-    Raises ``ConfigError`` for a scaling that is unknown, incomplete, or has unknown keys.
+    A value may be in several of these places if it is the same in all of them. ``theta`` is the
+    family's default, ``theta_key`` the top-level key of the base. Raises ``ConfigError`` for a
+    scaling that is unknown, incomplete, or has unknown keys, and for places that differ.
     """
     if head_dim % 2:
         raise ConfigError(f"config key 'head_dim' must be even for rope, got {head_dim}")
     section = _section(config)
-    theta = positive_float(section if "rope_theta" in section else config, "rope_theta", 10000.0)
-    top_level = {key: config.get(key) for key in ("partial_rotary_factor", _ORIGINAL)}
-    section.pop("rope_theta", None)
-    legacy_kind = section.pop("type", "default")
-    kind = section.pop("rope_type", legacy_kind)
+    kind = section.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigError(f"rope type {kind!r} is unknown; use one of {', '.join(_KINDS)}")
-    if top_level["partial_rotary_factor"] is not None:
-        section.setdefault("partial_rotary_factor", top_level["partial_rotary_factor"])
-    if kind in _TOP_LEVEL_ORIGINAL and top_level[_ORIGINAL] is not None:
-        section[_ORIGINAL] = top_level[_ORIGINAL]
+        raise ConfigError(f"rope type {short(kind)} is unknown; use one of {', '.join(_KINDS)}")
+    _add_top_level(section, config, kind, theta_key)
+    base = positive_float(section, _THETA, theta)
+    for key in (_THETA, _POSITIONS):
+        section.pop(key, None)
     _refuse_unknown(kind, section)
-    if kind != "proportional" and section.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "proportional" and section.get(_PARTIAL, 1.0) != 1.0:
         raise ConfigError(
-            f"config key 'partial_rotary_factor' is {section['partial_rotary_factor']!r}; heads "
-            "that rotate in part are not supported, only 1.0"
+            f"config key {_PARTIAL!r} is {short(section[_PARTIAL])}; heads that rotate in part are "
+            "not supported, only 1.0"
         )
-    return RopeConfig(head_dim, theta, _scaling(kind, section, config, head_dim))
+    rope = RopeConfig(head_dim, base, _scaling(kind, section, config, head_dim))
+    _check_numbers(rope)
+    return rope
 
 
 def _section(config: HFConfig) -> dict[str, Any]:
-    """The rope section without nulls. ``rope_scaling`` wins, as in transformers."""
-    sections = {key: config.get(key) for key in ("rope_scaling", "rope_parameters")}
-    for key, given in sections.items():
-        if given is not None and not isinstance(given, Mapping):
-            raise ConfigError(f"config key {key!r} must be an object, got {given!r}")
-    given = sections["rope_scaling"] or sections["rope_parameters"] or {}
+    """The entries of both sections, without nulls."""
+    merged: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place in SECTIONS:
+        for key, value in _of_all_layers(config, place).items():
+            if value is None:
+                continue
+            name = "rope_type" if key == "type" else key
+            if name in merged and merged[name] != value:
+                raise ConfigError(
+                    f"rope key {name!r} is {short(merged[name])} in config key {places[name]!r} "
+                    f"and {short(value)} in {place!r}; make them equal or remove one"
+                )
+            merged[name], places[name] = value, places.get(name, place)
+    return merged
+
+
+def _of_all_layers(config: HFConfig, place: str) -> Mapping[str, Any]:
+    """A section, which may have an equal one for each type of layers."""
+    given = config.get(place)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"config key {place!r} must be an object, got {short(given)}")
+    # {"full_attention": {...}, "sliding_attention": {...}}
     by_layer_type = [value for value in given.values() if isinstance(value, Mapping)]
-    if by_layer_type:  # {"full_attention": {...}, "sliding_attention": {...}}
-        if len(by_layer_type) < len(given) or any(one != by_layer_type[0] for one in by_layer_type):
+    if not by_layer_type:
+        return given
+    if len(by_layer_type) < len(given) or any(one != by_layer_type[0] for one in by_layer_type):
+        raise ConfigError(
+            f"config key {place!r} has values for {short(', '.join(given))} that differ; this "
+            "family rotates all layers alike"
+        )
+    return by_layer_type[0]
+
+
+def _add_top_level(section: dict[str, Any], config: HFConfig, kind: str, theta_key: str) -> None:
+    """Add the top-level keys that a rope of this kind has, and compare those that are there."""
+    used = (_THETA, _PARTIAL, *((_ORIGINAL,) if kind in _TOP_LEVEL_ORIGINAL else ()))
+    for key in (_THETA, _PARTIAL, _ORIGINAL, _POSITIONS):
+        name = theta_key if key == _THETA else key
+        value = config.get(name)
+        if value is None:
+            continue
+        if key in section and section[key] != value:
             raise ConfigError(
-                f"config key 'rope_parameters' has values for {', '.join(given)} that differ; this "
-                "family rotates all layers alike"
+                f"config key {name!r} is {short(value)}, and {key!r} of the rope section "
+                f"('rope_scaling' or 'rope_parameters') is {short(section[key])}; make them equal "
+                "or remove one"
             )
-        given = by_layer_type[0]
-    return {key: value for key, value in given.items() if value is not None}
+        if key in used:
+            section[key] = value
+
+
+def _check_numbers(rope: RopeConfig) -> None:
+    """Raise ``ConfigError`` if the numbers give no frequencies, for a short or a long context."""
+    longest = rope.for_context(max(rope.lengths(MAX_SIZE)))
+    try:
+        with np.errstate(all="ignore"):
+            made = [inverse_frequencies(one) * one.attention_scale for one in (rope, longest)]
+        finite = all(np.isfinite(one).all() for one in made)
+    except (ArithmeticError, ValueError):  # a logarithm of 0, a division by 0
+        finite = False
+    if not finite:
+        raise ConfigError(
+            f"the numbers of the rope section, {short(rope.scaling)}, give angles that are not "
+            "finite; correct them"
+        )
 
 
 def _refuse_unknown(kind: str, section: Mapping[str, Any]) -> None:
@@ -104,11 +172,11 @@ def _refuse_unknown(kind: str, section: Mapping[str, Any]) -> None:
     for key, value in section.items():
         if key in _NEUTRAL and value != _NEUTRAL[key]:
             raise ConfigError(
-                f"rope key {key!r} is {value!r}, which is not supported, only {_NEUTRAL[key]}"
+                f"rope key {key!r} is {short(value)}, which is not supported, only {_NEUTRAL[key]}"
             )
         if key not in own and key not in _KNOWN and key not in _NEUTRAL:
             keys = ", ".join(own) or "rope_theta"
-            raise ConfigError(f"rope type {kind!r} has no key {key!r}; its keys are {keys}")
+            raise ConfigError(f"rope type {kind!r} has no key {short(key)}; its keys are {keys}")
 
 
 def _scaling(
@@ -142,7 +210,9 @@ def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
     if name in ("short_factor", "long_factor"):
         return _factors(values, name, head_dim // 2)
     if name == _ORIGINAL:
-        return int(positive_float(values, name))
+        given: Any = values.get(name)
+        whole = isinstance(given, float) and given.is_integer()  # some files have 4096.0
+        return positive_int({name: int(given)} if whole else values, name)
     if name in ("mscale", "mscale_all_dim") and values[name] == 0:
         return 0.0  # as in transformers, 0 means not used
     return positive_float(values, name)
@@ -154,15 +224,9 @@ def _factors(values: Mapping[str, Any], name: str, count: int) -> tuple[float, .
     if (
         not isinstance(given, list | tuple)
         or len(given) != count
-        or not all(map(_is_factor, given))
+        or not all(map(is_positive, given))
     ):
         raise ConfigError(
             f"rope key {name!r} must be a list of {count} positive numbers, one a component"
         )
     return tuple(float(one) for one in given)
-
-
-def _is_factor(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < math.inf

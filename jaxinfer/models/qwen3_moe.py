@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
@@ -53,13 +54,14 @@ def _ffns(config: Mapping[str, Any]) -> list[FeedForwardSpec]:
     )
     num_layers = hf.positive_int(config, "num_hidden_layers")
     step = hf.positive_int(config, "decoder_sparse_step", 1)
-    dense_layers = config.get("mlp_only_layers") or []
-    known = range(num_layers)
-    if not isinstance(dense_layers, list) or not all(one in known for one in dense_layers):
+    given, known = config.get("mlp_only_layers") or [], range(num_layers)
+    listed = given if isinstance(given, list) else [None]
+    if len(listed) > num_layers or not all(type(one) is int and one in known for one in listed):
         raise ConfigError(
             f"config key 'mlp_only_layers' must be a list of layers below {num_layers}, got "
-            f"{dense_layers!r}"
+            f"{short(given)}"
         )
+    dense_layers = {*listed}
     width = hf.positive_int(config, "intermediate_size")
     dense = FeedForwardConfig(width=width, activation="silu", gated=True)
     return [dense if i in dense_layers or (i + 1) % step else experts for i in range(num_layers)]

@@ -9,9 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
+from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
 from jaxinfer.models.hf_keys import KeysRead, refuse_unread
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 
 _MODULES = (
     ("LlamaForCausalLM", "jaxinfer.models.llama"),
@@ -53,9 +56,9 @@ def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of a decoder that was saved without its head (``Qwen3Model``), under the name of
     the architecture with one; any other config as it is.
     """
-    names = hf_config.get("architectures")
+    names = _names(hf_config)
     heads = {re.sub("(ForCausalLM|LMHeadModel)$", "Model", name): name for name, _ in _MODULES}
-    if not isinstance(names, list) or not any(name in heads for name in names):
+    if not any(name in heads for name in names):
         return hf_config
     return {**hf_config, "architectures": [heads.get(name, name) for name in names]}
 
@@ -65,7 +68,7 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     For a model of text alone, and an architecture that is not known, it is the config itself.
     """
-    own, names = hf_config.get("text_config"), hf_config.get("architectures") or ()
+    own, names = hf_config.get("text_config"), _names(hf_config)
     if not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
         return hf_config
     ids = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
@@ -86,21 +89,45 @@ def build_model(
     keys = KeysRead(hf_config)
     config = family.config_from_hf(keys, jnp.dtype(dtype))
     refuse_unread(keys, architecture)
+    _check_sizes(config)
     config = config.for_context(max_model_len or config.lengths[0])
     return Model(family, architecture, config, hf_config=hf_config)
 
 
+def _check_sizes(config: DecoderSpec) -> None:
+    """Raise ``ConfigError`` for sizes that are too large together, whatever each of them is."""
+    ffns = (layer.ffn for layer in config.layers)
+    experts = sum(ffn.count for ffn in ffns if isinstance(ffn, ExpertsConfig))
+    if experts > MAX_ALL_EXPERTS:
+        raise ConfigError(
+            f"the layers of config.json have {experts} experts together, and at most "
+            f"{MAX_ALL_EXPERTS} are supported; check that it is the model's own"
+        )
+    if config.lengths[1] > MAX_SIZE:
+        raise ConfigError(
+            f"config.json describes a context of {short(config.lengths[1])} tokens, and at most "
+            f"{MAX_SIZE} are supported; correct its rope scaling"
+        )
+
+
+def _names(hf_config: Mapping[str, Any]) -> list[str]:
+    """The names of the config's architectures; none if the key is absent or something else."""
+    names = hf_config.get("architectures")
+    if not isinstance(names, list | tuple):
+        return []
+    return [name for name in names if isinstance(name, str)]
+
+
 def _architecture(hf_config: Mapping[str, Any]) -> str:
     """The first of the config's architectures that has a family."""
-    names = hf_config.get("architectures")
-    if not names:
+    given, names, known = hf_config.get("architectures"), _names(hf_config), known_architectures()
+    if not given:
         raise ConfigError("config key 'architectures' is missing; add it to config.json")
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"config key 'architectures' must be a list of names, got {names!r}")
-    known = known_architectures()
+    if not isinstance(given, list | tuple) or len(names) < len(given):
+        raise ConfigError(f"config key 'architectures' must be a list of names, got {short(given)}")
     for name in names:
         if name in known:
             return name
     raise UnknownArchitectureError(
-        f"architecture {', '.join(names)} is unknown; known are {', '.join(known)}"
+        f"architecture {short(', '.join(names))} is unknown; known are {', '.join(known)}"
     )

@@ -1,7 +1,9 @@
 """The context of a step for its layers: positions, rows, pages, slots, and pinned kernels.
 
 It is one argument of every layer; ``exec.step`` makes it. A context without rows is the dense form
-for research: one whole sequence, no state, differentiable. Both forms use the same modules.
+for research: one whole sequence, no state, differentiable. Both forms use the same modules. In the
+dense form XLA fuses nothing across a point, so that the bits of a result do not depend on which
+points are read or edited, nor on whether the pass is one compiled program or one for each layer.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.points import Points
+from jaxinfer.nn.points import GivenPoints, Points
 from pallas_kernels.pins import ALL_XLA, NO_PINS, Pins
 
 
@@ -76,14 +78,15 @@ class StepContext:
     axis: str | None = field(default=None, metadata={"static": True})
     # where activations are read or changed, if they are; and the layer whose points the names of
     # ``at`` are
-    points: Points | None = field(default=None, metadata={"static": True})
+    points: Points | GivenPoints | None = field(default=None, metadata={"static": True})
     layer: int | None = field(default=None, metadata={"static": True})
 
     def of_layer(self, layer: int, group: int | None, rotation: int | None) -> StepContext:
         """The context of a layer in group ``group``, with rope config ``rotation``."""
         pages = () if group is None or not self.pages else (self.pages[group],)
         angles = () if rotation is None else (self.angles[rotation],)
-        if self.points is None or layer not in self.points.layers:  # equal layers share a trace
+        points, shared = self.points, self.rows is None  # equal layers share a trace
+        if shared or not isinstance(points, Points) or layer not in points.layers:
             return replace(self, pages=pages, angles=angles, points=None)
         return replace(self, pages=pages, angles=angles, layer=layer)
 
@@ -93,12 +96,17 @@ class StepContext:
         return replace(self, positions=self.positions[tokens], rows=rows)
 
     def uses(self, *points: str) -> bool:
-        """True if an activation at one of these points is read or changed; see ``nn.points``."""
+        """True if an activation at one of these points is read or changed; see ``nn.points``.
+
+        In the dense form always: each point is then a value of its own.
+        """
+        if self.rows is None:
+            return True
         return self.points is not None and any([self.points.uses(self._full(p)) for p in points])
 
     def at(self, point: str, value: jax.Array) -> jax.Array:
         """The activation at a point, which may be read or changed; see ``nn.points``."""
-        return value if self.points is None else self.seen(point, self.shifted(point, value))
+        return self.seen(point, self.shifted(point, value))
 
     def shifted(self, point: str, value: jax.Array) -> jax.Array:
         """The activation at a point, or a part of the sum that it is, with the point's shift."""
@@ -106,7 +114,9 @@ class StepContext:
 
     def seen(self, point: str, value: jax.Array) -> jax.Array:
         """The activation at a point, after its shift, which may be read or replaced."""
-        return value if self.points is None else self.points.at(self._full(point), value)
+        if self.points is not None:
+            value = self.points.at(self._full(point), value)
+        return jax.lax.optimization_barrier(value) if self.rows is None else value
 
     def _full(self, point: str) -> str:
         return point if self.layer is None else f"layers.{self.layer}.{point}"

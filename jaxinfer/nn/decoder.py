@@ -15,6 +15,7 @@ as [in, out], and GEMMs are ``x @ w``. Parameters:
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -32,6 +33,7 @@ from jaxinfer.nn.linear import (
     tied_logits,
     weight,
 )
+from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 from pallas_kernels.pins import ALL_XLA, Pins
@@ -85,7 +87,25 @@ class DecoderLayer(nn.Module):
         return none, norms[0], none, norms[1]
 
 
-SharedLayer = nn.jit(DecoderLayer)  # equal layers of a step share one trace
+class DecoderLayerWithPoints(DecoderLayer):
+    """A layer of the dense form with points in use: see ``nn.points.Points.run_layer``."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        stream: Stream,
+        ctx: StepContext,
+        given: dict[str, jax.Array],
+        taps: tuple[str, ...],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The stream after the layer, with activations replaced, and those of ``taps``."""
+        points = GivenPoints(given, taps)
+        after, _ = super().__call__(stream, None, replace(ctx, points=points))
+        return after.total(), points.found
+
+
+# Equal layers share one trace.
+SharedLayer = nn.jit(DecoderLayer)
+SharedLayerWithPoints = nn.jit(DecoderLayerWithPoints, static_argnums=4)
 
 
 def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
@@ -122,11 +142,13 @@ def _joined(
 class Decoder(nn.Module):
     """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``).
 
-    ``apart`` are layers that share no trace with equal ones: see ``nn.points.Points.layers``.
+    ``apart`` are the layers with points in use (``nn.points.Points.layers``), which in a step share
+    no trace with equal ones; ``dense`` says that they run in the dense form.
     """
 
     spec: DecoderSpec
     apart: frozenset[int] = frozenset()
+    dense: bool = False
 
     def setup(self) -> None:
         """Declare the parameters that both methods need."""
@@ -135,8 +157,9 @@ class Decoder(nn.Module):
         if c.num_positions is not None:
             shape = (c.num_positions, c.hidden_size)
             self.positions = self.param("positions", _INIT, shape, c.dtype)
+        apart: Any = SharedLayerWithPoints if self.dense else DecoderLayer
         self.layers = [
-            (DecoderLayer if i in self.apart else SharedLayer)(layer, c.norms)
+            (apart if i in self.apart else SharedLayer)(layer, c.norms)
             for i, layer in enumerate(c.layers)
         ]
         shape = (2, c.hidden_size) if c.norm == "layer" else (c.hidden_size,)
@@ -185,6 +208,11 @@ class Decoder(nn.Module):
             rotation = None if rope is None else c.ropes.index(rope)
             own_only = only if i == len(c.layers) - 1 else None
             own_ctx = ctx.of_layer(i, place.group, rotation)
+            if self.dense and i in self.apart:
+                assert isinstance(ctx.points, Points)
+                cut: Any = partial(self.layers[i], stream, own_ctx)
+                stream = Stream(ctx.points.run_layer(i, cut))
+                continue
             stream, own = self.layers[i](stream, own, own_ctx, own_only)
             if state is not None and own is not None:
                 state = place.put(state, own)

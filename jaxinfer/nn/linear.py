@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -205,6 +206,7 @@ def product(
     return quantised_gemm(x, quantised(w), swiglu=swiglu, split=split, impl=impl)
 
 
+@partial(jax.jit, static_argnames="eps")  # the same bits outside ``jax.jit``
 def layer_norm(
     x: jax.Array,  # [..., D]
     weight: jax.Array,  # [D]

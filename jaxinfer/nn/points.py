@@ -28,6 +28,7 @@ Source of the aliases: TransformerLens's ``HookedTransformer``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -35,10 +36,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.points import canonical, nearest
+from jaxinfer.core.points import IN_LAYER, canonical
 
 type Edit = Callable[[jax.Array], jax.Array]
+# Calls a layer with activations that replace its own, and the names of those to return as well.
+type CutLayer = Callable[
+    [Mapping[str, jax.Array], tuple[str, ...]], tuple[jax.Array, dict[str, jax.Array]]
+]
 
+_LAYER = re.compile(r"layers\.(\d+)\.")
 BY_HEAD = ("scores", "pattern")  # of these the tokens, as queries, are the second axis
 
 
@@ -62,27 +68,27 @@ class Points:
     """The points of one forward pass: activations are recorded in it while the pass is traced.
 
     It belongs to one call, so that a function that makes one remains pure. ``layers`` are those
-    that may have a point in use; each of them needs a trace of its own. The dense form edits
+    that have a point in use; in a step each of them needs a trace of its own. The dense form edits
     activations, a step shifts them.
     """
 
     def __init__(
         self,
-        layers: Iterable[int],
         taps: Iterable[str],
         edits: Mapping[str, Edit] = MappingProxyType({}),
         shifts: Mapping[str, Shift] = MappingProxyType({}),
     ) -> None:
-        self.layers = frozenset(layers)
         self._taps = {canonical(name) for name in taps}
         self._edits = {canonical(name): edit for name, edit in edits.items()}
         self._shifts = shifts
         self._found: dict[str, jax.Array] = {}
-        self._passed: dict[str, None] = {}  # all names, in order
+        self._passed: set[str] = set()
+        places = map(_LAYER.match, self._taps | self._edits.keys() | shifts.keys())
+        self.layers = frozenset(int(place[1]) for place in places if place is not None)
 
     def uses(self, name: str) -> bool:
         """True if the activation at this point is read or replaced."""
-        self._passed[name] = None
+        self._passed.add(name)
         return name in self._taps or name in self._edits or name in self._shifts
 
     def shifted(self, name: str, value: jax.Array) -> jax.Array:
@@ -104,16 +110,65 @@ class Points:
             self._found[name] = value
         return value
 
-    def found(self, taps: Iterable[str]) -> dict[str, jax.Array]:
-        """The recorded activations, by the names that were asked for.
+    def run_layer(self, number: int, layer: CutLayer) -> jax.Array:  # [T, D]
+        """The stream after a layer of the dense form whose points are in use.
 
-        Raises KeyError, with the nearest names, for a tap or an edit at no point of the pass.
+        The layer is compiled, and an edit need not be: ``layer`` is called for the activation at
+        the first edited point, with what the edit makes of it for that at the next one, and so on.
+        The compiler leaves out what a call does not need.
         """
-        for name in (*self._taps, *self._edits):
-            if name not in self._passed:
-                near = nearest(name, self._passed)
-                raise KeyError(f"there is no point {name!r}; the nearest are {near}")
+        given: dict[str, jax.Array] = {}
+        taps = tuple(point for point in IN_LAYER if f"layers.{number}.{point}" in self._taps)
+        for point in IN_LAYER:
+            edit = self._edits.get(name := f"layers.{number}.{point}")
+            if edit is None:
+                continue
+            _, found = layer(given, (point,))
+            if point in found:
+                given[point] = _edited(name, edit, found[point])
+                self._passed.add(name)
+        stream, found = layer(given, taps)
+        self._found |= {f"layers.{number}.{point}": value for point, value in found.items()}
+        self._passed |= {f"layers.{number}.{point}" for point in found}
+        return stream
+
+    def missing(self) -> list[str]:
+        """The names of taps and edits at which the pass has no point."""
+        return sorted({*self._taps, *self._edits} - self._passed)
+
+    def found(self, taps: Iterable[str]) -> dict[str, jax.Array]:
+        """The recorded activations, by the names that were asked for."""
         return {name: self._found[canonical(name)] for name in taps}
+
+
+class GivenPoints:
+    """The points of one call of a layer in the dense form: see ``Points.run_layer``.
+
+    ``given`` are activations that replace those of the layer, and ``found`` those of ``taps``, both
+    by their names within a layer.
+    """
+
+    def __init__(self, given: Mapping[str, jax.Array], taps: Iterable[str]) -> None:
+        self._given = given
+        self._taps = frozenset(taps)
+        self.found: dict[str, jax.Array] = {}
+
+    def uses(self, name: str) -> bool:
+        """See ``Points``: in the dense form every point is in use."""
+        del name
+        return True
+
+    def shifted(self, name: str, value: jax.Array) -> jax.Array:
+        """See ``Points``; only steps shift."""
+        del name
+        return value
+
+    def at(self, name: str, value: jax.Array) -> jax.Array:
+        """See ``Points``."""
+        value = self._given.get(name, value)
+        if name in self._taps:
+            self.found[name] = value
+        return value
 
 
 def _edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:

@@ -11,10 +11,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import TokenizerError
+from jaxinfer.text.encoding import is_failure
 from jaxinfer.text.gguf_metadata import (
     TokenType,
     flag,
+    listed,
     named_tokens,
     refuse_unknown_keys,
     required,
@@ -22,6 +25,8 @@ from jaxinfer.text.gguf_metadata import (
 )
 from jaxinfer.text.gguf_words import WORD_RULES
 from jaxinfer.text.tokenizer_config import TokenizerSpec
+
+_MAX_CHARACTERS = 1024  # of a token, of which all divisions are tried; Llama 2's have up to 48
 
 
 def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
@@ -32,8 +37,11 @@ def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         assert spec.tokenizer_json is not None, "checked by ``load_tokenizer``"
         try:
             built = Tokenizer.from_str(spec.tokenizer_json)
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"tokenizer.json cannot be read: {error}") from error
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            reason = short(str(error), 200)
+            raise TokenizerError(f"tokenizer.json cannot be read: {reason}") from error
     # Some published files truncate or pad every text to a training length.
     built.no_truncation()
     built.no_padding()
@@ -49,19 +57,19 @@ def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """
     model = required(metadata, "model")
     refuse_unknown_keys(metadata)
-    tokens: list[str] = list(required(metadata, "tokens"))
+    tokens = listed(metadata, "tokens", str)
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    types = token_types(vocab, len(tokens), required(metadata, "token_type"))
+    types = token_types(vocab, len(tokens), listed(metadata, "token_type", int))
     if len(vocab) != len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
-        raise TokenizerError(f"The GGUF metadata lists the token {twice!r} twice.")
+        raise TokenizerError(f"The GGUF metadata lists the token {short(twice)} twice.")
     if model == "gpt2":
         tokenizer, add_bos = _byte_level(metadata, vocab)
     elif model == "llama":
         tokenizer, add_bos = _sentencepiece(metadata, vocab, types), True
     else:
         raise TokenizerError(
-            f"The GGUF tokenizer model {model!r} is not supported; gpt2 and llama are."
+            f"The GGUF tokenizer model {short(model)} is not supported; gpt2 and llama are."
         )
     _add_tokens(tokenizer, tokens, types)
     _add_post_processor(tokenizer, metadata, named_tokens(metadata), add_bos)
@@ -70,14 +78,14 @@ def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
     name = required(metadata, "pre")
-    if name not in WORD_RULES:
+    if not isinstance(name, str) or name not in WORD_RULES:
         # "default" is refused too: a converter writes it if it does not know the pre-tokenizer.
         raise TokenizerError(
-            f"The GGUF pre-tokenizer {name!r} is not supported (known: {', '.join(WORD_RULES)}); "
-            "use the model's tokenizer.json instead."
+            f"The GGUF pre-tokenizer {short(name)} is not supported (known: "
+            f"{', '.join(WORD_RULES)}); use the model's tokenizer.json instead."
         )
     rules = WORD_RULES[name]
-    merges = [_pair(*merge.partition(" ")) for merge in required(metadata, "merges")]
+    merges = [_pair(*merge.partition(" ")) for merge in listed(metadata, "merges", str)]
     tokenizer = Tokenizer(_bpe(vocab, merges, ignore_merges=rules.whole_words))
     if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -93,14 +101,22 @@ def _pair(left: str, _: str, right: str) -> tuple[str, str]:
 def _bpe(vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
     try:
         return BPE(vocab=vocab, merges=list(merges), **options)
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"The GGUF vocabulary and merges do not fit: {error}") from error
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        reason = short(str(error), 200)
+        raise TokenizerError(f"The GGUF vocabulary and merges do not fit: {reason}") from error
 
 
 def _sentencepiece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
 ) -> Tokenizer:
-    scores = [float(score) for score in required(metadata, "scores")]
+    scores = listed(metadata, "scores", float)
+    if len(scores) != len(types) or max(map(len, vocab)) > _MAX_CHARACTERS:
+        raise TokenizerError(
+            f"The GGUF metadata has {len(types)} tokens and {len(scores)} scores, or a token of "
+            f"more than {_MAX_CHARACTERS} characters; the file is damaged."
+        )
     unknown = next((token for token, n in vocab.items() if types[n] == TokenType.UNKNOWN), None)
     merges = _merges_from_scores(vocab, scores, types)
     model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -160,7 +176,13 @@ def _add_post_processor(
         added[name] = [token] if is_added and token is not None else []
     around = {*added["bos"], *added["eos"]}
     if around:
-        tokenizer.post_processor = TemplateProcessing(
-            single=[*added["bos"], "$A", *added["eos"]],
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in sorted(around)],
-        )
+        try:
+            tokenizer.post_processor = TemplateProcessing(
+                single=[*added["bos"], "$A", *added["eos"]],
+                special_tokens=[(token, tokenizer.token_to_id(token)) for token in sorted(around)],
+            )
+        except (ValueError, TypeError) as error:  # a token with characters of the template's own
+            raise TokenizerError(
+                f"The GGUF metadata's tokens {short(sorted(around))} cannot be added to a text: "
+                f"{short(str(error), 200)}; use the model's tokenizer.json instead."
+            ) from error

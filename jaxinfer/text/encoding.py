@@ -1,11 +1,13 @@
-"""The result and the options of a tokenizer's call, under transformers' names."""
+"""The result, the options and the failures of a tokenizer's call, under transformers' names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, cast
 
-from jaxinfer.core.errors import RequestError
+from jaxinfer.core.checks import short
+from jaxinfer.core.errors import RequestError, TokenizerError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,6 +29,46 @@ class Encoding(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(f"an encoding has no {name}; it has {', '.join(self)}") from None
+
+
+def is_failure(error: BaseException) -> bool:
+    """True for a failure of the library: a plain ``Exception``, or a panic, which is none.
+
+    A panic ends nothing: the library unwinds, and its next call works.
+    """
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def guarded(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same tokenizer, whose methods raise failures of the library as ``TokenizerError``.
+
+    One is a pattern of a pre-tokenizer that backtracks without end on some text.
+    """
+    return cast("tokenizers.Tokenizer", _Guarded(tokenizer))
+
+
+class _Guarded:
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tokenizer, name)
+        if not callable(method):
+            return method
+
+        @wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                raise TokenizerError(
+                    f"The model's tokenizer fails on this text ({short(str(error), 200)}); use "
+                    "another text, or another tokenizer."
+                ) from None
+
+        return call
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:

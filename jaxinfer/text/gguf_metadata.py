@@ -7,6 +7,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.gguf_special import TURN_ENDS, special_id
 
@@ -65,7 +66,7 @@ def refuse_unknown_keys(metadata: Mapping[str, Any]) -> None:
                 continue
             known = f"only {_REQUIRED_VALUES[name]!r} is supported"
         raise TokenizerError(
-            f"The GGUF metadata key {key} is {repr(value)[:40]}, and {known}; name a folder with "
+            f"The GGUF metadata key {key} is {short(value)}, and {known}; name a folder with "
             "the model's tokenizer.json by tokenizer=."
         )
 
@@ -76,12 +77,23 @@ def flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise TokenizerError(
             f"The GGUF metadata key tokenizer.ggml.{name} must be true or false, "
-            f"got {repr(value)[:40]}; convert the model again."
+            f"got {short(value)}; convert the model again."
         )
     return value
 
 
-def token_types(vocab: Mapping[str, int], num_tokens: int, stored: Sequence[Any]) -> list[int]:
+def listed[T](metadata: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
+    """A list of values of one type that must be there, else ``TokenizerError``."""
+    value = required(metadata, key)
+    if not isinstance(value, list) or not all(type(one) is kind for one in value):
+        raise TokenizerError(
+            f"The GGUF metadata key tokenizer.ggml.{key} must be a list of {kind.__name__}, got "
+            f"{short(value)}; the file is damaged."
+        )
+    return value
+
+
+def token_types(vocab: Mapping[str, int], num_tokens: int, stored: Sequence[int]) -> list[int]:
     """The stored types, except that a token of ``TURN_ENDS`` is never an ordinary word.
 
     Raises ``TokenizerError`` if there are not as many as tokens.
@@ -91,7 +103,7 @@ def token_types(vocab: Mapping[str, int], num_tokens: int, stored: Sequence[Any]
             f"The GGUF metadata has {num_tokens} tokens but {len(stored)} token types; "
             "the file is damaged."
         )
-    types = [*map(int, stored)]
+    types = [*stored]
     for token_id in (vocab[token] for token in TURN_ENDS if token in vocab):
         if types[token_id] == TokenType.NORMAL:
             types[token_id] = TokenType.CONTROL
@@ -114,7 +126,7 @@ def named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
     Raises ``TokenizerError`` as ``special_id`` does.
     """
-    tokens: Sequence[str] = required(metadata, "tokens")
+    tokens = listed(metadata, "tokens", str)
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {name: special_id(metadata, role) for role, name in named.items()}
     return {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}

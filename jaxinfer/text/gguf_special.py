@@ -10,6 +10,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import TokenizerError
 
 # Tokens that end a message of a chat. They end a text, and are special tokens, whatever type a file
@@ -83,7 +84,7 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
     """
     key = f"tokenizer.ggml.{role}_token_id"
     value = metadata.get(key)
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = _tokens(metadata)
     if value is None:
         is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
         value = _SENTENCEPIECE_IDS.get(role) if is_sentencepiece else None
@@ -91,13 +92,19 @@ def special_id(metadata: Mapping[str, Any], role: str) -> int | None:
     return _checked_id(key, value, tokens)
 
 
-def _checked_id(key: str, value: Any, tokens: Any) -> int:
+def _tokens(metadata: Mapping[str, Any]) -> list[Any] | None:
+    """The vocabulary; None in a file without one."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list) else None
+
+
+def _checked_id(key: str, value: Any, tokens: list[Any] | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TokenizerError(
-            f"The GGUF metadata key {key} must be an integer, got {repr(value)[:40]}; "
+            f"The GGUF metadata key {key} must be an integer, got {short(value)}; "
             "convert the model again."
         )
-    if isinstance(tokens, list) and not 0 <= value < len(tokens):
+    if tokens is not None and not 0 <= value < len(tokens):
         raise TokenizerError(
             f"The GGUF metadata key {key} is {value}, outside its vocabulary of {len(tokens)} "
             "tokens; convert the model again."
@@ -113,10 +120,12 @@ def end_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     roles = ("eos", "eot", "eom", *_FILL_IN_ENDS)
     named = {role: special_id(metadata, role) for role in roles}
     ends = {token_id for token_id in named.values() if token_id is not None}
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = _tokens(metadata)
     further = "tokenizer.ggml.eos_token_ids"  # Ollama writes the list of generation_config.json
-    ends |= {_checked_id(further, token_id, tokens) for token_id in metadata.get(further) or ()}
-    if not isinstance(tokens, list):
+    ids: Any = metadata.get(further)
+    given = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    ends |= {_checked_id(further, token_id, tokens) for token_id in given}
+    if tokens is None:
         return frozenset(ends)  # a file without a vocabulary
     found = {text: token_id for token_id, text in enumerate(tokens) if text in _SEARCHED}
     ends |= {found[text] for text in _ENDS if text in found}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -50,23 +51,28 @@ def read_decoder(decoder: Mapping[str, Any] | None) -> DecodeRule:
     """
     if decoder is None:
         raise TokenizerError("The tokenizer has no decoder, so its tokens cannot become text.")
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = [step["type"] for step in steps]
+    listed = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(listed, list):
+        raise TokenizerError("The tokenizer's decoder is a Sequence without a list of decoders.")
+    steps: list[Any] = listed
+    kinds = [step.get("type") if isinstance(step, Mapping) else None for step in steps]
     if kinds == ["ByteLevel"]:
         return DecodeRule(True, False, (), 0)
     replacements: list[tuple[str, str]] = []
     leading_spaces = 0
     for step in steps:
         match step:
-            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
                 replacements.append((old, new))
             case {"type": "ByteFallback" | "Fuse"}:
                 pass
-            case {"type": "Strip", "content": " ", "start": start, "stop": 0} if "Fuse" in kinds:
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if (
+                "Fuse" in kinds
+            ):
                 leading_spaces = start
             case _:
                 raise TokenizerError(
-                    f"The tokenizer's decoder step {step} is not supported; "
+                    f"The tokenizer's decoder step {short(step)} is not supported; "
                     "ByteLevel and sentencepiece's Replace, ByteFallback, Fuse, Strip are."
                 )
     return DecodeRule(False, "ByteFallback" in kinds, tuple(replacements), leading_spaces)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
-from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, offsets_in, refuse_options
+from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, guarded, offsets_in, refuse_options
 from jaxinfer.text.gguf_metadata import named_tokens
 from jaxinfer.text.gguf_special import end_token_ids
 from jaxinfer.text.pieces import PieceTable, Vocabulary, vocabulary_of
@@ -20,6 +20,7 @@ from jaxinfer.text.tokenizer_config import (
     NO_LENGTH,
     TokenizerSpec,
     chat_templates,
+    max_length,
     saved_config,
     special_tokens,
     write_files,
@@ -57,14 +58,13 @@ def load_tokenizer(
     if spec.gguf_metadata is not None:
         named = named_tokens(spec.gguf_metadata) | named
         ends = end_token_ids(spec.gguf_metadata)
-    max_length = spec.tokenizer_config.get("model_max_length")
     return Tokenizer(
         build,
         vocabulary,
         named,
         chat_templates(spec),
         clock,
-        NO_LENGTH if max_length is None else int(max_length),
+        max_length(spec.tokenizer_config),
         ends,
         spec.tokenizer_config,
     )
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        return self._build()
+        return guarded(self._build())
 
     def __len__(self) -> int:
         """``vocab_size``, which here includes added tokens."""

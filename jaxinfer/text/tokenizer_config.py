@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.core.checks import as_float, short
 from jaxinfer.core.errors import TokenizerError
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -52,8 +54,22 @@ def special_tokens(spec: TokenizerSpec) -> dict[str, str]:
     return named
 
 
+def max_length(config: Mapping[str, Any]) -> int:
+    """``model_max_length`` of tokenizer_config.json; raises ``TokenizerError`` unless it is one."""
+    given = config.get("model_max_length")
+    if given is None:
+        return NO_LENGTH
+    number = as_float(given)
+    if number is None or not 1 <= number < math.inf:
+        raise TokenizerError(
+            f"model_max_length of tokenizer_config.json is {short(given)}; it must be a positive "
+            "number, correct it or remove it"
+        )
+    return int(given)
+
+
 def saved_config(
-    config: Mapping[str, Any], special: Mapping[str, str], max_length: int
+    config: Mapping[str, Any], special: Mapping[str, str], length: int
 ) -> dict[str, Any]:
     """The tokenizer_config.json of a tokenizer whose chat templates are in files of their own.
 
@@ -63,8 +79,8 @@ def saved_config(
     made = {key: value for key, value in config.items() if key != "chat_template"}
     made.setdefault("tokenizer_class", "PreTrainedTokenizerFast")  # reads only tokenizer.json
     made.setdefault("clean_up_tokenization_spaces", False)
-    if max_length != NO_LENGTH:
-        made["model_max_length"] = max_length
+    if length != NO_LENGTH:
+        made["model_max_length"] = length
     for name, token in special.items():
         entry = made.get(name)
         if not (isinstance(entry, Mapping) and entry.get("content") == token):
@@ -111,15 +127,18 @@ def _in_config(entry: Any) -> dict[str, str]:
             return {}
         case str():
             return {"default": entry}
-        case [*items] if all(
-            isinstance(item, Mapping) and {"name", "template"} <= item.keys() for item in items
-        ):
+        case [*items] if all(map(_is_template, items)):
             return {item["name"]: item["template"] for item in items}
         case _:
             raise TokenizerError(
                 "tokenizer_config.json's chat_template must be a string or a list of "
                 f'{{"name", "template"}}, not {type(entry).__name__}.'
             )
+
+
+def _is_template(item: Any) -> bool:
+    parts = [item.get(key) for key in ("name", "template")] if isinstance(item, Mapping) else [None]
+    return all(isinstance(part, str) for part in parts)
 
 
 def _in_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:

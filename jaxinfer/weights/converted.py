@@ -4,6 +4,7 @@ An entry holds ``manifest.json`` and one Orbax checkpoint per group of parameter
 64 MiB, or of one larger parameter, are built, saved and put on the devices one at a time, so that
 host memory holds one group in addition to the weights. An entry is renamed into place when it is
 complete (``staging``), so an entry that cannot be read is damaged: this is an error, not repaired.
+Orbax's files have checksums: of 400 flipped bits none was read as other weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.json_text import read_json
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.base import Model, Params
@@ -29,6 +31,7 @@ from jaxinfer.weights.plan import PlannedParam
 _FORMAT = 3  # version of the entry's format; raise it when groups or manifest change
 _GROUP_BYTES = 64 << 20
 _MANIFEST = "manifest.json"  # the sizes of the entry's files in bytes
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def entry_path(cache_dir: Path, fingerprint: str, model: Model, placement: Placement) -> Path:
@@ -71,7 +74,7 @@ def convert(
                     params[path] = placement.put(array, model.arrays[path].axes)
         (folder / _MANIFEST).write_text(json.dumps(_file_sizes(folder)))
 
-    return nested(params) if build_once(entry, fill) else None
+    return nested(params) if build_once(entry, fill, root=entry.parent.parent) else None
 
 
 def restore(
@@ -96,7 +99,10 @@ def restore(
                 }
                 params |= _restore(orbax, entry / _group_name(index), group)
                 advance(sum(map(_nbytes, members)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
+        is_damage = isinstance(error, _DAMAGE) or type(error) is Exception  # Orbax raises that, too
+        if not is_damage:
+            raise
         raise CacheError(
             f"the converted weights in {entry} are damaged ({_first_line(error)}); "
             "delete that folder and run again"
@@ -112,7 +118,7 @@ def _file_sizes(folder: Path) -> dict[str, int]:
 def _check_files(entry: Path) -> None:
     """Raise ``ValueError`` for a truncated or missing file. Orbax raises various exceptions."""
     sizes = _file_sizes(entry)
-    for name, size in json.loads((entry / _MANIFEST).read_bytes()).items():
+    for name, size in read_json(entry / _MANIFEST).items():
         if sizes.get(name) != size:
             raise ValueError(f"{name} has {sizes.get(name, 0)} of {size} bytes")
 

@@ -1,26 +1,24 @@
 """Safetensors checkpoints: one file, or shards listed by an index.
 
-Owns: reading headers and indexes, and finding the files of a folder that belong to the checkpoint.
-Format: https://github.com/huggingface/safetensors (8 bytes header length, JSON header, data).
+Owns: reading indexes, and finding the files of a folder that belong to the checkpoint.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError, SourceError
+from jaxinfer.core.json_text import read_json
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
+from jaxinfer.weights.safetensors_header import DTYPES, MAX_TENSORS, read_header
 from pallas_kernels.quantised import Form, Quantised
 
 FILE_NAME = "model.safetensors"
@@ -31,21 +29,6 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 # weights in another dtype.
 _OTHER_LAYOUT = re.compile(r"consolidated|adapter_")
 _VARIANT = re.compile(r"model\.\w+(-\d+-of-\d+)?\.safetensors|model-\d+-of-\d+\.\w+\.safetensors")
-_DTYPES: Mapping[str, np.dtype] = MappingProxyType(
-    {
-        "F32": np.dtype(np.float32),
-        "F16": np.dtype(np.float16),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-        # parts of quantised matrices: ``weights.quantised``
-        "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-        "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-        "I8": np.dtype(np.int8),
-        "U8": np.dtype(np.uint8),
-        "I32": np.dtype(np.int32),
-        "I64": np.dtype(np.int64),
-    }
-)
-_READABLE = ("F32", "F16", "BF16")
 
 
 class SafetensorsCheckpoint:
@@ -58,7 +41,7 @@ class SafetensorsCheckpoint:
         self.forms: dict[str, Form] = {}  # a checkpoint of floats
         self._places: dict[str, tuple[Path, int]] = {}  # each tensor's file, and its first byte
         for path in paths:
-            for name, (info, offset) in _read_header(path).items():
+            for name, (info, offset) in read_header(path).items():
                 if name in self.tensors:
                     raise CheckpointError(
                         f"tensor {name} is both in {self._places[name][0]} and in {path}; "
@@ -66,6 +49,17 @@ class SafetensorsCheckpoint:
                     )
                 self.tensors[name] = replace(info, file=path.name)
                 self._places[name] = (path, offset)
+            if len(self.tensors) > MAX_TENSORS:
+                raise CheckpointError(
+                    f"{path.parent} holds more than {MAX_TENSORS} tensors; use another checkpoint"
+                )
+
+    def leave_out(self, is_left_out: Callable[[str], bool]) -> bool:
+        """Forget the tensors with such names, as if no file had them; True if there are any."""
+        names = [name for name in self.tensors if is_left_out(name)]
+        for name in names:
+            del self.tensors[name]
+        return bool(names)
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a part of a quantised matrix has the dtype that is stored."""
@@ -75,7 +69,7 @@ class SafetensorsCheckpoint:
             shape, nbytes = shape[1:], nbytes // shape[0]
             offset += part * nbytes
         data = read_bytes(path, offset, nbytes)
-        return data.view(_DTYPES[info.dtype]).reshape(shape)
+        return data.view(DTYPES[info.dtype]).reshape(shape)
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``; no matrix is quantised."""
@@ -127,12 +121,11 @@ def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
     """The file or indexed files that config.json names, which must be inside the folder."""
     if not isinstance(named, str) or not named.endswith((".safetensors", _INDEX_END)):
         raise SourceError(
-            f"config key 'transformers_weights' is {named!r}; it must name a .safetensors file or "
-            "an index of such files"
+            f"config key 'transformers_weights' is {short(named)}; it must name a .safetensors "
+            "file or an index of such files"
         )
     path = folder / named
-    outside = os.path.isabs(named) or os.path.normpath(named).startswith("..")
-    if outside or not path.is_file():  # links may lead out, as in Hugging Face's cache
+    if is_outside(named) or not path.is_file():
         raise SourceError(
             f"config key 'transformers_weights' names {named}, and {folder} holds no such file; "
             "copy it there or remove the key"
@@ -154,14 +147,27 @@ def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
+    """The files that an index lists, which must be inside its folder."""
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = read_json(index)
+    except ValueError as error:
         raise CheckpointError(
-            f"{index} is not a safetensors index; download it again or delete it"
+            f"{index} is not a safetensors index ({error}); download it again or delete it"
         ) from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    named: list[Any] = [*weight_map.values()] if isinstance(weight_map, dict) else []
+    if not named or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(
+            f"{index} is not a safetensors index: its weight_map does not name a file for each "
+            "tensor; download it again or delete it"
+        )
+    names = sorted(set(named))
     for name in names:
+        if is_outside(name):
+            raise CheckpointError(
+                f"{index} names {short(name)}, which is outside its folder; use an index that "
+                "names files next to it"
+            )
         if not (index.parent / name).is_file():
             raise CheckpointError(
                 f"{index.parent / name} is missing although {index.name} names it; "
@@ -170,45 +176,9 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _read_header(path: Path) -> dict[str, tuple[TensorInfo, int]]:
-    """Each tensor of the file with the byte where its data starts."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:  # such as a dangling link in Hugging Face's cache
-        raise CheckpointError(
-            f"cannot read {path} ({error.strerror}); download it again or check its permissions"
-        ) from error
-    if size < 8:
-        raise CheckpointError(f"{path} is truncated ({size} bytes); download it again")
-    length = int(read_bytes(path, 0, 8).view("<u8")[0])
-    if length > size - 8:
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file: its header of {length} bytes does not "
-            f"fit in {size} bytes; download it again"
-        )
-    try:
-        header: dict[str, Any] = json.loads(read_bytes(path, 8, length).tobytes())
-        header.pop("__metadata__", None)
-        entries = {name: _entry(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} has a corrupt header; download it again") from error
-    for name, (info, start) in entries.items():
-        if start + info.nbytes > size:
-            raise CheckpointError(
-                f"{path} is truncated: tensor {name} ends at byte {start + info.nbytes} of {size}; "
-                "download it again"
-            )
-    return entries
+def is_outside(name: str) -> bool:
+    """True if a file's name leads out of the folder that it is relative to.
 
-
-def _entry(entry: Mapping[str, Any], data_start: int) -> tuple[TensorInfo, int]:
-    """One header entry; raises ``ValueError`` when its numbers contradict each other."""
-    start, end = (int(offset) for offset in entry["data_offsets"])
-    shape = tuple(int(size) for size in entry["shape"])
-    dtype = str(entry["dtype"])
-    known = _DTYPES.get(dtype)
-    if not 0 <= start <= end or min(shape, default=0) < 0:
-        raise ValueError("negative size")
-    if known is not None and math.prod(shape) * known.itemsize != end - start:
-        raise ValueError("shape and data size differ")
-    return TensorInfo(shape, dtype, end - start, dtype in _READABLE), data_start + start
+    Only the name counts: in Hugging Face's cache a folder holds links that lead out.
+    """
+    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir

@@ -6,14 +6,16 @@ perhaps a normalisation. What would change the vectors and is not supported is r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, SourceError
+from jaxinfer.core.json_text import read_json
 from jaxinfer.core.pooling import Pooling
+from jaxinfer.weights.safetensors_files import is_outside
 
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
@@ -37,11 +39,16 @@ def pooling_of_folder(folder: Path) -> Pooling | None:
     for kind in kinds:
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
-                f"{path} has a module {kind!r}, which is not supported; embeddings are made of the "
-                "modules Transformer, Pooling and Normalize"
+                f"{path} has a module {short(kind)}, which is not supported; embeddings are made "
+                "of the modules Transformer, Pooling and Normalize"
             )
     _refuse_lower_case(folder / "sentence_bert_config.json")
-    config = folder / dict(modules)["Pooling"] / "config.json"
+    own = dict(modules)["Pooling"]
+    if is_outside(own):
+        raise SourceError(
+            f"{path} names the folder {short(own)}, which is outside its own; get the file again"
+        )
+    config = folder / own / "config.json"
     return Pooling(_pooling_kind(config), normalize="Normalize" in kinds)
 
 
@@ -69,7 +76,7 @@ def _pooling_kind(path: Path) -> str:
     modes = [mode] if isinstance(mode, str) else [one for one in flags if f"{_MODE}_{one}" in given]
     if len(modes) != 1 or modes[0] not in _KINDS:
         raise ConfigError(
-            f"{path} asks for the pooling {' and '.join(modes) or 'of no kind'}, which is not "
+            f"{path} asks for the pooling {' and '.join(modes)[:60] or 'of no kind'}, which is not "
             "supported; use one of lasttoken, mean and cls"
         )
     return _KINDS[modes[0]]
@@ -87,6 +94,6 @@ def _refuse_lower_case(path: Path) -> None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read ({error}); get the file again") from error

@@ -25,6 +25,12 @@ from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
+from jaxinfer.models.prediction import (
+    left_out,
+    prediction_layers,
+    prediction_tensors,
+    without_prediction_layers,
+)
 from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights import wheel
@@ -84,9 +90,9 @@ def resolve_source(
     try:
         path, known_hash = _locate(reference, cache_dir, progress)
         if path.is_dir() or path.name == "config.json":
-            source = _folder_source(reference, path, load_format)
+            source = _folder_source(reference, path, load_format, progress)
         else:
-            source = _gguf_source(reference, path, load_format, known_hash)
+            source = _gguf_source(reference, path, load_format, known_hash, progress)
     except OSError as error:
         raise SourceError(
             f"cannot read model {reference!r} ({error.strerror}); correct the path or its "
@@ -139,7 +145,7 @@ def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, 
     )
 
 
-def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
+def _folder_source(reference: str, path: Path, load_format: str, progress: Progress) -> ModelSource:
     """The source of a Hugging Face folder, or of a config.json for random weights."""
     folder = path if path.is_dir() else path.parent
     config_path = folder / "config.json"
@@ -165,6 +171,8 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
         _check_format(load_format, "safetensors", reference)
         files = checkpoint_files(folder, hf_config.get("transformers_weights"))
         checkpoint = SafetensorsCheckpoint(files)
+        if checkpoint.leave_out(prediction_tensors(hf_config)):
+            progress.note(left_out(prediction_layers(hf_config)))
         if scheme is not None:
             from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 
@@ -173,7 +181,9 @@ def _folder_source(reference: str, path: Path, load_format: str) -> ModelSource:
     return ModelSource(
         reference=reference,
         name=folder.resolve().name,
-        hf_config={key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS},
+        hf_config=without_prediction_layers(
+            {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
+        ),
         generation_config=(
             read_json_object(generation_config) if generation_config.is_file() else {}
         ),
@@ -197,20 +207,22 @@ def _scheme(hf_config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _gguf_source(
-    reference: str, path: Path, load_format: str, known_hash: str | None
+    reference: str, path: Path, load_format: str, known_hash: str | None, progress: Progress
 ) -> ModelSource:
     # local imports for the reason in ``tokenizer_files.spec_from_path``
     from jaxinfer.weights.gguf.checkpoint import open_gguf
     from jaxinfer.weights.gguf.config import generation_config_from_gguf, pooling_from_gguf
 
     gguf = open_gguf(path)
+    if gguf.has_predictions:
+        progress.note(left_out(prediction_layers(gguf.hf_config)))
     dummy = load_format == "dummy"
     if not dummy:
         _check_format(load_format, "gguf", reference)
     return ModelSource(
         reference=reference,
         name=path.stem,
-        hf_config=gguf.hf_config,
+        hf_config=without_prediction_layers(gguf.hf_config),
         generation_config=generation_config_from_gguf(gguf.header),
         checkpoint=None if dummy else gguf,
         fingerprint=known_hash or _fingerprint((_identity(path), gguf.header.digest)),

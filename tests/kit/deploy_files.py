@@ -45,14 +45,28 @@ STOP_SECONDS = ServerConfig().shutdown_timeout + 2 * FLUSH_SECONDS + CLOSE_SECON
 DIRECTIVES: Mapping[str, str] = {  # of systemd.unit, systemd.exec, systemd.service, systemd.kill
     "Unit": "Description Documentation Wants After",
     "Service": "Type User Group Environment EnvironmentFile ExecStart ExecReload KillMode "
-    "TimeoutStopSec Restart RestartSec LimitNOFILE CacheDirectory NoNewPrivileges PrivateTmp "
-    "ProtectHome ProtectSystem ProtectKernelModules ProtectKernelTunables ProtectControlGroups "
-    "RestrictSUIDSGID LockPersonality",
+    "TimeoutStopSec Restart RestartSec LimitNOFILE CacheDirectory CacheDirectoryMode UMask "
+    "MemoryMax NoNewPrivileges CapabilityBoundingSet RestrictAddressFamilies RestrictNamespaces "
+    "PrivateTmp ProtectHome ProtectSystem ProtectKernelModules ProtectKernelTunables "
+    "ProtectControlGroups RestrictSUIDSGID LockPersonality",
     "Install": "WantedBy",
 }
+# What keeps a server that was taken over from the rest of the machine, and its memory bounded.
+HARDENED: Mapping[str, str] = {
+    "CapabilityBoundingSet": "",
+    "NoNewPrivileges": "yes",
+    "PrivateTmp": "yes",
+    "ProtectHome": "yes",
+    "ProtectSystem": "strict",
+    "RestrictAddressFamilies": "AF_INET AF_INET6 AF_UNIX",
+    "RestrictNamespaces": "yes",
+    "UMask": "0077",
+}
+WRITABLE = ("/tmp", "/home/jaxinfer")  # compilers and pip have files there
 SERVICE_KEYS = {
     *("build", "cap_drop", "command", "depends_on", "deploy", "environment", "image", "init"),
-    *("ports", "restart", "security_opt", "stop_grace_period", "volumes"),
+    *("mem_limit", "ports", "read_only", "restart", "security_opt", "stop_grace_period", "tmpfs"),
+    "volumes",
 }
 
 
@@ -280,6 +294,14 @@ def _built_problems(
     for port in service.get("ports", ()):
         if port.split(":")[-1] != environment_of(stage)["JAXINFER_PORT"]:
             yield f"{name} listens on another port than {port}"
+    if not re.fullmatch(r"\d+g", str(service.get("mem_limit"))):
+        yield f"{name} has no limit of memory"
+    if "context" in build:  # a file on top of another one changes what it names
+        places = [place.split(":")[0] for place in service.get("tmpfs", ())]
+        if service.get("read_only") is not True or any(one not in places for one in WRITABLE):
+            yield f"{name} may write elsewhere than in its volume, {' and '.join(WRITABLE)}"
+        if service.get("cap_drop") != ["ALL"]:
+            yield f"{name} keeps capabilities"
     grace = service.get("stop_grace_period")
     if grace is not None and int(grace.removesuffix("s")) <= STOP_SECONDS:
         yield f"{name} is killed before its requests have had {STOP_SECONDS:g} s to end"
@@ -343,6 +365,9 @@ def unit_problems(text: str) -> list[str]:
     settings = Path(environment.get(CONFIG_VARIABLE, ""))
     if not (DEPLOY / settings.name).is_file():
         found.append(f"there is no example of {settings}")
+    found += [f"{key} is not {value}" for key, value in HARDENED.items() if one.get(key) != value]
+    if not one.get("MemoryMax"):
+        found.append("it has no limit of memory")
     if one.get("User") in (None, "root"):
         found.append("it runs as root")
     if "-HUP" not in one.get("ExecReload", ""):

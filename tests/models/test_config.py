@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 
 import pytest
 
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models import build_model, known_architectures
+from jaxinfer.models.registry import decoder_config, text_config
 from kit.tiny_models import NAMES, tiny_config
 
 REQUIRED = [
@@ -82,6 +84,69 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
 def test_a_wrong_value_is_named(name: str, change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model({**tiny_config(name), **change}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3", {"num_hidden_layers": 10**9}, "'num_hidden_layers' is 1000000000, and at most"),
+        ("gpt2", {"n_layer": 10**9}, "'n_layer' is 1000000000, and at most 10000 is supported"),
+        ("deepseek_v3", {"n_routed_experts": 2**63}, "'n_routed_experts' is 9223.*, and at most"),
+        ("qwen3_moe", {"num_experts": 100_001}, "'num_experts' is 100001, and at most 100000"),
+        (
+            "mixtral",
+            {"num_local_experts": 10**400},
+            "'num_local_experts' is 1000.*\\.\\.\\., and at",
+        ),
+        ("mixtral", {"num_local_experts": 80_000}, "have 240000 experts together, and at most"),
+        ("llama", {"vocab_size": 2**31}, "'vocab_size' is 2147483648, and at most 2147483647"),
+        ("llama", {"hidden_size": 2**40}, "'hidden_size' is 1099511627776, and at most"),
+        ("llama", {"max_position_embeddings": 2**31}, "'max_position_embeddings' is 2147483648"),
+        ("llama", {"head_dim": 2**17}, "'head_dim' is 131072, and at most 65536 is supported"),
+        ("gemma3", {"sliding_window": 2**33}, "'sliding_window' is 8589934592, and at most"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 1e30}}, "context of .* tokens"),
+        ("llama", {"rms_norm_eps": 10**400}, "'rms_norm_eps' must be a positive number, got 10"),
+        ("llama", {"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a positive number"),
+        ("qwen3_moe", {"mlp_only_layers": [0] * 10**5}, "'mlp_only_layers' must be a list of lay"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "'mlp_only_layers' must be a list of layers"),
+        ("llama", {"layer_types": ["full_attention"] * 10**5}, "'layer_types' must hold .* of the"),
+        ("llama", {"architectures": [["LlamaForCausalLM"]]}, "'architectures' must be a list of"),
+        ("llama", {"architectures": 5, "text_config": {}}, "'architectures' must be a list of"),
+    ],
+)
+def test_sizes_are_bounded_before_anything_is_made_of_them(
+    name: str, change: dict[str, object], message: str
+) -> None:
+    config = {**tiny_config(name), **change}
+    if name == "mixtral":
+        config["num_hidden_layers"] = 3
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=message) as error:
+            build_model(decoder_config(text_config(config)), "float32")
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(str(error.value)) < 400
+
+
+WRONG = (-1, 0, True, 1.5, 2**31, 2**63, -(2**63), float("nan"), float("inf"), "5", [1], {"a": 1})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_number_is_refused_or_read(name: str) -> None:
+    """No other exception, whatever a key that has a number has instead."""
+    config = tiny_config(name)
+    keys = [key for key, value in config.items() if isinstance(value, int | float)]
+    refused = 0
+    for key in keys:
+        for value in WRONG:
+            try:
+                build_model({**config, key: value}, "float32")
+            except ConfigError as error:
+                assert key in str(error) or "config key" in str(error)
+                refused += 1
+    assert refused > 6 * len(keys)
 
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:

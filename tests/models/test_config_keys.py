@@ -100,6 +100,41 @@ def test_published_configs_are_accepted(name: str) -> None:
     assert build_model(config, "bfloat16").config.lengths == (positions, positions)
 
 
+def in_new_style(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as transformers 5 saves it, and with the old keys next to the new one."""
+    old = {key: config[key] for key in ("rope_theta", "rope_scaling") if key in config}
+    section = {"rope_type": "default", **(old.get("rope_scaling") or {})}
+    section["rope_type"] = section.pop("type", section["rope_type"])
+    section["rope_theta"] = old["rope_theta"]
+    return {**config, "rope_parameters": section}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "gpt2"])
+def test_old_and_new_spelling_of_rope_may_be_together(name: str) -> None:
+    config = PUBLISHED[name]
+    both, expected = in_new_style(config), build_model(config, "bfloat16")
+    new = {key: both[key] for key in both if key not in ("rope_theta", "rope_scaling")}
+    half = {key: both[key] for key in both if key != "rope_scaling"}  # as merged checkpoints have
+    assert [build_model(one, "bfloat16") for one in (both, new, half)] == [expected] * 3
+    theta = both["rope_theta"]
+    with pytest.raises(ConfigError, match=f"'rope_theta' is {theta + 1}, and .* is {theta}; make"):
+        build_model({**half, "rope_theta": theta + 1}, "bfloat16")
+
+
+def test_gemmas_ropes_in_both_spellings() -> None:
+    config = {key: value for key, value in tiny_config("gemma3").items() if "rope" not in key}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    full = {"rope_type": "default", "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    new = {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    models = [build_model({**config, **keys}, "float32") for keys in (old, new, {**old, **new})]
+    assert models == [models[0]] * 3
+    with pytest.raises(ConfigError, match="'rope_local_base_freq' is 2.0, and .* is 10000.0; make"):
+        build_model({**config, **new, "rope_local_base_freq": 2.0}, "float32")
+    with pytest.raises(ConfigError, match="'rope_theta' is 2.0, and .* is 1000000.0; make"):
+        build_model({**config, **new, "rope_theta": 2.0}, "float32")
+
+
 def test_qwens_recipe_for_long_contexts() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = {**PUBLISHED["qwen3-4b"], "rope_scaling": scaling}

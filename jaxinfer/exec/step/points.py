@@ -7,7 +7,6 @@ rows are steered.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -28,7 +27,6 @@ from jaxinfer.nn.points import Points, Shift
 
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
 # points of ``forward`` that steps do not have: kernels keep these values to themselves, and choices
 # of experts are no activations that a vector can be added to
 _DENSE_ONLY = (
@@ -79,11 +77,10 @@ def points_of_step(points: Sequence[Point], steering: Steering, batch: DeviceBat
     rows = batch.rows
     slots, tokens = rows.slots[rows.of_token], batch.steered[rows.of_token] & rows.is_token
     names = [point.name for point in points]
-    layers = (int(found[1]) for name in names if (found := _LAYER.match(name)))
     shifts = {
         name: Shift(table[slots], tokens) for name, table in zip(names, steering, strict=True)
     }
-    return Points(layers, names, shifts=shifts)
+    return Points(names, shifts=shifts)
 
 
 def read_points(points: Sequence[Point], passed: Points) -> jax.Array:  # [T, W of all points]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_HEAD_DIM
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
@@ -39,6 +40,11 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     rope_factors = None
     if factors is not None:
         check_type(path, ROPE_FACTORS, factors.type)
+        if factors.nbytes > 4 * MAX_HEAD_DIM:  # before it is read
+            raise CheckpointError(
+                f"{path}: its tensor {ROPE_FACTORS} has shape {factors.shape}, and holds more "
+                "numbers than a head; convert the model again"
+            )
         rope_factors = read_tensor(path, factors)
     return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
 
@@ -55,10 +61,13 @@ class GGUFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self.forms: dict[str, Form] = {}
         self._stored: dict[str, Stored] = {}
-        table = NAME_TABLES[hf_config["model_type"]]
+        table, is_left_out = NAME_TABLES[hf_config["model_type"]], _prediction_tensors(hf_config)
+        # whether tensors of prediction layers are left out
+        self.has_predictions = any(map(is_left_out, header.tensors))
         parts: dict[tuple[str, Joined], dict[str, GGUFTensor]] = {}
+        num_experts = 0
         for gguf_name, tensor in header.tensors.items():
-            if gguf_name == ROPE_FACTORS:  # read by ``open_gguf``
+            if gguf_name == ROPE_FACTORS or is_left_out(gguf_name):  # ``open_gguf`` reads factors
                 continue
             name, stem, joined = map_name(table, gguf_name)
             check_type(header.path, gguf_name, tensor.type)
@@ -66,6 +75,8 @@ class GGUFCheckpoint:
                 parts.setdefault((name, joined), {})[gguf_name] = tensor
             elif "{}" in name:
                 _check_rank(header, gguf_name, tensor, 3)
+                num_experts += tensor.shape[0]
+                _check_experts(header, num_experts)
                 for number, expert in enumerate(experts_of(tensor)):
                     self._add(name.format(number), Plain(expert))
             else:
@@ -94,6 +105,23 @@ class GGUFCheckpoint:
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
         return self._stored[name].read_quantised(self.header.path, part)
+
+
+def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """A function of a tensor's name in the file: whether it is of a layer that is left out."""
+    if not hf_config.get("num_nextn_predict_layers"):
+        return lambda name: False
+    first = hf_config.get("num_hidden_layers") or hf_config["n_layer"]
+    return lambda name: name.startswith("blk.") and int(name.split(".")[1]) >= first
+
+
+def _check_experts(header: GGUFHeader, count: int) -> None:
+    """Raise ``CheckpointError`` for more matrices of experts than any model has."""
+    if count > 3 * MAX_ALL_EXPERTS:  # gates, ups and downs
+        raise CheckpointError(
+            f"{header.path} has more than {count} matrices of experts, and at most "
+            f"{3 * MAX_ALL_EXPERTS} are supported; use another file"
+        )
 
 
 def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor]) -> Stored:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
@@ -46,11 +47,13 @@ def hf_config_from_gguf(
     build = _BUILDERS.get(str(architecture))
     if build is None:
         raise UnknownArchitectureError(
-            f"{header.path} is a GGUF of architecture {architecture!r}; "
+            f"{header.path} is a GGUF of architecture {short(architecture)}; "
             f"known are {', '.join(_BUILDERS)}"
         )
     meta = ArchitectureMetadata(header, str(architecture))
     config = build(meta)
+    if count := meta.prediction_layers:
+        config["num_nextn_predict_layers"] = count
     refuse_unread_keys(meta)
     if "token_embd.weight" not in header.tensors:
         raise CheckpointError(f"{header.path} has no tensor token_embd.weight; download it again")
@@ -92,7 +95,8 @@ def generation_config_from_gguf(header: GGUFHeader) -> dict[str, Any]:
 def pooling_from_gguf(header: GGUFHeader) -> Pooling | None:
     """How the file's model makes embeddings, with llama.cpp's numbers; None if it does not."""
     architecture = header.metadata.get("general.architecture")
-    kind = _POOLING.get(header.metadata.get(f"{architecture}.pooling_type"))
+    number = header.metadata.get(f"{architecture}.pooling_type")
+    kind = _POOLING.get(number) if isinstance(number, int) else None
     return None if kind is None else Pooling(kind)
 
 
@@ -252,13 +256,13 @@ def _deepseek2(meta: ArchitectureMetadata) -> dict[str, Any]:
         meta.refuse(f"attention.{widths[0]}", key_dim, words)
     meta.only("attention.scale", 0)
     meta.only("hidden_activation", "silu", "swish")
-    query_rank = meta.number_if_set("attention.q_lora_rank")
+    query_rank = meta.count_if_set("attention.q_lora_rank", 0)
     return {
         "hidden_size": meta.count("embedding_length"),
         "intermediate_size": meta.count("feed_forward_length"),
         "num_hidden_layers": meta.num_layers,
         "num_attention_heads": heads,
-        "q_lora_rank": None if query_rank is None else int(query_rank),
+        "q_lora_rank": query_rank or None,
         "kv_lora_rank": rank,
         "qk_nope_head_dim": key_dim - rope_dim,
         "qk_rope_head_dim": rope_dim,
@@ -276,19 +280,18 @@ def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("expert_gating_func", 0, 1, 2)  # 0: older files, of V2
     is_v3 = meta.number_if_set("expert_gating_func") == 2
     groups, chosen_groups = (
-        int(meta.number_if_set(key) or 1)
-        for key in ("expert_group_count", "expert_group_used_count")
+        meta.count_if_set(key, 1) for key in ("expert_group_count", "expert_group_used_count")
     )
     method = "noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy"
     version = "V3" if is_v3 else "V2"
     return {
         "architectures": [f"Deepseek{version}ForCausalLM"],
         "model_type": f"deepseek_{version.lower()}",
-        "first_k_dense_replace": int(meta.number_if_set("leading_dense_block_count") or 0),
+        "first_k_dense_replace": meta.count_if_set("leading_dense_block_count", 0),
         "n_routed_experts": meta.count("expert_count"),
         "num_experts_per_tok": meta.count("expert_used_count"),
         "moe_intermediate_size": meta.count("expert_feed_forward_length"),
-        "n_shared_experts": int(meta.number_if_set("expert_shared_count") or 0),
+        "n_shared_experts": meta.count_if_set("expert_shared_count", 0),
         "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
         "norm_topk_prob": meta.flag("expert_weights_norm"),
         "scoring_func": "sigmoid" if is_v3 else "softmax",
@@ -310,6 +313,9 @@ def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
+    if hidden_size % heads:
+        words = f"must divide embedding_length, which is {hidden_size}"
+        meta.refuse("attention.head_count", heads, words)
     for key in ("attention.key_length", "attention.value_length"):
         meta.only(key, hidden_size // heads)
     meta.only("attention.head_count_kv", heads)

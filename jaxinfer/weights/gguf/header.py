@@ -1,6 +1,7 @@
 """The header of a GGUF file: its metadata and where each tensor lies.
 
-Owns: parsing, and checking that the file is long enough for the tensors of its header.
+Owns: parsing, and the checks of llama.cpp's reader (ggml's gguf.cpp): tensors follow each other
+without a gap but for alignment, within the file. Bytes after the last one are allowed, as there.
 
 The ``gguf`` package reads headers too, but makes a numpy view per vocabulary string, which takes
 seconds. This reader takes 0.1 s, so it needs no cache.
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.shapes import round_up
 from jaxinfer.weights.gguf.types import BLOCK_SIZES, TensorType, ValueType
@@ -28,6 +30,10 @@ from jaxinfer.weights.gguf.types import BLOCK_SIZES, TensorType, ValueType
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+# Bounds for damaged and hostile files. Published headers have up to 2,000 tensors, 15 MB, and 1.1
+# million values in arrays (a vocabulary with types and scores, and its merges).
+MAX_TENSORS, MAX_KEYS, MAX_HEADER_BYTES, MAX_VALUES = 1_000_000, 65_536, 100_000_000, 8_000_000
 _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
     {
         ValueType.UINT8: struct.Struct("<B"),
@@ -69,7 +75,8 @@ def read_header(path: Path) -> GGUFHeader:
     """Parse and check a header.
 
     Raises ``CheckpointError`` for a file that is not GGUF, has an unknown version or tensor type,
-    or ends before its header or its last tensor does.
+    has tensors at other places than llama.cpp expects, or ends before its header or its last
+    tensor does.
     """
     try:
         with path.open("rb") as file:
@@ -82,7 +89,10 @@ def read_header(path: Path) -> GGUFHeader:
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); check the file") from error
     except struct.error as error:
-        raise CheckpointError(f"{path} ends inside its header; download it again") from error
+        raise CheckpointError(
+            f"{path} ends inside its header, or has one of more than {MAX_HEADER_BYTES} bytes; "
+            "download it again"
+        ) from error
     except (ValueError, OverflowError) as error:
         raise CheckpointError(
             f"{path} has a corrupt header ({error}); download it again"
@@ -99,22 +109,31 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
         )
     num_tensors = cursor.scalar(ValueType.UINT64)
     num_keys = cursor.scalar(ValueType.UINT64)
+    if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
+        raise ValueError(f"it says it has {num_tensors} tensors and {num_keys} metadata keys")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
-        key = cursor.string()
+        key = cursor.name()
         if key in metadata:
-            raise ValueError(f"metadata key {key} is there twice")
+            raise ValueError(f"metadata key {short(key)} is there twice")
         metadata[key] = cursor.value(cursor.scalar(ValueType.UINT32))
     entries = [_tensor_entry(path, cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"general.alignment is {alignment!r}")
-    data_start = round_up(cursor.position, alignment)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"general.alignment is {short(alignment)}, no power of 2")
+    data_start, expected = round_up(cursor.position, alignment), 0
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:
-            raise ValueError(f"tensor {name} is there twice")
+            raise ValueError(f"tensor {short(name)} is there twice")
+        if offset != expected:
+            for other, _, stored, _ in entries:  # a type that cannot be read says more
+                _check_type(path, other, stored)
+            raise ValueError(
+                f"tensor {short(name)} begins at byte {offset} of the data instead of {expected}"
+            )
         tensor = GGUFTensor(shape, kind, data_start + offset, _stored_bytes(name, shape, kind))
+        expected += round_up(tensor.nbytes, alignment)
         if tensor.offset + tensor.nbytes > len(data):
             raise CheckpointError(
                 f"{path} is truncated: tensor {name} ends at byte {tensor.offset + tensor.nbytes} "
@@ -126,32 +145,42 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
 
 
 def _tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:
-    name = cursor.string()
+    name = cursor.name()
     num_dims = cursor.scalar(ValueType.UINT32)
+    if num_dims > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {short(name)} has {num_dims} dimensions")
     dims = [cursor.scalar(ValueType.UINT64) for _ in range(num_dims)]  # row length first
     number = cursor.scalar(ValueType.UINT32)
     if number not in TensorType:
-        # imported here as it imports JAX, which headers of tokenizers do not need
-        from jaxinfer.weights.gguf.dequantise import check_type
-
-        check_type(path, name, number)
+        _check_type(path, name, number)
     return name, tuple(reversed(dims)), TensorType(number), cursor.scalar(ValueType.UINT64)
+
+
+def _check_type(path: Path, name: str, number: int) -> None:
+    # imported here as it imports JAX, which headers of tokenizers do not need
+    from jaxinfer.weights.gguf.dequantise import check_type
+
+    check_type(path, name, number)
 
 
 def _stored_bytes(name: str, shape: tuple[int, ...], kind: TensorType) -> int:
     values_per_unit, bytes_per_unit = BLOCK_SIZES[kind]
     if not shape or 0 in shape:
-        raise ValueError(f"tensor {name} is empty")
+        raise ValueError(f"tensor {short(name)} is empty")
     if shape[-1] % values_per_unit:
-        raise ValueError(f"rows of tensor {name} are no multiple of {values_per_unit} values")
+        words = f"are no multiple of {values_per_unit} values"
+        raise ValueError(f"rows of tensor {short(name)} {words}")
     return math.prod(shape) // values_per_unit * bytes_per_unit
 
 
 class _Cursor:
-    """Reads successive values; raises ``struct.error`` when the file ends early."""
+    """Reads successive values; raises ``struct.error`` when the file ends early, and ``ValueError``
+    for what no GGUF file holds.
+    """
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self._data = data
+        self._values = 0  # in all arrays
         self.position = position
 
     def scalar(self, kind: int) -> Any:
@@ -159,8 +188,14 @@ class _Cursor:
         if layout is None:
             raise ValueError(f"value type {kind} is unknown")
         (value,) = layout.unpack_from(self._data, self.position)
+        if kind == ValueType.BOOL and self._data[self.position] > 1:
+            raise ValueError(f"a truth value is {self._data[self.position]}")
         self.position += layout.size
         return value
+
+    def name(self) -> str:
+        """A key, or the name of a tensor; ``UnicodeDecodeError`` is a ``ValueError``."""
+        return self._take(self.scalar(ValueType.UINT64)).decode()
 
     def string(self) -> str:
         return self._take(self.scalar(ValueType.UINT64)).decode("utf-8", "replace")
@@ -175,12 +210,17 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind = self.scalar(ValueType.UINT32)
         count = self.scalar(ValueType.UINT64)
+        self._values += count
+        if self._values > MAX_VALUES:
+            raise ValueError(f"its arrays have more than {MAX_VALUES} values")
         if kind == ValueType.STRING:
             return self._strings(count)
         layout = _SCALARS.get(kind)
-        if layout is None:
-            return [self.value(kind) for _ in range(count)]
+        if layout is None:  # llama.cpp knows no arrays of arrays either
+            raise ValueError(f"an array has values of type {kind}")
         raw = self._take(count * layout.size)
+        if kind == ValueType.BOOL and raw.translate(None, b"\0\1"):
+            raise ValueError("an array has truth values other than 0 and 1")
         return np.frombuffer(raw, np.dtype(layout.format)).tolist()
 
     def _strings(self, count: int) -> list[str]:
@@ -192,7 +232,7 @@ class _Cursor:
             start = position + 8
             position = start + length
             raw = data[start:position]
-            if len(raw) != length:
+            if len(raw) != length or position > MAX_HEADER_BYTES:
                 raise struct.error("file ends early")
             strings.append(raw.decode("utf-8", "replace"))
         self.position = position
@@ -200,7 +240,7 @@ class _Cursor:
 
     def _take(self, count: int) -> bytes:
         end = self.position + count
-        if end > len(self._data):
+        if end > len(self._data) or end > MAX_HEADER_BYTES:
             raise struct.error("file ends early")
         raw = self._data[self.position : end]
         self.position = end

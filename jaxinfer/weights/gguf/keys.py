@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError, SourceError
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
@@ -46,7 +47,6 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
             "use_parallel_residual",
             "rescale_every_n_layers",
             "leading_dense_block_count",
-            "nextn_predict_layers",
             "n_deepstack_layers",
             "moe_every_n_layers",
             "interleave_moe_layer_step",
@@ -89,7 +89,8 @@ def check_file_kind(header: GGUFHeader) -> None:
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise SourceError(
-            f"{header.path} holds no model: its general.type is {kind!r}; name the model's file"
+            f"{header.path} holds no model: its general.type is {short(kind)}; name the model's "
+            "file"
         )
     if header.metadata.get("split.count", 0) not in (0, 1):
         raise SourceError(
@@ -99,7 +100,7 @@ def check_file_kind(header: GGUFHeader) -> None:
     foreign = next((k for k in header.metadata if k.startswith(_FOREIGN_PREFIXES)), None)
     if foreign is not None:
         raise SourceError(
-            f"{header.path} has the metadata key {foreign}, which no supported model has; "
+            f"{header.path} has the metadata key {foreign[:60]}, which no supported model has; "
             "name the model's file"
         )
 
@@ -118,7 +119,8 @@ def refuse_unread_keys(meta: ArchitectureMetadata) -> None:
     quantisation = meta.header.metadata.get("general.quantization_version", 2)
     if quantisation != 2:  # version 1 stored other blocks, under the same type numbers
         raise CheckpointError(
-            f"{meta.header.path}: metadata key general.quantization_version is {quantisation}; "
+            f"{meta.header.path}: metadata key general.quantization_version is "
+            f"{short(quantisation)}; "
             "only 2 is supported, convert the model again"
         )
     if unread := meta.unread():

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError
+from jaxinfer.models.hf_config import MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from jaxinfer.weights.gguf.header import GGUFHeader
 
 
@@ -40,7 +42,14 @@ class ArchitectureMetadata:
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.refuse(key, value, "must be a positive integer")
+        most = MAX_LAYERS if key == "block_count" else MAX_SIZE
+        if value > most:  # before a list of that size is made
+            self.refuse(key, value, f"must be at most {most}", "use another file")
         return value
+
+    def count_if_set(self, key: str, default: int) -> int:
+        """A positive integer, or ``default`` if the key is absent or 0, which is "not set"."""
+        return default if self._stored(key) in (None, 0) else self.count(key)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive float32 as its shortest decimal: 1e-05 instead of 9.999999747378752e-06.
@@ -48,7 +57,7 @@ class ArchitectureMetadata:
         Raises ``CheckpointError`` if the key is absent and has no default.
         """
         value = self._value(key, default, (int, float), "a positive number")
-        if not (value > 0 and math.isfinite(value)):
+        if not 0 < value <= MAX_NUMBER:
             self.refuse(key, value, "must be a positive number")
         return float(str(np.float32(value)))
 
@@ -94,7 +103,7 @@ class ArchitectureMetadata:
         """Raise ``CheckpointError``: the key ``words`` ("must be ..."), got ``value``."""
         raise CheckpointError(
             f"{self.header.path}: metadata key {self._prefix + key} {words}, "
-            f"got {repr(value)[:40]}; {remedy}"
+            f"got {short(value)}; {remedy}"
         )
 
     def has_tensor(self, name: str) -> bool:
@@ -103,16 +112,32 @@ class ArchitectureMetadata:
 
     @property
     def num_layers(self) -> int:
-        """``block_count``; raises ``CheckpointError`` if tensors of some blocks are missing."""
-        count = self.count("block_count")
+        """``block_count`` without the prediction layers, which are the last blocks.
+
+        Raises ``CheckpointError`` if tensors of some blocks are missing; a file may lack those of
+        prediction layers.
+        """
+        count, predictions = self.count("block_count"), self.prediction_layers
+        if predictions >= count:
+            words = f"must be below block_count, which is {count}"
+            self.refuse("nextn_predict_layers", predictions, words)
         names = (name.split(".") for name in self.header.tensors if name.startswith("blk."))
-        present = len({parts[1] for parts in names})
-        if count != present:
+        present = {parts[1] for parts in names}
+        needed, further = (
+            {str(i) for i in blocks}
+            for blocks in (range(count - predictions), range(count - predictions, count))
+        )
+        if present - further != needed:
             raise CheckpointError(
-                f"{self.header.path} says it has {count} blocks but holds tensors of {present}; "
-                "download it again"
+                f"{self.header.path} says it has {count} blocks but holds tensors of "
+                f"{len(present)}; download it again"
             )
-        return count
+        return len(needed)
+
+    @property
+    def prediction_layers(self) -> int:
+        """The number of blocks for multi-token prediction, which ``block_count`` includes."""
+        return self.count_if_set("nextn_predict_layers", 0)
 
     def _stored(self, key: str) -> Any:
         self._read.add(key)

@@ -108,6 +108,12 @@ def llama3_scaling(
     3's constants, and its factors are compared with the file's. Raises ``CheckpointError`` if they
     differ.
     """
+    half = config["head_dim"] // 2
+    if factors.shape != (half,) or not np.isfinite(factors).all() or factors.min() <= 0:
+        raise CheckpointError(
+            f"{header.path}: its tensor rope_freqs.weight does not hold {half} positive numbers; "
+            "convert the model again"
+        )
     scaling = Llama3Scaling(  # Meta's constants, the same in Llama 3.1, 3.2 and 3.3
         factor=float(factors.max()),
         low_freq_factor=1.0,
@@ -118,7 +124,7 @@ def llama3_scaling(
     expected = inverse_frequencies(plain) / inverse_frequencies(
         RopeConfig(plain.head_dim, plain.theta, scaling)
     )
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+    if not np.allclose(factors, expected, rtol=1e-3):
         raise CheckpointError(
             f"{header.path}: its tensor rope_freqs.weight does not follow Llama 3's rope scaling, "
             "the only one supported in this form; use another model"
