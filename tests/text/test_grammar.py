@@ -12,10 +12,8 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.text.grammar import source
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, MIN_PARALLEL, Constraint, fill_masks
-from jaxinfer.text.grammar.trial import try_to_compile
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.cpu_time import cpu_seconds
 from kit.tokenizers import TINY_EOS_ID, tiny_tokenizer_spec
@@ -56,7 +54,6 @@ def accepts(constraint: Constraint, text: str) -> bool:
 def test_suite_of_json_schema(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "may_be_slow", lambda _: False)  # a process for each takes 0.1 s
     followed = missing = 0
     for file, what, schema, tests in CASES:
         try:
@@ -219,7 +216,6 @@ def test_sources_that_would_take_hours_are_refused_in_two_seconds(
     with pytest.raises(RequestError, match="takes more than 1 s to compile"):
         compiled(compiler, json={"allOf": multiples})
     assert cpu_seconds() - begin < 2
-    assert try_to_compile("start: foo", "grammar").startswith('at 1(8): unknown name: "foo"')
 
 
 def test_recursive_schemas_that_end(compiler: ConstraintCompiler) -> None:

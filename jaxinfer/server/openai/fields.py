@@ -29,7 +29,14 @@ from jaxinfer.core.request import (
     SamplingParams,
 )
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.structured import GUIDED, Form, GrammarText, ResponseFormat, form_of
+from jaxinfer.server.openai.structured import (
+    GUIDED,
+    Form,
+    GrammarText,
+    ResponseFormat,
+    form_of,
+    form_with,
+)
 
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
@@ -248,7 +255,19 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         return None if self.max_tokens is None else RequestedTokens("max_tokens", self.max_tokens)
 
     def form(self) -> Form | None:
-        """The form of the answer, None for plain text; raises ``ApiError``."""
+        """The form of the answer, None for plain text; raises ``ApiError``. It writes the form as
+        text, which takes some ms for a large schema.
+        """
+        found = self._form()
+        return None if found is None else form_with(found[1], found[0])
+
+    @property
+    def form_field(self) -> str | None:
+        """The path of the field that sets the form of the answer; raises ``ApiError``."""
+        found = self._form()
+        return None if found is None else found[0]
+
+    def _form(self) -> tuple[str, Mapping[str, Any]] | None:
         guided = {name: getattr(self, name) for name in GUIDED}
         pattern = self.guided_whitespace_pattern
         return form_of(self.response_format, self.structured_outputs, guided, pattern)
