@@ -258,16 +258,17 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         """The form of the answer, None for plain text; raises ``ApiError``. It writes the form as
         text, which takes some ms for a large schema.
         """
-        found = self._form()
+        found = self.chosen_form()
         return None if found is None else form_with(found[1], found[0])
 
     @property
     def form_field(self) -> str | None:
         """The path of the field that sets the form of the answer; raises ``ApiError``."""
-        found = self._form()
+        found = self.chosen_form()
         return None if found is None else found[0]
 
-    def _form(self) -> tuple[str, Mapping[str, Any]] | None:
+    def chosen_form(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The path of the field that sets the form, and the form's parameters; see ``form_of``."""
         guided = {name: getattr(self, name) for name in GUIDED}
         pattern = self.guided_whitespace_pattern
         return form_of(self.response_format, self.structured_outputs, guided, pattern)

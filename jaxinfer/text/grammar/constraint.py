@@ -22,7 +22,7 @@ MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it
 MAX_ORIGINALS = 16  # matchers of a grammar that sequences copy
 MAX_SECONDS_OF_ORIGINAL = 0.02  # to make one; most schemas take 0.3 to 2 ms
 MAX_BYTES_OF_ORIGINALS = 8 << 20  # of one grammar, unless one alone has more
-MIN_BYTES = 256 << 10  # of an original: most take 40 to 170 KB, and grow while they are followed
+MIN_BYTES = 128 << 10  # of an original: most take 40 to 170 KB, and grow while they are followed
 MAX_COPIES = 64  # of an original, whose lexer keeps the states that all of them have visited
 
 

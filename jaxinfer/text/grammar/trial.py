@@ -22,9 +22,11 @@ import msgspec
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.source import grammar_source, limits, load_llguidance, unusable
+from jaxinfer.text.grammar.tags import splitter
 
 SECONDS = 1.0  # of CPU time, so that a busy machine refuses nothing else
 MAX_TRIAL_BYTES = 96 << 20  # that compiling and following may add to the process
+BYTES_OF_TRIAL = 200 << 10  # that every trial takes, for its threads
 MAX_FORM_BYTES = 32 << 20  # that stay; 250 KB of a schema with 600 definitions take 20 MB
 MAX_TOKEN_SECONDS = 0.1  # of CPU time for a mask and the token before it; all rows wait for it
 # The thread that compiles in the engine has a stack four times as large, so it never overflows
@@ -32,7 +34,8 @@ MAX_TOKEN_SECONDS = 0.1  # of CPU time for a mask and the token before it; all r
 COMPILE_STACK = 16 << 20
 FOLLOW_STACK = 1 << 20
 NUM_REHEARSALS = 2
-REHEARSED_TOKENS = 64
+REHEARSED_TOKENS = 64  # that were not the only possible ones
+MAX_REHEARSED_TOKENS = 512
 CANDIDATES = 4  # the longest of so many tokens is drawn in every second rehearsal
 ENCODED_BYTES = 64  # of a text that is forced: only its first token matters
 CHARACTER_BYTES = 4  # of UTF-8, at most
@@ -73,6 +76,7 @@ class TrialTable:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special
+        splitter(tuple(self.special))  # compiled here, and not in each trial
         self.eos_mask = sum(1 << token_id for token_id in vocabulary.eos_token_ids)
         self.lengths = bytes(min(len(token), 255) for token in vocabulary.tokens)
         encoder = _ForcedText(vocabulary)
@@ -120,10 +124,10 @@ def run_trial(params: StructuredOutputsParams, table: TrialTable) -> Outcome:
         return Refused(str(error))
     except MemoryError:
         return Refused(_takes_memory(params.kind, MAX_TRIAL_BYTES))
-    taken = _memory("RssAnon") - before
+    taken = max(_memory("RssAnon") - before - BYTES_OF_TRIAL, 0)
     if taken > MAX_FORM_BYTES:
         return Refused(_takes_memory(params.kind, MAX_FORM_BYTES))
-    return Accepted(source, max(taken, 0))
+    return Accepted(source, taken)
 
 
 def died(kind: str, number: int) -> Outcome | None:
@@ -131,8 +135,8 @@ def died(kind: str, number: int) -> Outcome | None:
     match number:
         case signal.SIGPROF:
             return Refused(
-                f"{FIELD}.{kind} takes more than {SECONDS:g} s to compile; use fewer patterns, "
-                "multipleOf and patternProperties that hold at once"
+                f"{FIELD}.{kind} takes more than {SECONDS:g} s to compile; make it smaller, with "
+                "fewer patterns, multipleOf and patternProperties that hold at once"
             )
         case signal.SIGABRT:  # Rust's answer to an allocation that fails
             return Refused(_takes_memory(kind, MAX_TRIAL_BYTES))
@@ -211,27 +215,31 @@ def _follow(kind: str, first: Any, table: TrialTable) -> None:
         raise unusable(kind, f"it is too complex: {reason}")
     rng = random.Random(0)
     for number in range(NUM_REHEARSALS):
-        matcher, mask = first.deep_copy(), start
-        for _ in range(REHEARSED_TOKENS):
-            mask &= ~table.eos_mask
-            count = mask.bit_count()
-            if not count:
-                break
-            drawn = [
-                _nth_token(mask, rng.randrange(count))
-                for _ in range(CANDIDATES if number % 2 else 1)
-            ]
-            begun = time.thread_time()
-            matcher.consume_token(max(drawn, key=table.lengths.__getitem__))
-            mask, reason = _mask(matcher)
-            if reason is not None:
-                raise unusable(kind, f"it is too complex: {reason}")
-            if (seconds := time.thread_time() - begun) > MAX_TOKEN_SECONDS:
-                raise unusable(
-                    kind,
-                    f"it is too complex: a token takes {seconds:.2f} s, and {MAX_TOKEN_SECONDS:g} "
-                    "are possible",
-                )
+        _rehearse(kind, first.deep_copy(), start, table, rng, CANDIDATES if number % 2 else 1)
+
+
+def _rehearse(
+    kind: str, matcher: Any, mask: int, table: TrialTable, rng: random.Random, candidates: int
+) -> None:
+    """Draw a random text of which ``mask`` is the first mask; each token is the longest of so many
+    ``candidates``. Raises ``RequestError``.
+    """
+    num_chosen = 0
+    for _ in range(MAX_REHEARSED_TOKENS):
+        mask &= ~table.eos_mask
+        count = mask.bit_count()
+        num_chosen += count > 1
+        if not count or num_chosen > REHEARSED_TOKENS:
+            return
+        drawn = [_nth_token(mask, rng.randrange(count)) for _ in range(candidates)]
+        begun = time.thread_time()
+        matcher.consume_token(max(drawn, key=table.lengths.__getitem__))
+        mask, reason = _mask(matcher)
+        if reason is not None:
+            raise unusable(kind, f"it is too complex: {reason}")
+        if (seconds := time.thread_time() - begun) > MAX_TOKEN_SECONDS:
+            words = f"a token takes {seconds:.2f} s, and {MAX_TOKEN_SECONDS:g} are possible"
+            raise unusable(kind, f"it is too complex: {words}")
 
 
 def _mask(matcher: Any) -> tuple[int, str | None]:
