@@ -31,8 +31,10 @@ from jaxinfer.core.request import (
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.structured import (
     GUIDED,
+    Choices,
     Form,
     GrammarText,
+    RegexText,
     ResponseFormat,
     form_of,
     form_with,
@@ -189,8 +191,8 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | GrammarText | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Annotated[tuple[GrammarText, ...], Meta(min_length=1)] | None = None
+    guided_regex: RegexText | None = None
+    guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     guided_whitespace_pattern: str | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = None

@@ -10,10 +10,18 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD, MAX_GRAMMAR_BYTES, StructuredOutputsParams
+from jaxinfer.core.structured import (
+    FIELD,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_REGEX_BYTES,
+    StructuredOutputsParams,
+)
 from jaxinfer.server.http.errors import ApiError
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+RegexText = Annotated[str, Meta(min_length=1, max_length=MAX_REGEX_BYTES)]
+Choices = Annotated[tuple[GrammarText, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
