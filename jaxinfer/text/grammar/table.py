@@ -15,12 +15,10 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import FIELD
 from jaxinfer.text.grammar.constraint import Grammar
 from jaxinfer.text.grammar.source import limits, load_llguidance, unusable
-from jaxinfer.text.grammar.trial import Accepted, Vocabulary
+from jaxinfer.text.grammar.trial import FORCED_CHARACTERS, Accepted, Vocabulary
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
-
-FORCED_CHARACTERS = 256  # of a text that a grammar forces; only its first token is used
 
 
 class GrammarTable:
@@ -110,6 +108,6 @@ class _Encoder:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of a text that must follow, of which llguidance uses the first one."""
+        """The tokens of the beginning of a text that must follow."""
         text = text.decode() if isinstance(text, bytes) else text
         return self._tokenizer.encode(text[:FORCED_CHARACTERS], add_special_tokens=False)

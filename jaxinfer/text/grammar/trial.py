@@ -37,7 +37,9 @@ NUM_REHEARSALS = 2
 REHEARSED_TOKENS = 64  # that were not the only possible ones
 MAX_REHEARSED_TOKENS = 512
 CANDIDATES = 4  # the longest of so many tokens is drawn in every second rehearsal
-ENCODED_BYTES = 64  # of a text that is forced: only its first token matters
+# Of a text that a grammar forces, here and in the engine: its first token is used, and llguidance
+# drops those at the end that could have been longer.
+FORCED_CHARACTERS = 1024
 CHARACTER_BYTES = 4  # of UTF-8, at most
 NUM_BYTES = 243  # that occur in UTF-8
 NO_TOKEN = "NoExtensionBias"  # llguidance's word for a state in which no token is allowed
@@ -100,14 +102,17 @@ class _ForcedText:
         short = [(token, i) for i, token in tokens if 0 < len(token) <= CHARACTER_BYTES]
         short = [(token, i) for token, i in short if i not in special]
         bytes_alone = {token: i for token, i in short if len(token) == 1}
-        self._ids = bytes_alone if len(bytes_alone) >= NUM_BYTES else dict(short)
-        self._sizes = tuple(sorted({len(token) for token in self._ids}, reverse=True))
+        self._of_bytes = {token[0]: i for token, i in bytes_alone.items()}
+        self._ids = {} if len(bytes_alone) >= NUM_BYTES else dict(short)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        data = (text if isinstance(text, bytes) else text.encode())[:ENCODED_BYTES]
+        data = (text if isinstance(text, bytes) else text.encode())[:FORCED_CHARACTERS]
+        if not self._ids:
+            return [self._of_bytes[byte] for byte in data if byte in self._of_bytes]
         ids: list[int] = []
         while data:
-            found = next((size for size in self._sizes if data[:size] in self._ids), 0)
+            sizes = range(CHARACTER_BYTES, 0, -1)
+            found = next((size for size in sizes if data[:size] in self._ids), 0)
             if found:
                 ids.append(self._ids[data[:found]])
             data = data[found or 1 :]

@@ -1,4 +1,4 @@
-"""The process of trials: ``python -m jaxinfer.text.grammar.trial_process FD``.
+"""The process of trials, which ``TrialProcess`` starts.
 
 It has imported llguidance and made the table of the vocabulary, and forks a process for each trial,
 which takes a few milliseconds. It has one thread, and ends with the process that has started it.
@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from jaxinfer.core.host_memory import limit_heap_arenas, release_free_heap
 from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.text.grammar.trial import TrialTable, Vocabulary, run_trial, silence
 
-MAX_WALL_SECONDS = 10.0  # for a trial that makes no progress at all
+MAX_WALL_SECONDS = 20.0  # for a trial that makes no progress at all
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
@@ -144,11 +143,13 @@ class TrialServer:
             os.kill(trial.pid, signal.SIGKILL)
 
 
-def main() -> None:
-    """Serve the socket whose file descriptor is on the command line."""
+def serve(descriptor: int) -> None:
+    """Read the vocabulary from the socket with this file descriptor, and try forms until the other
+    end is closed.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while its caller completes requests
     limit_heap_arenas(1)  # a further one would be another 64 MiB of address space of each trial
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = socket.socket(fileno=descriptor)
     frame = read_frame(control)
     if frame is None:
         return
@@ -158,7 +159,3 @@ def main() -> None:
     gc.freeze()
     release_free_heap()  # of what a trial reuses no growth would be seen
     TrialServer(control, table).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,12 @@ from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.text.grammar.trial import Accepted, Outcome, Refused, died
 from jaxinfer.text.grammar.trial_process import Died
 
-PROGRAM = (sys.executable, "-m", "jaxinfer.text.grammar.trial_process")
+PROGRAM = """
+import sys
+descriptor, *sys.path = sys.argv[1:]
+from jaxinfer.text.grammar.trial_process import serve
+serve(int(descriptor))
+"""
 EXIT_SECONDS = 5.0  # for the process to end once its socket is closed
 
 
@@ -75,7 +80,7 @@ class TrialProcess:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [*PROGRAM, str(theirs.fileno())],
+                    [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *sys.path],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
