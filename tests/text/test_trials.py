@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxinfer.core.errors import EngineError, QueueFullError, RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams
-from jaxinfer.text.grammar import forms
+from jaxinfer.text.grammar import forms, trial
 from jaxinfer.text.grammar.compile import ConstraintCompiler
-from jaxinfer.text.grammar.constraint import Grammar
+from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, Grammar
 from jaxinfer.text.grammar.fair_queue import FairQueue
 from jaxinfer.text.grammar.grammars import Grammars
-from jaxinfer.text.grammar.trial import Accepted, Refused
+from jaxinfer.text.grammar.trial import Accepted, Refused, Vocabulary
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.server_process import gone, wait_until
 from kit.tokenizers import TINY_EOS_ID, tiny_tokenizer_spec
@@ -285,13 +287,29 @@ def test_grammars_in_memory_are_bounded() -> None:
 
 
 def test_originals_are_as_many_as_memory_allows_and_are_replaced() -> None:
-    small, large = Grammar(Matcher, 10, 1000), Grammar(Matcher, 10, 9 << 20)
+    small, large = (Grammar(Matcher, 10, size) for size in (1000, 9 << 20))
     for _ in range(20):
         small.grow()
         large.grow()
-    assert (len(small._originals), len(large._originals)) == (16, 1)
+    assert (len(small._originals), len(large._originals)) == (MAX_ORIGINALS, 1)
     first = large._originals[0]
     for _ in range(70):
         large.matcher()
     large.grow()
     assert large._originals[0] is not first and len(large._originals) == 1
+
+
+def test_the_beginning_of_a_forced_text_is_spelt_with_short_tokens() -> None:
+    """Also in a vocabulary that has no token for some bytes."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"<end>"]
+    vocabulary = Vocabulary(tokens, {"<end>": 257}, [257], [257])
+    assert trial._ForcedText(vocabulary)("abé" + "x" * 9000)[:5] == [97, 98, 0xC3, 0xA9, 120]
+    sparse = Vocabulary([b"a", "é".encode(), b"ab", b"b", b"<end>"], {}, [4], [4])
+    assert trial._ForcedText(sparse)("abéa?b") == [2, 1, 0, 3]
+    assert trial._ForcedText(sparse)("aé".encode()) == [0, 1]
+
+
+@given(st.sets(st.integers(0, 400), min_size=1))
+def test_the_token_of_each_bit_of_a_mask(token_ids: set[int]) -> None:
+    mask = sum(1 << token_id for token_id in token_ids)
+    assert [trial._nth_token(mask, n) for n in range(len(token_ids))] == sorted(token_ids)

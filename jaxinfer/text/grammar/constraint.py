@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it saves
-MAX_ORIGINALS = 16  # matchers of a grammar that sequences copy
+# matchers of a grammar that sequences copy: no more than threads that compute masks
+MAX_ORIGINALS = min(16, os.cpu_count() or 1)
 MAX_SECONDS_OF_ORIGINAL = 0.02  # to make one; most schemas take 0.3 to 2 ms
 MAX_BYTES_OF_ORIGINALS = 8 << 20  # of one grammar, unless one alone has more
 MIN_BYTES = 128 << 10  # of an original: most take 40 to 170 KB, and grow while they are followed

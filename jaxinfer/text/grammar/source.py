@@ -15,9 +15,9 @@ from jaxinfer.text.grammar.tags import tags_as_lark
 # Spaces, tabs and newlines between the parts of JSON: enough for indented text, but bounded, since
 # a model that prefers spaces to the next value would otherwise continue to max_tokens.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-# States of a matcher's lexer, of 0.5 to 1 KB each. A regex of many lines needs 20 for each token, a
-# schema with bounded strings 6. llguidance's own limit of 250,000 would be 150 MB.
-MAX_LEXER_STATES = 50_000
+# States of a matcher's lexer, of 0.5 to 1 KB each, seldom 3 KB. A regex of many lines needs 20 for
+# each token, a schema with bounded strings 6. llguidance's own limit of 250,000 would be 150 MB.
+MAX_LEXER_STATES = 32_768
 _UNSUPPORTED = "Unimplemented keys: ["  # llguidance's words, before a list of names
 MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeats
 

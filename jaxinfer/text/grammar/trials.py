@@ -33,7 +33,7 @@ class TrialProcess:
 
     def __init__(self, vocabulary: Callable[[], bytes]) -> None:
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call ``close`` anywhere
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._closed = False
