@@ -43,6 +43,10 @@ class ContextLengthError(RequestError):
         self.field = field
 
 
+class QueueFullError(RequestError):
+    """Too many requests of this kind are open; the same request may be accepted later."""
+
+
 class TaskError(RequestError):
     """A request asks for text from a model that makes embeddings, or the reverse."""
 

@@ -64,8 +64,9 @@ def full_collections_deferred() -> Generator[None]:
             gc.set_threshold(young, middle, old)
 
 
-def limit_heap_arenas() -> None:
-    """Limit glibc's heap to one arena for each core, at least two. Other C libraries: no effect.
+def limit_heap_arenas(most: int | None = None) -> None:
+    """Limit glibc's heap to so many arenas, by default one for each core, at least two. Other C
+    libraries: no effect.
 
     Without a limit every loading thread gets an arena of its own, up to eight a core, and each
     keeps part of what was freed: 65 MiB more resident memory with SmolLM2 on two cores. With fewer
@@ -74,7 +75,7 @@ def limit_heap_arenas() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_ARENA_MAX, max(2, os.cpu_count() or 1))
+        mallopt(M_ARENA_MAX, most or max(2, os.cpu_count() or 1))
 
 
 def release_startup_memory() -> None:

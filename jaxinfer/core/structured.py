@@ -11,6 +11,8 @@ import msgspec
 from jaxinfer.core.errors import RequestError
 
 MAX_GRAMMAR_BYTES = 256 * 1024  # of a schema, regex or grammar as text
+MAX_REGEX_BYTES = 16 * 1024  # also of a pattern within a schema
+MAX_CHOICES = 16 * 1024
 MAX_SCHEMA_DEPTH = 128  # of lists and objects within each other
 FIELD = "structured_outputs"
 
@@ -63,8 +65,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_om
         if len(given) != 1:
             what = f"{' and '.join(given)} are set" if given else "none is set"
             raise RequestError(f"{FIELD} needs exactly one of {', '.join(KINDS)}; {what}")
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            _check_text(name, getattr(self, name))
+        _check_text("grammar", self.grammar)
+        for name in ("regex", "whitespace_pattern"):
+            _check_text(name, getattr(self, name), MAX_REGEX_BYTES)
         for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             if getattr(self, name) not in (None, True, False):
                 raise RequestError(f"{FIELD}.{name} must be true or false")
@@ -92,6 +95,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, repr_om
         """The field that is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
+    @property
+    def num_characters(self) -> int:
+        """The length of its texts."""
+        texts = (self.json, self.regex, self.grammar, self.structural_tag, *(self.choice or ()))
+        return sum(len(text) for text in texts if text)
+
     def _set(self, name: str, value: Any) -> None:
         msgspec.structs.force_setattr(self, name, value)
 
@@ -103,12 +112,24 @@ def _json_text(name: str, value: Any) -> str | None:
     if not isinstance(value, (str, Mapping, bool)):
         raise RequestError(f"{FIELD}.{name} must be an object or JSON text, got {value!r:.100}")
     if not isinstance(value, str):
+        if (size := _compact_size(value)) > 2 * MAX_GRAMMAR_BYTES:
+            _check_size(name, size)
         try:
             value = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{FIELD}.{name} cannot be written as JSON: {error}") from None
     _check_text(name, value)
     return value
+
+
+def _compact_size(value: Any) -> int:
+    """Bytes of a value as JSON without spaces, 0 if it is not known. msgspec needs a tenth of the
+    time of ``json``, which would hold up a server that gets schemas of 8 MiB.
+    """
+    try:
+        return len(msgspec.json.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return 0  # ``json`` writes it, or says what is wrong
 
 
 def _choice(value: Any) -> tuple[str, ...] | None:
@@ -119,12 +140,14 @@ def _choice(value: Any) -> tuple[str, ...] | None:
     texts = tuple(cast("Iterable[Any]", value))
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{FIELD}.choice must hold at least one text, and no empty one")
+    if len(texts) > MAX_CHOICES:
+        raise RequestError(f"{FIELD}.choice has {len(texts)} texts; {MAX_CHOICES} are possible")
     _check_text("choice", "".join(texts))
     return texts
 
 
-def _check_text(name: str, value: Any) -> None:
-    """Raise unless ``value`` is None or text that is not too long and has a UTF-8 form."""
+def _check_text(name: str, value: Any, most: int = MAX_GRAMMAR_BYTES) -> None:
+    """Raise unless ``value`` is None or text of at most ``most`` bytes that has a UTF-8 form."""
     if value is None:
         return
     if not isinstance(value, str) or not value:
@@ -133,7 +156,9 @@ def _check_text(name: str, value: Any) -> None:
         size = len(value.encode())
     except UnicodeEncodeError:
         raise RequestError(f"{FIELD}.{name} has no UTF-8 form; use plain text") from None
-    if size > MAX_GRAMMAR_BYTES:
-        raise RequestError(
-            f"{FIELD}.{name} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are possible"
-        )
+    _check_size(name, size, most)
+
+
+def _check_size(name: str, size: int, most: int = MAX_GRAMMAR_BYTES) -> None:
+    if size > most:
+        raise RequestError(f"{FIELD}.{name} has {size} bytes; at most {most} are possible")

@@ -108,20 +108,24 @@ class PieceTable(dict[int, Piece]):
         super().__init__()
         self.rule, self.special_ids = vocabulary.rule, vocabulary.special_ids
         self._token_of = vocabulary.token_of
-        self._byte_of = {char: byte for byte, char in byte_to_char().items()}
+        self._byte_of = {ord(char): byte for byte, char in byte_to_char().items()}
+        self._byte_alphabet = frozenset(byte_to_char().values())
 
     def __missing__(self, token_id: int) -> Piece:
-        token = self._token_of(token_id) or ""
-        byte = _BYTE_TOKEN.fullmatch(token) if self.rule.byte_fallback else None
-        data = bytes([int(byte[1], 16)]) if byte else self._text_bytes(token)
-        piece = Piece(data, token_id in self.special_ids)
+        piece = Piece(self.data_of(token_id), token_id in self.special_ids)
         self[token_id] = piece
         return piece
 
+    def data_of(self, token_id: int) -> bytes:
+        """The bytes of one token, which are not kept."""
+        token = self._token_of(token_id) or ""
+        byte = _BYTE_TOKEN.fullmatch(token) if self.rule.byte_fallback else None
+        return bytes([int(byte[1], 16)]) if byte else self._text_bytes(token)
+
     def _text_bytes(self, token: str) -> bytes:
         # A token with a character outside the byte alphabet is an added one, written literally.
-        if self.rule.byte_level and all(char in self._byte_of for char in token):
-            return bytes(self._byte_of[char] for char in token)
+        if self.rule.byte_level and self._byte_alphabet.issuperset(token):
+            return token.translate(self._byte_of).encode("latin-1")
         for old, new in self.rule.replacements:
             token = token.replace(old, new)
         return token.encode()

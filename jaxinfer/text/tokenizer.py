@@ -45,10 +45,8 @@ def load_tokenizer(
     is encoded. Raises ``TokenizerError`` if it is missing, unreadable or of an unsupported kind.
     """
     if (spec.tokenizer_json is None) == (spec.gguf_metadata is None):
-        raise TokenizerError(
-            "A tokenizer needs either a tokenizer.json or GGUF metadata; "
-            "put tokenizer.json beside the weights."
-        )
+        words = "A tokenizer needs either a tokenizer.json or GGUF metadata; "
+        raise TokenizerError(f"{words}put tokenizer.json beside the weights.")
     if encodes:  # the spec, of up to 30 MB, is not kept
         built = _build(spec)
         vocabulary, build = vocabulary_of(built), lambda: built
@@ -211,10 +209,8 @@ class Tokenizer:
                     f"The text holds half of a surrogate pair at position {error.start}, "
                     "which is no character; remove it."
                 ) from None
-        encodings = self._tokenizer.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
-        return [encoding.ids for encoding in encodings]
+        given: dict[str, Any] = {"add_special_tokens": add_special_tokens}
+        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), **given)]
 
     def encode_with_offsets(
         self, text: str, *, add_special_tokens: bool = True
@@ -274,6 +270,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, which may be a part of a character."""
         return self._pieces[token_id].data
+
+    def vocabulary_bytes(self, size: int) -> list[bytes]:
+        """``token_bytes`` of the ids below ``size``; an unknown id has none."""
+        return [self._pieces.data_of(token_id) for token_id in range(size)]
 
     def token_piece(self, token_id: int) -> str:
         """One token as text, to show next to its logprob; a part of a character is U+FFFD."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.text.grammar import forms
 from kit.cpu_time import cpu_seconds
 from kit.engines import EOS, tiny_engine
+from kit.raw_http import RawClient
 from kit.server import Serving, serving
+from kit.server_process import gone, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -232,6 +238,64 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no ids": ({"allowed_token_ids": []}, "allowed_token_ids"),
     "empty word": ({"bad_words": [""]}, "bad_words[0]"),
 }
+
+
+def chain(size: int) -> dict[str, Any]:
+    """A schema of references, each of which leads to the next."""
+    parts = {str(number): {"items": {"$ref": f"#/{number + 1}"}} for number in range(size)}
+    return {"$ref": "#/0", **parts, str(size): {"type": "null"}}
+
+
+def test_a_long_chain_of_references_is_refused_in_each_api(server: Serving) -> None:
+    schema, text = chain(1099), {"role": "user", "content": "hi"}
+    named = {"type": "json_schema", "name": "n", "schema": schema}
+    limited = {"messages": [text], "max_tokens": 8}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {**limited, "response_format": {**named, "json_schema": named}}),
+        ("/v1/completions", {"prompt": [1], "guided_json": schema}),
+        ("/v1/responses", {"input": "hi", "text": {"format": named}}),
+        ("/v1/messages", {**limited, "output_config": {"format": named}}),
+    ]
+    for path, body in requests:
+        response = server.post(path, **body)
+        assert response.status_code == 400, (path, response.text)
+        assert "2200 schemas deep, counted through its references" in response.text
+    rules = "\n".join(f'r{number}: "a" r{number + 1}' for number in range(9000))
+    grammar = f'start: r0\n{rules}\nr9000: "b"'
+    response = server.post("/v1/completions", prompt=[1], guided_grammar=grammar)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_grammar")
+    assert completion(server, guided_regex="ab") == "ab"
+
+
+def test_a_client_that_leaves_frees_its_trial(server: Serving) -> None:
+    waiting = server.engine.constraints._forms._forms
+    fields = {**PROMPT, "guided_json": {"allOf": MULTIPLES, "title": "left"}}
+    with RawClient(server.port) as client:
+        client.post("/v1/completions", **fields)
+        wait_until(lambda: any(form.trial is not None for form in waiting.values()), "it is tried")
+        pid = server.engine.constraints.trial_pid
+        (trial,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(trial), signal.SIGSTOP)  # it does not end by itself
+    wait_until(lambda: not waiting and gone(int(trial)), "it has ended")
+    assert completion(server, guided_regex="a|b") in ("a", "b")
+
+
+def test_too_many_forms_are_refused_until_later(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "MAX_FORMS_OF_CLIENT", 0)
+    fields = {**PROMPT, "guided_regex": "[xy]z"}
+    for stream in (False, True):
+        response = server.post("/v1/completions", **fields, stream=stream)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (429, "queue_full")
+        assert error["type"] == "rate_limit_error" and int(response.headers["retry-after"]) > 0
+    metrics = server.service.loaded.metrics.render()[1].decode()
+    assert 'admission_rejections_total{model_name="tiny-llama",reason="structured_outputs"} 2' in (
+        metrics.replace('engine="0",', "")
+    )
+    monkeypatch.undo()
+    assert completion(server, guided_regex="[xy]z") in ("xz", "yz")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

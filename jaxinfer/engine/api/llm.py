@@ -273,15 +273,21 @@ class LLM(PoolingMethods, BeamMethods):
     ) -> list[ValidatedRequest]:
         """Validate all requests; raises ``RequestError`` for the first invalid one."""
         check, requests = self._engine.check, list[ValidatedRequest]()
-        given = zip(prompts, sampling_params, priorities, strict=True)
-        for number, (prompt, params, priority) in enumerate(given):
-            try:
-                request = check(prompt.token_ids, params, priority=priority, pools=pools)
-                requests.append(request)
-            except TaskError:
-                raise
-            except RequestError as error:
-                raise RequestError(f"prompt {number}: {error}") from None
+        submit = self._engine.constraints.submit  # several are compiled at the same time
+        constraints = [submit(one) if one.is_constrained else None for one in sampling_params]
+        given = zip(prompts, sampling_params, priorities, constraints, strict=True)
+        try:
+            for prompt, params, priority, constraint in given:
+                options: Any = {"priority": priority, "pools": pools, "constraint": constraint}
+                requests.append(check(prompt.token_ids, params, **options))
+        except TaskError:
+            raise
+        except RequestError as error:
+            raise RequestError(f"prompt {len(requests)}: {error}") from None
+        finally:
+            for constraint in constraints:
+                if constraint is not None:  # a request before it is invalid
+                    constraint.cancel()
         return requests
 
     def _add(self, requests: Sequence[ValidatedRequest], numbers: dict[str, int]) -> None:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.core.steering import float32_bytes
+from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.facts import ModelFacts, check_request
 from jaxinfer.engine.link.wire import (
     AbortRequest,
@@ -174,6 +177,7 @@ class EngineClient:
         self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
         self._pongs: list[asyncio.Future[None]] = []
+        self._last_form: StructuredOutputsParams | None = None  # that was sent
         self._num_controls = 0
         self._controls: dict[int, asyncio.Future[EngineState]] = {}
         # why the engine answers no more, once it does not
@@ -212,23 +216,32 @@ class EngineClient:
         wake: asyncio.Event | None = None,
         checked: bool = False,
         pools: bool = False,
+        client: str = "",
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
         ``checked``: it has passed ``check``, which reads every token id of the prompt. ``pools``:
-        it asks for a vector.
+        it asks for a vector. ``client``: as in ``Submission``.
         """
         if not checked:
             self.check(prompt_token_ids, sampling, pools=pools)
         identity = check_identity(priority, cache_salt)
         self._opened += 1
         key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
-        self._link.send(Submission(key, prompt_token_ids, sampling, *identity, pools))
+        self._submit(Submission(key, prompt_token_ids, sampling, *identity, pools, client))
         stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
         self.num_waiting_tokens += stream.num_prompt_tokens
         return stream
+
+    def _submit(self, submission: Submission) -> None:
+        form = submission.sampling.structured_outputs
+        if form is not None and form is self._last_form:
+            plain = msgspec.structs.replace(submission.sampling, structured_outputs=None)
+            submission = msgspec.structs.replace(submission, sampling=plain, has_last_form=True)
+        self._link.send(submission)
+        self._last_form = form or self._last_form
 
     def forget(self, key: str) -> None:
         """Remove a stream; called by the stream, perhaps twice."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.link.client import Link
 from jaxinfer.engine.link.wire import (
     AbortRequest,
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
 
 # While an idle engine compiles in the background, it looks this often for loaded executables.
 COMPILING_SECONDS = 0.25
-NUM_COMPILERS = 2  # threads: one slow grammar does not hold up the others
 
 
 class _Ready(NamedTuple):
@@ -74,8 +76,8 @@ class EngineThread(Link):
         self.stats = engine.stats()
         self._engine = engine
         self._inbox: SimpleQueue[Command | _Change | _Compiled] = SimpleQueue()
-        self._compiling: set[str] = set()  # requests whose constraints are compiled now
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxinfer-grammar")
+        self._compiling: dict[str, Future[Any]] = {}  # constraints of requests that wait for them
+        self._last_form: StructuredOutputsParams | None = None  # of all submissions
         self._changes: list[_Change] = []  # that wait for the engine to become idle
         # that arrived after the first of these, in a pause, or while the engine sleeps
         self._held: list[_Ready] = []
@@ -112,7 +114,6 @@ class EngineThread(Link):
     def stop(self) -> None:
         """See ``Link``."""
         self._ended = self._ended or EngineError("the engine is shut down; build a new one")
-        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(Stop())
         if self._thread is not None:
             self._thread.join()
@@ -156,14 +157,13 @@ class EngineThread(Link):
             except Empty:
                 return True
             match command:
-                case Submission() if command.sampling.is_constrained:
-                    self._compile(command)
                 case Submission():
-                    self._add_or_hold(_Ready(command), listener)
+                    self._submit(command, listener)
                 case _Compiled():
                     self._take_compiled(command, listener)
                 case AbortRequest():
-                    self._compiling.discard(command.request_id)
+                    if (compiled := self._compiling.pop(command.request_id, None)) is not None:
+                        compiled.cancel()
                     self._held = [
                         one for one in self._held if one.submission.request_id != command.request_id
                     ]
@@ -273,18 +273,28 @@ class EngineThread(Link):
             if done.set_running_or_notify_cancel():
                 done.set_exception(error)
 
-    def _compile(self, submission: Submission) -> None:
-        """Compile a request's constraint on another thread, as that may take seconds."""
-        self._compiling.add(submission.request_id)
-        compiled = self._compilers.submit(self._engine.constraints.compile, submission.sampling)
+    def _submit(self, submission: Submission, listener: Listener) -> None:
+        """Add a request, once its constraint is compiled on another thread: that takes up to
+        seconds.
+        """
+        if submission.has_last_form:
+            sampling = msgspec.structs.replace(
+                submission.sampling, structured_outputs=self._last_form
+            )
+            submission = msgspec.structs.replace(submission, sampling=sampling)
+        self._last_form = submission.sampling.structured_outputs or self._last_form
+        if not submission.sampling.is_constrained:
+            self._add_or_hold(_Ready(submission), listener)
+            return
+        compiled = self._engine.constraints.submit(submission.sampling, submission.client)
+        self._compiling[submission.request_id] = compiled
         compiled.add_done_callback(lambda done: self._inbox.put(_Compiled(submission, done)))
 
     def _take_compiled(self, compiled: _Compiled, listener: Listener) -> None:
         """Add a request whose constraint is compiled, unless it was aborted before."""
         submission, done = compiled
-        if submission.request_id not in self._compiling:
+        if self._compiling.pop(submission.request_id, None) is None or done.cancelled():
             return
-        self._compiling.remove(submission.request_id)
         if (error := done.exception()) is not None:
             listener(Refused(submission.request_id, Failed.of(_refusal(error))))
             return

@@ -1,6 +1,6 @@
 """Messages between an engine and its client, and a socket for them between two processes.
 
-On the socket a message is its length, then a msgpack frame. ``Channel`` sends messages without
+On the socket a message is a msgpack frame (``core.frames``). ``Channel`` sends messages without
 blocking the sender.
 """
 
@@ -18,13 +18,12 @@ import msgspec
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.frames import read_frame, send_frame
 from jaxinfer.core.log import LogSettings
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer_config import TokenizerSpec
-
-_LENGTH_BYTES = 4  # before each frame, little endian
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
@@ -43,6 +42,10 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     cache_salt: str = ""
     pools: bool = False  # it asks for a vector
+    client: str = ""  # whose forms are compiled in turn with those of others; none: this process
+    # structured_outputs are those of the last submission that had any: of 256 KB they are sent once
+    # for 2,000 prompts of a request
+    has_last_form: bool = False
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
@@ -177,10 +180,7 @@ class Channel[Sent, Received]:
 
     def messages(self) -> Generator[Received]:
         """Received messages, until the peer has closed its end."""
-        while (head := self._read(_LENGTH_BYTES)) is not None:
-            frame = self._read(int.from_bytes(head, "little"))
-            if frame is None:
-                return
+        while (frame := read_frame(self._socket)) is not None:
             yield self._decoder.decode(frame)
 
     def flush(self) -> None:
@@ -198,21 +198,6 @@ class Channel[Sent, Received]:
     def _write(self) -> None:
         while (frame := self._frames.get()) is not None:
             try:
-                self._socket.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+                send_frame(self._socket, frame)
             except OSError:
                 return  # the peer has closed, which ends ``messages`` too
-
-    def _read(self, size: int) -> bytearray | None:
-        """Read exactly ``size`` bytes; None if the peer has closed its end before."""
-        data = bytearray(size)
-        view, done = memoryview(data), 0
-        while done < size:
-            try:
-                # one call for the whole frame, since each return to Python waits for the GIL
-                count = self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
-            except OSError:
-                return None
-            if not count:
-                return None
-            done += count
-        return data

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,7 +62,8 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
-        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, facts.eos_token_ids)
+        ends, rows = facts.eos_token_ids, limits.max_num_seqs
+        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, ends, rows)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -82,8 +84,7 @@ class Engine:
     def has_work(self) -> bool:
         """True if ``step`` has something to do."""
         later = self._later is not None and (self._later.has_news or self._later.warms_up)
-        busy = later or self._pending or not self._loop.idle
-        return self._failure is None and bool(busy)
+        return self._failure is None and bool(later or self._pending or not self._loop.idle)
 
     @property
     def is_compiling(self) -> bool:
@@ -98,19 +99,21 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         pools: bool = False,
-        constraint: Constraint | None = None,
+        constraint: Constraint | Future[Any] | None = None,
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
         answer it. ``pools``: it yields one vector of the prompt.
 
-        ``constraint``: of these parameters, by ``constraints.compile`` on another thread, as that
-        may take seconds; else it is compiled here.
+        ``constraint``: of these parameters, or its future, from ``constraints``; else it is
+        compiled now, which may take seconds.
         """
-        priority, salt = check_identity(priority, cache_salt)
-        known = (self.limits, self.facts, self.tokenizer)
-        prompt = check_request(prompt_token_ids, sampling, *known, pools=pools)
-        added = constraint or self.constraints.compile(sampling), self.steering.resolved(sampling)
-        return ValidatedRequest(prompt, sampling, priority, salt, pools, *added)
+        identity, known = check_identity(priority, cache_salt), (self.facts, self.tokenizer)
+        prompt = check_request(prompt_token_ids, sampling, self.limits, *known, pools=pools)
+        if constraint is None and sampling.is_constrained:
+            constraint = self.constraints.submit(sampling)
+        compiled = constraint.result() if isinstance(constraint, Future) else constraint
+        added = compiled, self.steering.resolved(sampling)
+        return ValidatedRequest(prompt, sampling, *identity, pools, *added)
 
     def add_request(
         self,
@@ -290,6 +293,7 @@ class Engine:
 
     def close(self) -> None:
         """End work in the background; the engine is not used again."""
+        self.constraints.close()
         if self._later is not None:
             self._later.close()
 

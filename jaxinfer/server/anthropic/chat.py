@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -20,12 +20,12 @@ from jaxinfer.server.anthropic.inputs import (
 )
 from jaxinfer.server.openai.fields import RequestedTokens, field_error
 from jaxinfer.server.openai.schema import ChatCompletionRequest
-from jaxinfer.server.openai.structured import Form, form_with
 from jaxinfer.server.openai.tools import check_function
 
 # The block that Claude Code puts before its system prompt. It has a number that differs from
 # request to request, with which no prefix would ever be found in the cache.
 BILLING = "x-anthropic-billing-header:"
+SCHEMA_FIELD = "output_config.format.schema"
 
 
 class MessagesChat(ChatCompletionRequest, frozen=True, kw_only=True, dict=True):
@@ -43,10 +43,8 @@ class MessagesChat(ChatCompletionRequest, frozen=True, kw_only=True, dict=True):
         """None: an answer may end sooner, with the context, and then says so."""
         return None
 
-    def form(self) -> Form | None:
-        if self.schema is None:
-            return None
-        return form_with({"json": self.schema}, "output_config.format.schema")
+    def chosen_form(self) -> tuple[str, Mapping[str, Any]] | None:
+        return None if self.schema is None else (SCHEMA_FIELD, {"json": self.schema})
 
     def check(self) -> None:
         super().check()

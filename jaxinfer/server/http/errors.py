@@ -16,6 +16,7 @@ from jaxinfer.core.errors import (
     ContextLengthError,
     EngineError,
     JaxinferError,
+    QueueFullError,
     RequestError,
     TaskError,
     TokenizerError,
@@ -150,8 +151,11 @@ def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
     """The ``ApiError`` for an error of the lower floors; ``alive``: whether the engine still runs.
 
     An invalid request is 400, with ``param`` if the error names a field or its message begins with
-    one. All other errors are 500, or 503 if the engine has stopped.
+    one, and 429 if it may be accepted later. All other errors are 500, or 503 if the engine has
+    stopped.
     """
+    if isinstance(error, QueueFullError):
+        return queue_full(str(error))
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     if isinstance(error, TaskError):
@@ -161,6 +165,11 @@ def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:
     if isinstance(error, EngineError) and not alive:
         return ApiError(503, str(error), code="engine_dead")
     return ApiError(500, str(error), code="engine_error")
+
+
+def queue_full(message: str) -> ApiError:
+    """The error 429 for a request that may be accepted later."""
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def _leading_field(message: str) -> str | None:

@@ -50,7 +50,8 @@ def guarded(
     check because browsers send preflight requests without a key. ``open_paths`` need no key.
     uvicorn is set up so that every scope is one of HTTP. The request id is in
     ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the name of the
-    request's key, if it has one, is in ``scope["state"]["key_name"]``.
+    request's key, if it has one, is in ``scope["state"]["key_name"]``; a text that tells its sender
+    from others, by key or address, in ``scope["state"]["client"]``.
     """
     app = BodyLimits(app, config.max_body_bytes, on_refusal)
     if keys is not None:
@@ -86,6 +87,8 @@ class WithRequestId:
         scope = {**scope, "path": f"{path}/" if path == self.root_path else path}
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request_id"] = request_id
+        address = scope.get("client")
+        scope["state"].setdefault("client", address[0] if address else "a socket without address")
         status = 0  # stays 0 if no response was started
         start = time.perf_counter()
 
@@ -146,8 +149,10 @@ class ApiKeyRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = self._keys.find(Headers(scope=scope))
+        if key is not None:
+            scope.setdefault("state", {})["client"] = f"key {key.digest.hex()}"
         if key is not None and key.name:
-            scope.setdefault("state", {})["key_name"] = key.name
+            scope["state"]["key_name"] = key.name
         if key is not None or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:

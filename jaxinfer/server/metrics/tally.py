@@ -13,10 +13,13 @@ from jaxinfer.engine.news import EngineStats, StepKind
 
 
 class Rejection(StrEnum):
-    """The queue limit for which a request was refused with 429."""
+    """The limit for which a request was refused with 429: one of the queue, or too many forms that
+    wait for their compilation.
+    """
 
     REQUESTS = "max_num_queued_reqs"
     TOKENS = "max_num_queued_tokens"
+    FORMS = "structured_outputs"
 
 
 def _zeros(names: Iterable[str]) -> dict[str, int]:

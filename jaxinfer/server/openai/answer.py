@@ -23,17 +23,22 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request: the name of its key, empty without one, and its trace's headers."""
+    """The sender of a request: the name of its key, empty without one, and its trace's headers.
+
+    ``client`` tells senders from each other: by key or address; empty for this process.
+    """
 
     key_name: str = ""
     trace: Mapping[str, str] | None = None
+    client: str = ""
 
     @classmethod
     def of(cls, scope: Scope) -> Caller:
         """The sender, after the guards have checked the key."""
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
-        return cls(scope["state"].get("key_name", ""), trace or None)
+        state = scope["state"]
+        return cls(state.get("key_name", ""), trace or None, state.get("client", ""))
 
 
 UNKNOWN = Caller()

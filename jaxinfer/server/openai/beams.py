@@ -52,10 +52,9 @@ class BeamFields(GenerationFields, frozen=True, kw_only=True):
             raise field_error(
                 "n", f"n must be at most {MAX_BEAM_WIDTH} with use_beam_search, got {self.n}"
             )
-        form = self.form()
         wrong = [name for name in WITHOUT if getattr(self, name) not in WITHOUT[name]]
-        if form is not None:
-            wrong.append(form.field)
+        if self.form_field is not None:
+            wrong.append(self.form_field)
         if wrong:
             raise field_error(wrong[0], f"{wrong[0]} cannot be used with use_beam_search")
 

@@ -29,7 +29,16 @@ from jaxinfer.core.request import (
     SamplingParams,
 )
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.structured import GUIDED, Form, GrammarText, ResponseFormat, form_of
+from jaxinfer.server.openai.structured import (
+    GUIDED,
+    Choices,
+    Form,
+    GrammarText,
+    RegexText,
+    ResponseFormat,
+    form_of,
+    form_with,
+)
 
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
@@ -182,8 +191,8 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | GrammarText | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Annotated[tuple[GrammarText, ...], Meta(min_length=1)] | None = None
+    guided_regex: RegexText | None = None
+    guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     guided_whitespace_pattern: str | None = None
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1)] | None = None
@@ -248,7 +257,20 @@ class GenerationFields(AnyRequest, frozen=True, kw_only=True):
         return None if self.max_tokens is None else RequestedTokens("max_tokens", self.max_tokens)
 
     def form(self) -> Form | None:
-        """The form of the answer, None for plain text; raises ``ApiError``."""
+        """The form of the answer, None for plain text; raises ``ApiError``. It writes the form as
+        text, which takes some ms for a large schema.
+        """
+        found = self.chosen_form()
+        return None if found is None else form_with(found[1], found[0])
+
+    @property
+    def form_field(self) -> str | None:
+        """The path of the field that sets the form of the answer; raises ``ApiError``."""
+        found = self.chosen_form()
+        return None if found is None else found[0]
+
+    def chosen_form(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The path of the field that sets the form, and the form's parameters; see ``form_of``."""
         guided = {name: getattr(self, name) for name in GUIDED}
         pattern = self.guided_whitespace_pattern
         return form_of(self.response_format, self.structured_outputs, guided, pattern)

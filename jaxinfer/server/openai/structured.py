@@ -10,10 +10,18 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD, MAX_GRAMMAR_BYTES, StructuredOutputsParams
+from jaxinfer.core.structured import (
+    FIELD,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_REGEX_BYTES,
+    StructuredOutputsParams,
+)
 from jaxinfer.server.http.errors import ApiError
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)]
+RegexText = Annotated[str, Meta(min_length=1, max_length=MAX_REGEX_BYTES)]
+Choices = Annotated[tuple[GrammarText, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +66,10 @@ def form_of(
     structured_outputs: Mapping[str, Any] | None,
     guided: Mapping[str, Any],  # the fields of ``GUIDED``
     whitespace_pattern: str | None,
-) -> Form | None:
-    """The form that a request's fields set, None for plain text; raises ``ApiError``."""
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The path of the field that sets the form of the answers, and the form's parameters; None for
+    plain text. Raises ``ApiError``.
+    """
     if response_format is not None and response_format.type == "text":
         response_format = None
     named = {**guided, FIELD: structured_outputs, "response_format": response_format}
@@ -70,12 +80,10 @@ def form_of(
     if len(given) > 1:
         raise ApiError(400, f"{given[1]} and {field} are both set; leave one out", param=given[1])
     if response_format is not None:
-        field, fields = _of_format(response_format)
-    elif structured_outputs is not None:
-        fields = structured_outputs
-    else:
-        fields = {GUIDED[field]: guided[field], "whitespace_pattern": whitespace_pattern}
-    return form_with(fields, field)
+        return _of_format(response_format)
+    if structured_outputs is not None:
+        return field, structured_outputs
+    return field, {GUIDED[field]: guided[field], "whitespace_pattern": whitespace_pattern}
 
 
 def form_with(fields: Mapping[str, Any], field: str) -> Form:

@@ -196,6 +196,7 @@ async def _called(app: ASGIApp, path: str, body: bytes) -> BatchResponse:
         "query_string": b"",
         "headers": [(b"content-type", MEDIA_TYPE.encode())],
         "client": None,
+        "state": {"client": ""},  # this process
         "server": None,
     }
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]

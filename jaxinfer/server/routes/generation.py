@@ -146,7 +146,7 @@ def _constrained(
         )
     if reading is None:
         return sampling
-    if request.form() is None and choice.tools:
+    if request.form_field is None and choice.tools:
         call.form_field = "tools"
     return reading.constrained(sampling, choice, budget, call.service.tokenizer)
 
@@ -179,8 +179,8 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
     """Submit a request, and return its answer and the writer of its response."""
     service, config = call.service, call.service.config
     sampling = to_sampling(request, service.loaded.defaults, max_logprobs=config.max_logprobs)
-    if (form := request.form()) is not None:
-        call.form_field = form.field
+    if request.form_field is not None:
+        call.form_field = request.form_field
     sampling = limit_max_tokens(sampling, service.loaded.max_new_tokens)
     if isinstance(request, ChatCompletionRequest):
         sampling = _constrained(call, sampling, request, reading)

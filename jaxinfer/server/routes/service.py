@@ -17,6 +17,7 @@ from jaxinfer.core.errors import (
     ContextLengthError,
     EngineError,
     JaxinferError,
+    QueueFullError,
     RequestError,
     TaskError,
 )
@@ -27,7 +28,7 @@ from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.http.errors import ApiError, api_error
+from jaxinfer.server.http.errors import ApiError, api_error, queue_full
 from jaxinfer.server.http.keys import api_keys
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import FLUSH_SECONDS
@@ -234,10 +235,11 @@ class Service:
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream | BeamStream] = []
+        options: Any = {"pools": pools, "sender": caller.client}
         try:
             for prompt in prompts:
-                token_ids = prompt.token_ids
-                streams.append(open_stream(client, token_ids, sampling, request, wake, pools=pools))
+                given = (client, prompt.token_ids, sampling, request, wake)
+                streams.append(open_stream(*given, **options))
         except JaxinferError:
             for stream in streams:
                 stream.close()
@@ -284,6 +286,8 @@ class Service:
 
     def error(self, error: JaxinferError) -> ApiError:
         """The ``ApiError`` for an error of the lower floors."""
+        if isinstance(error, QueueFullError):
+            self.loaded.metrics.request_rejected(Rejection.FORMS)
         return api_error(error, alive=self._loaded is None or self.client.alive)
 
     def check_prompts(
@@ -351,12 +355,9 @@ class Service:
         for reason, count, limit, unit in limits:
             if limit is not None and count > limit:
                 self.loaded.metrics.request_rejected(reason)
-                raise ApiError(
-                    429,
+                raise queue_full(
                     f"the queue is full: it would hold {count} {unit}, and {limit} are allowed; "
-                    "try again later",
-                    code="queue_full",
-                    headers={"Retry-After": "1"},
+                    "try again later"
                 )
 
     # shutdown

@@ -21,6 +21,7 @@ def open_stream(
     wake: asyncio.Event,
     *,
     pools: bool,
+    sender: str,
 ) -> Stream | BeamStream:
     """Submit a prompt that has been checked; see ``Service.open``."""
     priority, salt = request.priority, request.cache_salt
@@ -43,4 +44,5 @@ def open_stream(
         wake=wake,
         checked=True,
         pools=pools,
+        client=sender,
     )

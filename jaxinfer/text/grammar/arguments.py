@@ -89,7 +89,7 @@ class ArgumentsWriter:
     def _pairs(self, schema: Mapping[str, Any]) -> str:
         """Keys and values in the schema's order; the required ones must be there."""
         properties = cast("Mapping[str, Any]", schema.get("properties") or {})
-        required = schema.get("required") or ()
+        required = dict.fromkeys(schema.get("required") or ())
         others = schema.get("additionalProperties", True)
         if not properties and not required:
             has_none = others is False or self.form.quotes is None
@@ -119,8 +119,8 @@ class ArgumentsWriter:
         """A value of a schema."""
         schema = cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else {}
         if self.form.quotes is None:
-            shared = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
-            return self.rules.json({**shared, **schema})
+            names = ("$defs", "definitions") if "$ref" in str(schema) else ()
+            return self.rules.json({**{n: self.root[n] for n in names if n in self.root}, **schema})
         if "$ref" in schema:
             return self._referenced(schema)
         if "enum" in schema or "const" in schema:

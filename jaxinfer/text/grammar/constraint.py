@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it saves
-MAX_ORIGINALS = 16  # matchers of a grammar that sequences copy, of 40 to 170 KB each
+# matchers of a grammar that sequences copy: no more than threads that compute masks
+MAX_ORIGINALS = min(16, os.cpu_count() or 1)
 MAX_SECONDS_OF_ORIGINAL = 0.02  # to make one; most schemas take 0.3 to 2 ms
-NUM_REHEARSALS = 2
-REHEARSED_TOKENS = 64
+MAX_BYTES_OF_ORIGINALS = 8 << 20  # of one grammar, unless one alone has more
+MIN_BYTES = 128 << 10  # of an original: most take 40 to 170 KB, and grow while they are followed
+MAX_COPIES = 64  # of an original, whose lexer keeps the states that all of them have visited
 
 
 class Grammar:
@@ -30,16 +33,28 @@ class Grammar:
 
     Copies of one matcher lock each other out while they compute masks: 64 masks of bounded strings
     took 14 threads 5.5 ms, as long as one. So further matchers are made, which copies take in turn.
+    One that has been copied many times is replaced, as copies share a lexer, which only grows.
     """
 
-    def __init__(self, build: Callable[[], Any], num_words: int) -> None:
+    def __init__(
+        self, build: Callable[[], Any], num_words: int, num_bytes: int = MIN_BYTES
+    ) -> None:
+        self._bytes_of_original = max(num_bytes, MIN_BYTES)
         started = time.perf_counter()
         self._originals = [build()]  # llguidance.LLMatcher
         seconds = time.perf_counter() - started
         self._build = build
-        self._most = MAX_ORIGINALS if seconds < MAX_SECONDS_OF_ORIGINAL else 1
+        most = max(MAX_BYTES_OF_ORIGINALS // self._bytes_of_original, 1)
+        self._most = min(most, MAX_ORIGINALS) if seconds < MAX_SECONDS_OF_ORIGINAL else 1
         self._turns = count()
+        self._num_copies = 0  # since an original was replaced
         self._num_words = num_words
+        self.has_failed = False  # llguidance's bounds have ended an answer, and may end others
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of its originals."""
+        return len(self._originals) * self._bytes_of_original
 
     @property
     def error(self) -> str:
@@ -48,17 +63,24 @@ class Grammar:
         return str(first.get_error()) if first.is_error() else ""
 
     def grow(self) -> None:
-        """Make a further matcher to copy from, up to some; each request does so beside the loop."""
+        """Make a further matcher to copy from, or one in place of one that has been copied often;
+        each request does so beside the loop.
+        """
         if len(self._originals) < self._most:
-            self._originals.append(self._build())
+            self._originals = [*self._originals, self._build()]
+        elif self._num_copies > MAX_COPIES * len(self._originals):
+            self._originals = [*self._originals[1:], self._build()]
+            self._num_copies -= MAX_COPIES
 
     def matcher(self) -> Any:
         """A new llguidance.LLMatcher at the start."""
-        return self._originals[next(self._turns) % len(self._originals)].deep_copy()
+        self._num_copies += 1
+        originals = self._originals
+        return originals[next(self._turns) % len(originals)].deep_copy()
 
     @cached_property
     def first_mask(self) -> np.ndarray:  # uint32[W]
-        """The mask of the first token; raises ``ValueError`` if none is possible.
+        """The mask of the first token.
 
         It is computed before the first sequence begins, as it takes longest (some large schemas
         80 ms).
@@ -66,37 +88,6 @@ class Grammar:
         mask = np.zeros(self._num_words, np.uint32)
         fill_mask(self.matcher(), mask)
         return mask
-
-    @property
-    def fits_some_text(self) -> bool:
-        """True if a first token is possible."""
-        try:
-            return bool(self.first_mask.any())
-        except ValueError:
-            return False
-
-    def rehearse(self, eos_token_ids: Sequence[int]) -> str:
-        """Draw a few random texts; returns why a matcher failed, or none.
-
-        llguidance bounds the work for each token, so a regex that explodes fails in the middle of
-        an answer. Most such regexes do so within a few tokens, also in a rehearsal.
-        """
-        rng = np.random.default_rng(0)
-        for _ in range(NUM_REHEARSALS):
-            matcher, mask = self.matcher(), self.first_mask.copy()
-            for _ in range(REHEARSED_TOKENS):
-                for token_id in eos_token_ids:
-                    _clear(mask, token_id)
-                choices = token_ids_of(mask)
-                if not choices.size:
-                    break
-                try:
-                    if not matcher.consume_token(int(rng.choice(choices))):
-                        return _reason(matcher)
-                    fill_mask(matcher, mask)
-                except ValueError as error:
-                    return str(error)
-        return ""
 
 
 def fill_mask(matcher: Any, mask: np.ndarray) -> None:  # uint32[W]
@@ -194,6 +185,7 @@ class SequenceFilter:
             self._is_at_start = False
             if not self._matcher.consume_token(token_id):
                 if thoughts is None or thoughts.opening is None:
+                    self._note_failure()
                     raise ValueError(_reason(self._matcher))
                 self._matcher = None  # only thoughts begin like this
         elif thoughts is not None and thoughts.is_over and self.constraint.grammar is not None:
@@ -230,13 +222,21 @@ class SequenceFilter:
             assert constraint.grammar is not None
             mask[:] = constraint.grammar.first_mask
         else:
-            fill_mask(self._matcher, mask)
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._note_failure()
+            _check(self._matcher)
         self._complete(mask)
 
     def finish(self, mask: np.ndarray) -> None:  # uint32[W]
         """``fill`` where ``matcher_to_ask`` has written its mask already."""
+        self._note_failure()
         _check(self._matcher)
         self._complete(mask)
+
+    def _note_failure(self) -> None:
+        """Later requests get another grammar if this one's matcher has failed."""
+        if self._matcher.is_error() and self.constraint.grammar is not None:
+            self.constraint.grammar.has_failed = True
 
     def _complete(self, mask: np.ndarray) -> None:  # uint32[W]
         """Add the token that opens thoughts, and apply allowed ids and bad words."""

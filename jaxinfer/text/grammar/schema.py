@@ -1,21 +1,40 @@
-"""Checks of a JSON schema that llguidance does not make: its depth, and whether it ever ends."""
+"""Checks of a JSON schema that llguidance does not make: its depth, and whether it ever ends.
+
+Their time is proportional to the size of the schema.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 from urllib.parse import unquote
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD, MAX_SCHEMA_DEPTH
+from jaxinfer.core.structured import FIELD, MAX_REGEX_BYTES, MAX_SCHEMA_DEPTH
+
+# Schemas within each other, references followed. llguidance takes up to 5 KB of stack for each. 300
+# definitions that refer to each other at random are 300 deep.
+MAX_REFERENCE_DEPTH = 1500
+_OF_ONE = ("items", "additionalProperties", "additionalItems")  # keywords whose value is a schema
+_OF_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of schemas
+_OF_NAMED = ("properties", "patternProperties")  # an object of schemas
 
 
 def check_schema(schema: Any, name: str = "json") -> None:
-    """Raise ``RequestError`` for a schema nested too deeply, or one that no finite text fits;
-    ``name`` is the part of ``structured_outputs`` that it belongs to.
+    """Raise ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
+    finite text fits; ``name`` is the part of ``structured_outputs`` that it belongs to.
     """
     check_depth(name, schema)
-    if not _Endings(schema).ends(schema):
+    deepest = 0
+    for depth, one in _reached(schema):
+        deepest = max(deepest, depth)
+        _check_patterns(name, one)
+    if deepest > MAX_REFERENCE_DEPTH:
+        raise RequestError(
+            f"{FIELD}.{name} is {deepest} schemas deep, counted through its references, and "
+            f"{MAX_REFERENCE_DEPTH} are possible; shorten its chains of $ref"
+        )
+    if not _ends(schema):
         raise RequestError(
             f"{FIELD}.{name} never ends: every value of the schema contains another one of its "
             "kind; make the property that leads back to it optional, or allow null"
@@ -38,77 +57,157 @@ def _inner(value: Any) -> Iterable[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-class _Endings:
-    """Which schemas have a finite value, as in the test of a grammar for unproductive symbols.
+def _reached(root: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The schemas that llguidance compiles, each once, with its depth where it is reached first."""
+    found: set[int] = set()  # by id, since a schema has several references
+    waiting = [(1, root)]
+    while waiting:
+        depth, schema = waiting.pop()
+        if isinstance(schema, str):
+            schema = resolved(root, schema)
+        if not isinstance(schema, Mapping) or id(schema) in found:
+            continue
+        found.add(id(schema))
+        yield depth, cast("Mapping[str, Any]", schema)
+        following = list(_following(cast("Mapping[str, Any]", schema)))
+        waiting += [(depth + 1, one) for one in reversed(following)]
 
-    A target of ``$ref`` ends if its schema does while references only count that are known to end;
-    repeated until no further one is found. Schemas that are wrong in another way count as ending:
-    llguidance reports them.
+
+def _following(schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas directly within a schema, and its reference, a text."""
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str):
+            yield value
+        elif name in _OF_NAMED and isinstance(value, Mapping):
+            yield from (one for one in value.values() if isinstance(one, Mapping))
+        elif name in _OF_SEVERAL and isinstance(value, list):
+            yield from (one for one in value if isinstance(one, Mapping))
+        elif name in _OF_ONE and isinstance(value, Mapping):
+            yield value
+
+
+def _check_patterns(name: str, schema: Mapping[str, Any]) -> None:
+    named = schema.get("patternProperties")
+    patterns = [schema.get("pattern"), *(named if isinstance(named, Mapping) else ())]
+    for pattern in patterns:
+        size = len(pattern.encode(errors="replace")) if isinstance(pattern, str) else 0
+        if size > MAX_REGEX_BYTES:
+            raise RequestError(
+                f"{FIELD}.{name} has a pattern of {size} bytes; at most {MAX_REGEX_BYTES} are "
+                "possible"
+            )
+
+
+def _ends(root: Any) -> bool:
+    """True if some finite value fits, as in the test of a grammar for unproductive symbols.
+
+    Schemas that are wrong in another way count as ending: llguidance reports them.
+    """
+    circuit = _Endings(root)
+    return circuit.opened()[circuit.root_gate]
+
+
+class _Endings:
+    """A gate for each schema, which opens once a finite value of it is known.
+
+    A gate needs some or all of its inputs: a schema those of its parts, a reference that of its
+    target. Each input is looked at once (Dowling and Gallier, Linear-time algorithms for testing
+    the satisfiability of propositional Horn formulae, 1984).
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._known: set[str] = set()  # references that end
-        targets = {ref: resolved(root, ref) for ref in _references(root)}
-        found = True
-        while found:
-            found = False
-            for ref, target in targets.items():
-                if ref not in self._known and self.ends(target):
-                    self._known.add(ref)
-                    found = True
+        self._num_needed: list[int] = []  # inputs of each gate that have to open first
+        self._outputs: list[list[int]] = []  # the gates that each one is an input of
+        self._open = self._all_of([])
+        self._gates: dict[int, int] = {}  # by the id of a schema
+        self._unread: list[Mapping[str, Any]] = []
+        self.root_gate = self._gate_of(root)
+        while self._unread:
+            schema = self._unread.pop()
+            self._connect(self._gates[id(schema)], self._parts(schema))
 
-    def ends(self, schema: Any) -> bool:
-        """True if some finite value fits, as far as references are known to end."""
+    def opened(self) -> list[bool]:
+        """Which gates open. Called once."""
+        opening = [gate for gate, needed in enumerate(self._num_needed) if not needed]
+        opened = [False] * len(self._num_needed)
+        while opening:
+            gate = opening.pop()
+            opened[gate] = True
+            for output in self._outputs[gate]:
+                self._num_needed[output] -= 1
+                if self._num_needed[output] == 0:
+                    opening.append(output)
+        return opened
+
+    def _connect(self, gate: int, inputs: list[int]) -> None:
+        self._num_needed[gate] = len(inputs)
+        for one in inputs:
+            self._outputs[one].append(gate)
+
+    def _all_of(self, inputs: list[int]) -> int:
+        self._num_needed.append(0)
+        self._outputs.append([])
+        gate = len(self._outputs) - 1
+        self._connect(gate, inputs)
+        return gate
+
+    def _any_of(self, inputs: list[int]) -> int:
+        gate = self._all_of(inputs)
+        self._num_needed[gate] = 1
+        return gate
+
+    def _gate_of(self, schema: Any) -> int:
         if not isinstance(schema, Mapping):
-            return True
-        schema = cast("Mapping[str, Any]", schema)
+            return self._open
+        gate = self._gates.get(id(schema))
+        if gate is None:
+            gate = self._gates[id(schema)] = self._all_of([])
+            self._unread.append(cast("Mapping[str, Any]", schema))
+        return gate
+
+    def _gates_of(self, schemas: Iterable[Any]) -> list[int]:
+        return [self._gate_of(one) for one in schemas]
+
+    def _parts(self, schema: Mapping[str, Any]) -> list[int]:
+        """The gates that all have to be open."""
         ref = schema.get("$ref")
-        if isinstance(ref, str) and ref not in self._known:
-            return False
-        if not all(self.ends(one) for one in _listed(schema.get("allOf"))):
-            return False
+        parts = [self._gate_of(resolved(self._root, ref))] if isinstance(ref, str) else []
+        parts += self._gates_of(_listed(schema.get("allOf")))
         for name in ("anyOf", "oneOf"):
-            choices = _listed(schema.get(name))
-            if choices and not any(self.ends(one) for one in choices):
-                return False
+            if choices := _listed(schema.get(name)):
+                parts.append(self._any_of(self._gates_of(choices)))
         if "enum" in schema or "const" in schema:
-            return True
+            return parts
         types = schema.get("type")
         kinds = [types] if isinstance(types, str) else _listed(types)
         # without a type a string fits, whatever the other keywords demand
         if not kinds or any(kind not in ("object", "array") for kind in kinds):
-            return True
-        return ("object" in kinds and self._object_ends(schema)) or (
-            "array" in kinds and self._array_ends(schema)
-        )
-
-    def _object_ends(self, schema: Mapping[str, Any]) -> bool:
-        properties, others = schema.get("properties"), schema.get("additionalProperties", True)
-        named = cast("Mapping[str, Any]", properties if isinstance(properties, Mapping) else {})
-        required = [name for name in _listed(schema.get("required")) if isinstance(name, str)]
-        return all(self.ends(named.get(name, others)) for name in required)
-
-    def _array_ends(self, schema: Mapping[str, Any]) -> bool:
-        least = schema.get("minItems", 0)
-        first = _listed(schema.get("prefixItems"))
-        if not isinstance(least, (int, float)) or least <= 0:
-            return True
-        needed = first[: int(least)]
-        if least > len(first):
-            needed = [*needed, schema.get("items", True)]
-        return all(self.ends(one) for one in needed)
+            return parts
+        values: list[int] = []
+        if "object" in kinds:
+            values.append(self._all_of(self._gates_of(_needed_properties(schema))))
+        if "array" in kinds:
+            values.append(self._all_of(self._gates_of(_needed_items(schema))))
+        return [*parts, self._any_of(values)]
 
 
-def _references(root: Any) -> set[str]:
-    """All ``$ref`` of a schema."""
-    found: set[str] = set()
-    level = [root]
-    while level:
-        refs = [one.get("$ref") for one in level if isinstance(one, Mapping)]
-        found.update(ref for ref in refs if isinstance(ref, str))
-        level = [inner for outer in level for inner in _inner(outer)]
-    return found
+def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of the properties that each object has."""
+    properties, others = schema.get("properties"), schema.get("additionalProperties", True)
+    named = cast("Mapping[str, Any]", properties if isinstance(properties, Mapping) else {})
+    required = [name for name in _listed(schema.get("required")) if isinstance(name, str)]
+    return [named.get(name, others) for name in required]
+
+
+def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of the items that each array has, of equal ones one."""
+    least = schema.get("minItems", 0)
+    first = _listed(schema.get("prefixItems"))
+    if not isinstance(least, (int, float)) or least <= 0:
+        return []
+    needed = first[: int(least)]
+    return [*needed, schema.get("items", True)] if least > len(first) else needed
 
 
 def resolved(root: Any, ref: str) -> Any:
@@ -120,11 +219,18 @@ def resolved(root: Any, ref: str) -> Any:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, Mapping) and name in value:
             value = cast("Mapping[str, Any]", value)[name]
-        elif isinstance(value, list) and name.isdigit() and int(name) < len(cast("Any", value)):
-            value = cast("list[Any]", value)[int(name)]
+        elif isinstance(value, list) and (item := _item(cast("list[Any]", value), name)):
+            value = item[0]
         else:
             return True
     return value
+
+
+def _item(items: list[Any], name: str) -> list[Any]:
+    """The item that a part of a reference names, as a list of one, or none."""
+    if not (name.isascii() and name.isdigit()) or len(name) > len(str(len(items))):
+        return []
+    return items[int(name) : int(name) + 1]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -11,11 +11,13 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.schema import check_depth, check_schema
 from jaxinfer.text.grammar.tags import tags_as_lark
-from jaxinfer.text.grammar.trial import may_be_slow, try_to_compile
 
 # Spaces, tabs and newlines between the parts of JSON: enough for indented text, but bounded, since
 # a model that prefers spaces to the next value would otherwise continue to max_tokens.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# States of a matcher's lexer, of 0.5 to 1 KB each, seldom 3 KB. A regex of many lines needs 20 for
+# each token, a schema with bounded strings 6. llguidance's own limit of 250,000 would be 150 MB.
+MAX_LEXER_STATES = 32_768
 _UNSUPPORTED = "Unimplemented keys: ["  # llguidance's words, before a list of names
 MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeats
 
@@ -32,29 +34,24 @@ def load_llguidance() -> ModuleType:
     return llguidance
 
 
+def limits() -> Any:
+    """llguidance's limits of a matcher (``llguidance.LLParserLimits``), in trials and engines."""
+    return load_llguidance().LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+
+
 def grammar_source(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
-    """The grammar as llguidance reads it, checked as far as possible without a vocabulary.
+    """The grammar as llguidance reads it, which has not been compiled.
 
     ``special``: the ids of special tokens by their text. Raises ``RequestError`` that begins with
-    the field: for a form that llguidance refuses, with its reason, such as the name of an
-    unsupported keyword; and for a schema that never ends.
+    the field: for text that is not in its form, for a schema that never ends or is nested too
+    deeply, and for GBNF or tags that have no grammar.
     """
-    library = load_llguidance()
-    kind = params.kind
     try:
-        source = _source(library, params, special)
-    except RequestError:
+        return _source(load_llguidance(), params, special)
+    except (RequestError, MemoryError):
         raise
     except Exception as error:  # llguidance raises ValueError, its reader of GBNF any other
-        raise unusable(kind, str(error)) from None
-    if may_be_slow(params):
-        reason = try_to_compile(source, kind)
-    else:
-        failed, messages = library.LLMatcher.validate_grammar_with_warnings(source, None)
-        reason = messages[0] if failed else ""
-    if reason:
-        raise unusable(kind, reason)
-    return source
+        raise unusable(params.kind, str(error)) from None
 
 
 def _source(
@@ -67,8 +64,9 @@ def _source(
     if params.regex is not None:
         return matcher.grammar_from_regex(params.regex)
     if params.choice is not None:
+        # one terminal: a rule may have 2,000 choices, and compiles ten times as long
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
-        return matcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
     if params.grammar is not None:
         return library.grammar_from("grammar", params.grammar)
     assert params.structural_tag is not None
@@ -113,7 +111,7 @@ def _closed(schema: Any) -> Any:
 
 def _parsed(name: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_float=_number)
+        return json.loads(text, parse_float=_number, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{FIELD}.{name} is not valid JSON: {error}") from None
 
@@ -122,6 +120,10 @@ def _number(text: str) -> int | float:
     """2.0 as 2: JSON has one type of number, and llguidance counts in whole ones."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def unusable(kind: str, reason: str) -> RequestError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
@@ -45,6 +46,13 @@ def tags_as_lark(
     return "\n".join(("%llguidance {}", f"start: {start}", *writer.rules, ""))
 
 
+@cache
+def splitter(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern of special tokens within a text, the longest one where several begin."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
 class _LarkWriter:
     """Collects the rules of a grammar while it writes the expression of a format."""
 
@@ -56,8 +64,7 @@ class _LarkWriter:
     ) -> None:
         self.rules: list[str] = []
         self._special = special
-        texts = sorted(special, key=len, reverse=True)
-        self._split = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._split = splitter(tuple(special))
         self._regex_to_lark = regex_to_lark
         self._options = options
 
