@@ -21,6 +21,7 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.owners import WRITABLE_BY_OTHERS, check_parents, check_tree
 
 _PRIVATE = 0o700
+TRUSTED_FOLDER, TRUSTED_FILE = 0o755, 0o644  # modes that ``check_owner`` accepts
 OTHER_CACHE = "choose another cache folder with JAXINFER_CACHE_DIR"
 
 
@@ -30,13 +31,15 @@ def build_once(
     *,
     root: Path | None = None,
     elsewhere: str = OTHER_CACHE,
+    mode: int = 0o777,
 ) -> bool:
     """Create the folder ``entry`` unless it exists; ``fill`` writes the contents into a folder.
 
     Returns whether ``fill`` ran. If it raises, nothing is left behind. ``root`` is the folder of
     the cache that the entry is in: what is created there is private, and what is there already must
-    belong to this user (``owners``). Raises ``CacheError`` if the entry is not trusted, or cannot
-    be written; ``elsewhere`` is the part of its message on how to choose another folder.
+    belong to this user (``owners``); an entry elsewhere has ``mode``, less the umask. Raises
+    ``CacheError`` if the entry is not trusted, or cannot be written; ``elsewhere`` is the part of
+    its message on how to choose another folder.
     """
     with _cache_errors(entry, elsewhere):
         if root is not None:
@@ -49,7 +52,7 @@ def build_once(
             if entry.is_dir():  # another process has built it
                 _check_entry(entry, root)
                 return False
-            _build(entry, fill, is_private=root is not None)
+            _build(entry, fill, mode, is_private=root is not None)
     return True
 
 
@@ -78,15 +81,18 @@ def prepare_folder(folder: Path, root: Path | None = None) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Generator[None]:
+def locked_folder(folder: Path, root: Path) -> Generator[None]:
     """Create a folder to which files are added one by one, and hold its lock in the scope.
 
-    It is removed if nothing was added. Raises ``CacheError`` if it cannot be written.
+    It is removed if nothing was added. ``root``: see ``build_once``. Raises ``CacheError`` if it is
+    not trusted, or cannot be written.
     """
     with _cache_errors(folder, OTHER_CACHE):
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        check_parents(folder, root)
+        _make_folder(folder.parent, root)
         with _locked(folder.with_name(folder.name + ".lock")):
-            folder.mkdir(exist_ok=True)
+            _make_folder(folder, root)
+            check_tree(folder)
             try:
                 yield
             finally:
@@ -106,11 +112,11 @@ def _cache_errors(path: Path, elsewhere: str) -> Generator[None]:
         ) from error
 
 
-def _build(entry: Path, fill: Callable[[Path], None], *, is_private: bool) -> None:
+def _build(entry: Path, fill: Callable[[Path], None], mode: int, *, is_private: bool) -> None:
     partial = entry.with_name(entry.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir(mode=_PRIVATE if is_private else 0o777)
+    partial.mkdir(mode=_PRIVATE if is_private else mode)
     try:
         fill(partial)
         if is_private:
@@ -139,6 +145,12 @@ def _flush(folder: Path) -> None:
         for name in names:
             flush(Path(path, name))
         _flush_folder(Path(path))
+
+
+def write_trusted(path: Path, content: bytes) -> None:
+    """Write a file that only this user may change, whatever the umask."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, TRUSTED_FILE), "wb") as file:
+        file.write(content)
 
 
 def flush(file: Path) -> None:

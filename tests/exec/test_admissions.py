@@ -40,7 +40,7 @@ PROMPTS = [tuple(range(5 + i, 8 + 2 * i)) for i in range(MOST)]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    store = Store(PROGRAM, program_memory(PROGRAM, None), tmp_path_factory.mktemp("store"))
+    store = Store.of(PROGRAM, program_memory(PROGRAM, None), tmp_path_factory.mktemp("store"))
     return Counted(build_executables(store, NoProgress()))
 
 

@@ -60,3 +60,13 @@ def test_an_unusable_file_is_named(content: bytes | None, words: str, tmp_path: 
     with pytest.raises(CacheError, match=f"d1.bin.*{words}"):
         given = bundle.Bundle(tmp_path, manifest)  # type: ignore[arg-type]
         list(bundle.load_all(given, NoProgress(), ["d1"], jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("writable", ["folder", "file"])
+def test_code_that_others_may_change_is_refused(writable: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "d1.bin").write_text("code")
+    changed = tmp_path if writable == "folder" else tmp_path / "d1.bin"
+    changed.chmod(0o775)
+    with pytest.raises(CacheError, match=rf"{changed} may be written by other users \(mode 775\)"):
+        bundle.open_bundle(tmp_path)

@@ -134,7 +134,7 @@ def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: 
     device, host = (
         Counted(
             build_executables(
-                Store(one, program_memory(one, None), tmp_path / one.platform), NoProgress()
+                Store.of(one, program_memory(one, None), tmp_path / one.platform), NoProgress()
             )
         )
         for one in (of_gpu, of_cpu)

@@ -57,7 +57,7 @@ def test_splitting_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     engines, counts = [], []
     for kind in (Program, NotSplit):
         program = kind(model, LIMITS, platform="gpu")
-        store = Store(program, program_memory(program, None), tmp_path / kind.__name__)
+        store = Store.of(program, program_memory(program, None), tmp_path / kind.__name__)
         counted = Counted(build_executables(store, NoProgress()))
         executor = Executor(program, counted.executables, params, *init_state(program))
         engines.append(engine_of(executor, LIMITS))

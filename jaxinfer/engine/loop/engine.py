@@ -62,8 +62,8 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
-        ends, rows = facts.eos_token_ids, limits.max_num_seqs
-        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, ends, rows)
+        known = facts.vocab_size, facts.eos_token_ids, limits.max_num_seqs
+        self.constraints = ConstraintCompiler(tokenizer, *known)
         self._seed = seed
         self._start = start or EngineStats()
         self._counters = Counter[str]()
@@ -112,8 +112,8 @@ class Engine:
         if constraint is None and sampling.is_constrained:
             constraint = self.constraints.submit(sampling)
         compiled = constraint.result() if isinstance(constraint, Future) else constraint
-        added = compiled, self.steering.resolved(sampling)
-        return ValidatedRequest(prompt, sampling, *identity, pools, *added)
+        steering = self.steering.resolved(sampling)
+        return ValidatedRequest(prompt, sampling, *identity, pools, compiled, steering)
 
     def add_request(
         self,

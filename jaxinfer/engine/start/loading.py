@@ -62,7 +62,8 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     load_kernel_compiler()
     _ = plan.facts  # errors of the tokenizer are reported before compiling, which takes a minute
     read.set_result(None)
-    prepare_folder(loader.store.folder.parent)  # an error if nothing can be saved
+    store = loader.store
+    prepare_folder(store.folder.parent, store.cache)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
     claim_memory(plan.memory, plan.program.placement.device)
     if plan.program.platform == "cpu":

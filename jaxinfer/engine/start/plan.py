@@ -23,8 +23,6 @@ from jaxinfer.weights.sources import ModelSource
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
-EXECUTABLES = "executables"  # the folder of executables in the cache
-
 
 @dataclass(frozen=True)
 class EnginePlan:
@@ -69,7 +67,7 @@ class EnginePlan:
     @property
     def store(self) -> Store:
         """The executables of this program in the cache; every source file is read to find them."""
-        return Store.of(self.program, self.memory, self.cache_dir / EXECUTABLES)
+        return Store.of(self.program, self.memory, self.cache_dir)
 
     @property
     def bundle_settings(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxinfer.core.errors import CacheError
 from jaxinfer.core.host_cpu import usable_cores
 from jaxinfer.core.host_memory import gc_paused, release_free_heap, release_library_pages
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.staging import build_once
+from jaxinfer.core.staging import TRUSTED_FOLDER, build_once, write_trusted
 from jaxinfer.exec.compile.bundle import (
     Bundle,
     Manifest,
@@ -174,7 +174,7 @@ def compile_bundle(
         stored = {name: found[name] for name in program.names() if name in found}
         write_manifest(partial, program, memory, stored, settings)
 
-    if build_once(folder, fill, elsewhere="choose another folder"):
+    if build_once(folder, fill, elsewhere="choose another folder", mode=TRUSTED_FOLDER):
         return open_bundle(folder).manifest, True
     try:
         bundle = bundle_for(program, folder)
@@ -206,7 +206,7 @@ def _copied(store: Store, folder: Path, progress: Progress) -> dict[str, StoredE
         except CacheError as error:
             progress.note(f"not taken from the cache: {error}")
             continue
-        (folder / stored.file).write_bytes(content)
+        write_trusted(folder / stored.file, content)
         copied[name] = stored
     return copied
 
@@ -336,7 +336,7 @@ class _Compilation:
             return False
         compiled = self.compiling.pop(name).result()
         self.stored[name], content = executable_file(self.program, name, compiled)
-        (self.folder / self.stored[name].file).write_bytes(content)
+        write_trusted(self.folder / self.stored[name].file, content)
         self.saved(name, self.stored[name])
         self.report(1)
         return True

@@ -25,7 +25,9 @@ from jax.experimental import serialize_executable
 
 from jaxinfer.core.config import BUNDLE_MANIFEST, Limits, prepare_mosaic
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.owners import check_tree
 from jaxinfer.core.progress import Progress
+from jaxinfer.core.staging import write_trusted
 from jaxinfer.core.version import VERSION
 from jaxinfer.exec.compile.fingerprint import (
     Fingerprint,
@@ -134,10 +136,12 @@ def tuned_choices(placement: Placement) -> dict[str, Any]:
 def open_bundle(folder: Path) -> Bundle:
     """Read the manifest. Each file's content is checked when it is loaded.
 
-    Raises ``CacheError``, with the file's name, if one is missing, truncated or of another format.
+    Raises ``CacheError``, with the file's name, if one is missing, truncated, of another format, or
+    may be changed by another user.
     """
     if not folder.is_dir():
         raise CacheError(f"there is no bundle {folder}; make one with `jaxinfer compile`")
+    check_tree(folder)
     manifest = read_manifest(folder)
     for stored in manifest.executables.values():
         check_size(folder, stored)
@@ -233,7 +237,7 @@ def write_manifest(
         executables=dict(executables),
     )
     complete, partial = folder / BUNDLE_MANIFEST, folder / f"{BUNDLE_MANIFEST}.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    write_trusted(partial, msgspec.json.format(msgspec.json.encode(manifest)))
     partial.replace(complete)
 
 

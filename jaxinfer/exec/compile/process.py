@@ -46,6 +46,7 @@ class Job:
     pins: Pins
     device_ids: tuple[int, ...]
     memory: MemoryPlan
+    cache: Path
     folder: Path
     names: tuple[str, ...]  # in the order of their use
     num_cores: int
@@ -62,6 +63,7 @@ class Job:
             pins=program.pins,
             device_ids=tuple(device.id for device in program.placement.devices),
             memory=store.memory,
+            cache=store.cache,
             folder=store.folder,
             names=tuple(names),
             num_cores=compiler_cores(usable_cores()),
@@ -71,7 +73,7 @@ class Job:
         """The store in a process that has opened the devices."""
         placement = placement_of_ids(self.device_ids)
         program = Program(self.model, self.limits, self.platform, self.pins, placement)
-        return Store(program, self.memory, self.folder)
+        return Store(program, self.memory, self.cache, self.folder)
 
 
 def compiler_cores(cores: int) -> int:

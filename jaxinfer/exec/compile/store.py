@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.core.config import BUNDLE_MANIFEST
+from jaxinfer.core.owners import check_parents, check_tree
 from jaxinfer.core.staging import flush, locked_folder
 from jaxinfer.exec.compile.bundle import (
     Bundle,
@@ -25,6 +26,8 @@ from jaxinfer.exec.compile.fingerprint import Fingerprint
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 
+EXECUTABLES = "executables"  # the folder of the cache
+
 
 @dataclass(frozen=True)
 class Store:
@@ -32,15 +35,17 @@ class Store:
 
     program: Program
     memory: MemoryPlan
+    cache: Path  # the root of the cache
     folder: Path
 
     @classmethod
-    def of(cls, program: Program, memory: MemoryPlan, root: Path) -> Store:
-        """The store in the folder ``root`` of the cache.
+    def of(cls, program: Program, memory: MemoryPlan, cache: Path) -> Store:
+        """The store of a program in the cache.
 
         Every source file is read to compute the folder's name.
         """
-        return cls(program, memory, root / Fingerprint.of(program).without_buckets().digest())
+        digest = Fingerprint.of(program).without_buckets().digest()
+        return cls(program, memory, cache, cache / EXECUTABLES / digest)
 
     def bundle(self) -> Bundle | None:
         """The executables that are saved, also those of other buckets; None without any.
@@ -60,7 +65,12 @@ class Store:
 
     @property
     def _has_some(self) -> bool:
-        return (self.folder / BUNDLE_MANIFEST).is_file()
+        """Raises ``CacheError`` if another user may change what is there: it is code."""
+        if not (self.folder / BUNDLE_MANIFEST).is_file():
+            return False
+        check_parents(self.folder, self.cache)
+        check_tree(self.folder)
+        return True
 
     def _all_saved(self) -> dict[str, StoredExecutable]:
         return read_manifest(self.folder).executables if self._has_some else {}
@@ -71,7 +81,7 @@ class Store:
 
         Raises ``CacheError`` if the folder cannot be written.
         """
-        with locked_folder(self.folder):
+        with locked_folder(self.folder, self.cache):
             yield
 
     def add(self, name: str, stored: StoredExecutable) -> None:
