@@ -62,11 +62,10 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
-        known = facts.vocab_size, facts.eos_token_ids, limits.max_num_seqs
-        self.constraints = ConstraintCompiler(tokenizer, *known)
+        ends, rows = facts.eos_token_ids, limits.max_num_seqs
+        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, ends, rows)
         self._seed = seed
-        self._start = start or EngineStats()
-        self._counters = Counter[str]()
+        self._start, self._counters = start or EngineStats(), Counter[str]()
         self._arrivals = 0
         self._pending: list[Event] = []
         # by the scheduler's ids: unique numbers, so that late events of an ended sequence are not
@@ -112,8 +111,8 @@ class Engine:
         if constraint is None and sampling.is_constrained:
             constraint = self.constraints.submit(sampling)
         compiled = constraint.result() if isinstance(constraint, Future) else constraint
-        steering = self.steering.resolved(sampling)
-        return ValidatedRequest(prompt, sampling, *identity, pools, compiled, steering)
+        added = compiled, self.steering.resolved(sampling)
+        return ValidatedRequest(prompt, sampling, *identity, pools, *added)
 
     def add_request(
         self,
