@@ -235,6 +235,8 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
     client = EngineClient(link, metrics.observe)
     try:
         service.attach(client, metrics)
+        if service.has_chats:
+            service.renderer.start()
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
         summary = (
             f"model {name}, context of {limits.max_model_len} tokens, "
@@ -243,6 +245,7 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         )
         yield Served(summary, client.ended)
     finally:
+        await service.renderer.close()
         await client.shutdown()
         if service.traces is not None:
             await asyncio.to_thread(service.traces.close)

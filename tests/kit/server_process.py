@@ -35,7 +35,7 @@ def sim_main() -> None:
     from jaxinfer.cli.main import main
     from jaxinfer.engine.link import spawn
 
-    spawn.spawn = partial(spawn.spawn, SIM_PROGRAM)
+    spawn.spawn = partial(spawn.spawn, program=SIM_PROGRAM)
     main()
 
 

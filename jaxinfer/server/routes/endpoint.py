@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -72,6 +73,15 @@ class Call:
     def has_body(self) -> bool:
         """True if the request's body is not empty."""
         return bool(self._body)
+
+    async def unless_gone[T](self, work: Awaitable[T]) -> T:
+        """The result of ``work``, which is cancelled if the client disconnects before its end."""
+        task = asyncio.ensure_future(work)
+        async with on_disconnect(self._receive, task.cancel):
+            await asyncio.wait((task,))
+        if task.cancelled():
+            raise ApiError(CLIENT_GONE, "the client has gone")
+        return task.result()
 
     async def updates(self, answer: Answer) -> list[ChoiceUpdate]:
         """All updates of an answer until its end; aborts it if the client disconnects."""

@@ -55,7 +55,7 @@ async def answer_chat[R: ChatCompletionRequest](
 ) -> ASGIApp:
     """Answer a chat of any API, in the form of its writer."""
     service, special = call.service, request.add_special_tokens
-    prompt = await chat_prompt(service, request, request.messages, special)
+    prompt = await chat_prompt(call, request, request.messages, special)
     reading = chat_reading(service, request, prompt)
     return await answer_prompts(call, request, [prompt], kind, reading)
 

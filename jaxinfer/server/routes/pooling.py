@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from jaxinfer.server.openai.pooling import (
 )
 from jaxinfer.server.openai.responses import PromptTokensDetails, Usage
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.service import INLINE_CHARACTERS, Service, run_off_loop
+from jaxinfer.server.routes.service import Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
 COSINE = PoolingParams(normalize=True)
@@ -163,8 +164,12 @@ async def _score_prompts(
     pairs: Sequence[tuple[str, str]],
     document_tokens: int | None,
 ) -> list[Prompt]:
-    service = call.service
+    service, loop = call.service, asyncio.get_running_loop()
     context, keep = service.client.limits.max_model_len, request.truncate_prompt_tokens
+
+    def render(*chat: Any) -> str:
+        return asyncio.run_coroutine_threadsafe(service.render(*chat), loop).result()
+
     make = partial(
         score_prompt,
         service.tokenizer,
@@ -172,9 +177,9 @@ async def _score_prompts(
         variables=request.variables,
         keep=context - 1 if keep == -1 else keep,
         document_tokens=document_tokens,
+        render=render,
     )
-    is_short = sum(len(query) + len(text) for query, text in pairs) <= INLINE_CHARACTERS
-    return await run_off_loop(lambda: [make(query, text) for query, text in pairs], is_short)
+    return await asyncio.to_thread(lambda: [make(query, text) for query, text in pairs])
 
 
 async def _encoded(

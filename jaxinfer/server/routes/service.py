@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,13 +40,17 @@ from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
 from jaxinfer.server.routes.limits import check_fit, deadline
+from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
-from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
+from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES
+from jaxinfer.text.render_process import RenderRequest
+from jaxinfer.text.tokenizer import Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
 INLINE_CHARACTERS = 2000
+RENDERED_CONTEXTS = 4  # a rendered chat is at most so many times as long as the longest prompt
 
 
 class LoadedModel(NamedTuple):
@@ -61,7 +65,9 @@ class LoadedModel(NamedTuple):
 class Service:
     """One server's state, from before the model is loaded. Used in one event loop only."""
 
-    def __init__(self, config: ServerConfig, log: EventLog) -> None:
+    def __init__(
+        self, config: ServerConfig, log: EventLog, renderer: Renderer | None = None
+    ) -> None:
         self.config = config
         self.log = log
         self.created = int(time.time())
@@ -74,6 +80,7 @@ class Service:
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.renderer = renderer or Renderer()
         self.keys = api_keys(config)
         self.traces: Traces | None = None
         if config.otlp_traces_endpoint is not None:
@@ -133,6 +140,14 @@ class Service:
         return tokenizer
 
     @property
+    def has_chats(self) -> bool:
+        """True if there is a chat template."""
+        tokenizer = self.client.tokenizer
+        return tokenizer is not None and bool(
+            self.config.chat_template or tokenizer.has_chat_template
+        )
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served; responses carry the first one."""
         return self.config.served_model_name or (self.client.facts.name,)
@@ -171,6 +186,11 @@ class Service:
         """The special tokens, which are not part of an answer's text."""
         return hidden_pattern(self.tokenizer.all_special_tokens)
 
+    @property
+    def max_characters(self) -> int:
+        """Characters of the longest prompt that may fit the context."""
+        return self.client.limits.max_model_len * self.tokenizer.max_token_characters
+
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False
     ) -> list[Prompt]:
@@ -179,8 +199,7 @@ class Service:
         Raises ``ContextLengthError`` before tokenizing if a text has more characters than the
         longest prompt that fits.
         """
-        tokenizer, special = self.tokenizer, add_special_tokens
-        longest = self.client.limits.max_model_len * tokenizer.max_token_characters
+        tokenizer, special, longest = self.tokenizer, add_special_tokens, self.max_characters
         for number, text in enumerate(texts):
             if len(text) > longest:
                 name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
@@ -203,11 +222,28 @@ class Service:
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return await run_off_loop(lambda: [encoded(text) for text in texts], is_short)
 
-    async def render(self, messages: Sequence[Any], **options: Any) -> str:
-        """A chat as text."""
-        render = partial(self.tokenizer.render_chat, messages, **options)
-        characters = sum(len(str(message)) for message in messages)
-        return await run_off_loop(render, characters <= INLINE_CHARACTERS)
+    async def render(
+        self,
+        messages: Sequence[Any],
+        variables: Mapping[str, Any],
+        chat_template: str | None,
+        *,
+        is_own: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A chat as text; see ``Renderer``."""
+        tokenizer = self.tokenizer
+        request = RenderRequest(
+            tokenizer.get_chat_template(chat_template, variables.get("tools")),
+            tuple(messages),
+            max_characters=RENDERED_CONTEXTS * self.max_characters,
+            special_tokens=tokenizer.special_tokens_map,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=dict(variables),
+        )
+        return await self.renderer.render(request, is_own=is_own)
 
     # admission
 

@@ -32,22 +32,24 @@ def chosen_template(service: Service, request: ChatFields) -> str | None:
 
 
 async def chat_prompt(
-    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
+    call: Call, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
 ) -> Prompt:
     """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
-    template = chosen_template(service, request)
+    service = call.service
     variables = {
         **service.config.default_chat_template_kwargs,
         **request.template_variables,
         **(request.chat_template_kwargs or {}),
     }
-    text = await service.render(
+    rendered = service.render(
         messages,
+        variables,
+        chosen_template(service, request),
+        is_own=request.chat_template is None,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        template_kwargs=variables,
-        chat_template=template,
     )
+    text = await call.unless_gone(rendered)
     return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
 
@@ -58,7 +60,7 @@ async def tokenize(call: Call) -> ASGIApp:
     if request.messages is not None:
         call.prompt_field = "messages"
         special = bool(request.add_special_tokens)
-        prompt = await chat_prompt(service, request, request.messages, special)
+        prompt = await chat_prompt(call, request, request.messages, special)
     else:
         special = request.add_special_tokens is not False
         texts = [request.prompt or ""]
