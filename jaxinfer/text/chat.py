@@ -11,7 +11,7 @@ from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import TemplateProbes
 
-MAX_COMPILED_TEMPLATES = 16  # that are kept: more than a model has, but requests may bring their own
+MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 MAX_CHARACTERS = 1 << 26  # of a prompt, where the context's length does not say less
 # Variables that count as absent if they are empty: templates test them with ``is not none``.
 _LISTS = ("tools", "documents")

@@ -90,7 +90,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**"})
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __context.parent[_STEPS].take(STEPS_OF_CALL)
         return super().call(__context, __obj, *args, **kwargs)
 

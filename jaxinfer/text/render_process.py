@@ -1,7 +1,7 @@
 """A process that renders chats: ``python -m jaxinfer.text.render_process FD``.
 
-A template may loop for hours in one operation, which no thread can end. This process is ended by the
-system after ``SECONDS`` of its own time for one chat, and has at most ``MAX_MEMORY``. It answers the
+A template may take hours for one operation, which no thread can end. The system ends this process
+after ``SECONDS`` of its own time for one chat, and gives it at most ``MAX_MEMORY``. It answers the
 requests on the socket ``FD`` one after another, and ends when the socket is closed.
 """
 

@@ -37,6 +37,11 @@ class Renderer:
         # one at a time, so that a chat whose client has left is not rendered
         self._foreign = _Process(program, 1)
 
+    @property
+    def num_waiting(self) -> int:
+        """Chats with templates of their own that are not rendered yet."""
+        return len(self._foreign)
+
     def start(self) -> None:
         """Start the process for the server's templates before the first chat."""
         self._own.start()
@@ -49,7 +54,7 @@ class Renderer:
         """
         if is_own:
             return await self._own.render(request)
-        if len(self._foreign) >= MAX_WAITING:
+        if self.num_waiting >= MAX_WAITING:
             raise ApiError(
                 429,
                 f"{MAX_WAITING} requests with a chat_template of their own wait; try again later, "
@@ -77,6 +82,7 @@ class _Process(asyncio.Protocol):
         self._spawned: Spawned | None = None
         self._transport: asyncio.WriteTransport | None = None  # once it is connected
         self._connecting: asyncio.Task[object] | None = None
+        self._ended = asyncio.Event()  # and reaped
 
     def __len__(self) -> int:
         """The chats that wait."""
@@ -96,6 +102,7 @@ class _Process(asyncio.Protocol):
         if self._spawned is not None:
             return
         spawned = self._spawned = spawn(program=self._program)
+        self._ended.clear()
         loop = asyncio.get_running_loop()
         connected = loop.create_unix_connection(lambda: self, sock=spawned.end)
         self._connecting = loop.create_task(connected)
@@ -106,12 +113,9 @@ class _Process(asyncio.Protocol):
         self._num_sent = 0
         for _, future in waiting:
             future.cancel()
-        if self._connecting is not None:
-            await self._connecting
-        if self._transport is not None:
-            self._transport.close()
         if self._spawned is not None:
-            await asyncio.to_thread(self._spawned.__exit__)
+            self._spawned.process.kill()
+            await self._ended.wait()
 
     # of the protocol
 
@@ -137,6 +141,7 @@ class _Process(asyncio.Protocol):
         assert spawned is not None
         with spawned, suppress(subprocess.TimeoutExpired):
             spawned.process.wait(1.0)  # at once: its end has closed the socket
+        self._ended.set()
         if self._num_sent and spawned.process.returncode != 0:
             self._end_first(spawned.process.returncode)
         self._num_sent = 0

@@ -143,9 +143,7 @@ def _knows_developer(service: Service, request: ResponsesRequest) -> bool:
     return "developer" in service.tokenizer.get_chat_template(template, request.tools or None)
 
 
-async def _fitting(
-    call: Call, chat: ChatCompletionRequest
-) -> tuple[ChatCompletionRequest, Prompt]:
+async def _fitting(call: Call, chat: ChatCompletionRequest) -> tuple[ChatCompletionRequest, Prompt]:
     """The chat without as many of its first turns as exceed the context, and its prompt.
 
     Instructions stay, and the first turn that is kept begins with a user's message. A last turn
