@@ -35,6 +35,8 @@ _GROUPS = (
         "max_num_queued_tokens",
         "shutdown_timeout",
         "h11_max_incomplete_event_size",
+        "max_buffered_bytes",
+        "max_connections",
     ),
     _BY_TITLE["Answers"],
     _BY_TITLE["Process and log"].without("disable_uvicorn_access_log"),

@@ -82,6 +82,8 @@ GROUPS = (
             Setting("request_timeout", number, "Seconds that an answer may take."),
             Setting("shutdown_timeout", number, "Seconds for open requests after SIGTERM."),
             Setting("max_body_bytes", size, "Longest request body."),
+            Setting("max_buffered_bytes", size, "Bytes of requests that have not arrived whole."),
+            Setting("max_connections", size, "Open connections; more get 503."),
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
             Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
             Setting("max_tap_bytes", size, "Most bytes of activations in an answer."),

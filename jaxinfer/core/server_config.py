@@ -24,6 +24,8 @@ WHOLE = MappingProxyType(
         "port": (0, 65535),  # 0: any free port
         "ssl_cert_reqs": (0, 2),
         "max_body_bytes": (1, INF),
+        "max_buffered_bytes": (0, INF),
+        "max_connections": (1, INF),
         "h11_max_incomplete_event_size": (1024, INF),
         "max_num_queued_reqs": (0, INF),
         "max_num_queued_tokens": (0, INF),
@@ -71,6 +73,8 @@ class ServerConfig:
     ui: bool = True  # the page at /
     # limits
     max_body_bytes: int = 8 * MIB
+    max_buffered_bytes: int = 48 * MIB  # of requests that no handler has read, beyond 16 KiB each
+    max_connections: int = 10_000
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None

@@ -21,6 +21,7 @@ from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.server.http.buffered import BufferedBytes
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
 from jaxinfer.server.metrics.registry import Metrics
@@ -49,6 +50,18 @@ class Serving:
     engine: Engine
     service: Service
     loop: asyncio.AbstractEventLoop
+    listener: Server
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self.listener.server_state.connections)
+
+    @property
+    def buffered(self) -> BufferedBytes:
+        """The count of bytes that no handler has read."""
+        made: Any = self.listener.config.http
+        return made.keywords["limits"].buffered
 
     def client(self, **options: Any) -> httpx.Client:
         """A client of the server; it reads no certificates, which would take 30 ms."""
@@ -102,7 +115,8 @@ def serving(
             port = sockets[0].getsockname()[1]
             loop = asyncio.get_running_loop()
             listening = asyncio.create_task(server.serve(sockets))
-            found.append(Serving(f"http://127.0.0.1:{port}", port, engine, service, loop))
+            url = f"http://127.0.0.1:{port}"
+            found.append(Serving(url, port, engine, service, loop, server))
             stop.append(lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True))
             started.set()
             await listening

@@ -62,6 +62,9 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
     }
 )
 
+BODILESS = frozenset(  # POST routes whose requests have no body, besides those with parameters
+    {"/ping", "/resume", "/sleep", "/wake_up"}
+)
 ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_steering
     {
         ("POST", "/pause"): admin.pause,
@@ -110,9 +113,16 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in table if "{" not in path}
-    open_paths = (*OPEN_PATHS, *page)
-    routes_and_app = ExactPaths(known, app)
-    return guarded(routes_and_app, service.config, service.log, service.keys, refused, open_paths)
+    with_body = {root + path for method, path in table if method == "POST" and path not in BODILESS}
+    return guarded(
+        ExactPaths(known, app),
+        service.config,
+        service.log,
+        service.keys,
+        refused,
+        open_paths=(*OPEN_PATHS, *page),
+        takes_body=lambda method, path: method == "POST" and path in with_body,
+    )
 
 
 @dataclass(eq=False)
