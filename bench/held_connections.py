@@ -105,7 +105,7 @@ async def measured(case: Case, server: ServerProcess, count: int) -> dict[str, f
         await asyncio.sleep(0.1)
         peak = max(peak, resident_mib(server.pid))
     sent = sum(await asyncio.gather(*tasks))
-    await asyncio.sleep(4.0)
+    await asyncio.sleep(5.0)
     after = resident_mib(server.pid)
     return {
         "before_mib": round(before, 1),

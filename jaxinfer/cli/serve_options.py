@@ -86,6 +86,9 @@ GROUPS = (
             Setting("max_connections", size, "Open connections; more get 503."),
             Setting("h11_max_incomplete_event_size", size, "Longest head of a request, in bytes."),
             Setting("max_logprobs", integer, "Most logprobs that a request may ask for."),
+            Setting(
+                "max_answer_bytes", size, "Most bytes of a request's answers, estimated before."
+            ),
             Setting("max_tap_bytes", size, "Most bytes of activations in an answer."),
             Setting("max_stored_responses", size, "Responses kept for later requests; 0: none."),
             Setting("max_stored_response_bytes", size, "Most bytes of the kept responses."),

@@ -32,6 +32,7 @@ WHOLE = MappingProxyType(
         "max_logprobs": (0, MAX_LOGPROBS),
         "max_log_len": (0, INF),
         "max_tap_bytes": (0, INF),
+        "max_answer_bytes": (0, INF),
         "max_stored_responses": (0, INF),
         "max_stored_response_bytes": (0, INF),
     }
@@ -78,6 +79,7 @@ class ServerConfig:
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_answer_bytes: int = 256 * MIB  # of the JSON of a request's answers, estimated before
     max_tap_bytes: int = 64 * MIB  # of activations in one answer, before base64
     max_stored_responses: int = 1024  # of /v1/responses; 0: none is stored
     max_stored_response_bytes: int = 64 * MIB  # of all together

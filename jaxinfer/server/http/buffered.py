@@ -8,8 +8,8 @@ from collections.abc import Callable
 from jaxinfer.core.host_memory import release_free_heap
 
 UNCOUNTED_BYTES = 16384  # of each request: a short chat is accepted however much others send
-TRIMMED_BYTES = 1 << 24  # after so many bytes the heap has free memory to return
-TRIM_SECONDS = 1.0  # from the end of the last long request to then
+TRIMMED_BYTES = 1 << 24  # the heap is trimmed after so many received bytes, counted or dropped
+TRIM_SECONDS = 2.0  # from then to the trimming, and so between two
 
 
 class BufferedBytes:
@@ -18,7 +18,7 @@ class BufferedBytes:
     def __init__(self, max_bytes: int, trim: Callable[[], None] = release_free_heap) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._most = 0  # since the heap was trimmed
+        self._received = 0  # since the heap was trimmed
         self._trim = trim
         self._timer: asyncio.TimerHandle | None = None
 
@@ -27,17 +27,22 @@ class BufferedBytes:
         if self.num_bytes + count > self.max_bytes:
             return False
         self.num_bytes += count
-        self._most = max(self._most, self.num_bytes)
         return True
 
     def remove(self, count: int) -> None:
-        """Count fewer bytes. After many of them, their memory is returned to the system."""
+        """Count fewer bytes."""
         self.num_bytes -= count
-        if self._most >= TRIMMED_BYTES and not self.num_bytes and self._timer is None:
+
+    def receive(self, count: int) -> None:
+        """Note received bytes. After many of them the memory of those that are no longer held is
+        returned to the system.
+        """
+        self._received += count
+        if self._received >= TRIMMED_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_heap)
 
     def _trim_heap(self) -> None:
-        self._timer, self._most = None, self.num_bytes
+        self._timer, self._received = None, 0
         self._trim()
 
 

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.server_config import ServerConfig
@@ -221,19 +221,22 @@ class BodyLimits:
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self.max_bytes:
             raise self._too_large()
-        held = request_bytes(scope)
-        received, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            if held.refused:
-                raise too_many_bytes(held.max_total)
-            received += message.get("body", b"")
-            if len(received) > self.max_bytes:
-                raise self._too_large()
-            more = message.get("more_body", False)
+        received = bytearray()
+        while await self._read_part(scope, receive, received):
+            pass
         return bytes(received)
+
+    async def _read_part(self, scope: Scope, receive: Receive, received: bytearray) -> bool:
+        """Read a part of the body, which is not kept; True if more follows."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        if (held := request_bytes(scope)).refused:
+            raise too_many_bytes(held.max_total)
+        received += message.get("body", b"")
+        if len(received) > self.max_bytes:
+            raise self._too_large()
+        return message.get("more_body", False)
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -270,11 +273,17 @@ async def answer_unread(
 
     request_bytes(scope).discard()
     await app(scope, _replaying(b"", receive), send_unended)
-    with suppress(TimeoutError, ClientDisconnect):
+    with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
-            async for _ in Request(scope, receive).stream():
+            while await _continues(receive):
                 pass
     await send({"type": "http.response.body", "body": b""})
+
+
+async def _continues(receive: Receive) -> bool:
+    """Read and drop a part of the body; True if more follows."""
+    message = await receive()
+    return message["type"] == "http.request" and message.get("more_body", False)
 
 
 def request_bytes(scope: Scope) -> RequestBytes:

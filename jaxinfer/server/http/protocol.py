@@ -81,6 +81,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._unparsed += len(data)
+        self._limits.buffered.receive(len(data))
         super().data_received(data)
         if self._unparsed > self._max_head and not self.transport.is_closing():
             self.send_400_response("")

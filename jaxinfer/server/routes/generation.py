@@ -29,6 +29,7 @@ from jaxinfer.server.openai.tools import AnswerReading, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.limits import bounded_answers
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
 
@@ -188,6 +189,8 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
     ]
+    limits = service.client.limits
+    sampling = bounded_answers(prompts, sampling, request, limits, config.max_answer_bytes)
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
@@ -201,7 +204,7 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
             else request.return_tokens_as_token_ids
         ),
         tokenizer=service.client.tokenizer,
-        points=service.client.limits.points,
+        points=limits.points,
         reading=reading,
     )
     writer = make_writer(context, request, prompts)

@@ -38,9 +38,11 @@ from jaxinfer.server.openai.pooling import (
 )
 from jaxinfer.server.openai.responses import PromptTokensDetails, Usage
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.limits import too_large
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
+FLOAT_BYTES, BASE64_BYTES = 21, 6  # of a number in the JSON of a vector
 COSINE = PoolingParams(normalize=True)
 
 
@@ -108,6 +110,10 @@ async def _vectors(call: Call, request: EmbeddingRequest) -> tuple[list[np.ndarr
     prompts = [Prompt(None, one) for one in request.inputs if not isinstance(one, str)]
     if texts:
         prompts = await _encoded(call, texts, request, request.add_special_tokens)
+    number_bytes = FLOAT_BYTES if request.encoding_format == "float" else BASE64_BYTES
+    size = len(prompts) * (request.dimensions or own.width) * number_bytes
+    if size > (most := call.service.config.max_answer_bytes):
+        raise too_large("input", size, most)
     prompts = [_short(call.service, prompt, request) for prompt in prompts]
     deltas, usage = await _answered(call, request, prompts, NO_SAMPLING, pools=True)
     params = request.params

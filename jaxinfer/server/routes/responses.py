@@ -43,6 +43,15 @@ async def create(call: Call) -> ASGIApp:
             "background responses are stored, and this server stores none; start it with "
             "--max-stored-responses, or leave background out",
         )
+    if request.background and len(service.background) >= service.config.max_stored_responses:
+        raise ApiError(
+            429,
+            f"{len(service.background)} background responses are not done, and as many are stored "
+            "(--max-stored-responses); try again later",
+            param="background",
+            code="queue_full",
+            headers={"Retry-After": "5"},
+        )
     chat = await run_off_loop(
         lambda: request.chat(
             before.conversation() if before is not None else (),

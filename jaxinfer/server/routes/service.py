@@ -22,10 +22,8 @@ from jaxinfer.core.errors import (
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
-from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
-from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error
 from jaxinfer.server.http.keys import api_keys
@@ -34,12 +32,12 @@ from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
 from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
-from jaxinfer.server.routes.limits import check_fit, deadline
+from jaxinfer.server.routes.limits import check_fit, check_taps, deadline
 from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
@@ -266,7 +264,7 @@ class Service:
         """
         client = self.client
         self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
-        self._check_taps(prompts, sampling)
+        check_taps(prompts, sampling, client.limits, self.config.max_tap_bytes)
         self._check_queue(prompts)
         wake = asyncio.Event()
         streams: list[Stream | BeamStream] = []
@@ -345,23 +343,6 @@ class Service:
                     raise RequestError(message) from None
                 field = name if error.field == "prompt" else error.field
                 raise ContextLengthError(message, field) from None
-
-    def _check_taps(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        """Raise ``ApiError`` if the activations of an answer may be too large."""
-        if not sampling.taps:
-            return
-        limits, most = self.client.limits, self.config.max_tap_bytes
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        size = sum(
-            tap_bytes(length, resolved_max_tokens(length, sampling, limits), sampling, limits)
-            for length in lengths
-        )
-        if size > most:
-            raise field_error(
-                "taps",
-                f"taps of this request may have {size} bytes, and {most} are allowed "
-                "(--max-tap-bytes); ask for fewer points, prompts or tokens",
-            )
 
     def _check_queue(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config

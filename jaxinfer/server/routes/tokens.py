@@ -14,6 +14,7 @@ from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.limits import too_large
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 
@@ -86,6 +87,9 @@ async def detokenize(call: Call) -> ASGIApp:
     last = call.service.client.facts.vocab_size - 1
     if (largest := max(request.tokens, default=0)) > last:
         raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
+    size = len(request.tokens) * tokenizer.max_token_characters
+    if size > (most := call.service.config.max_answer_bytes):
+        raise too_large("tokens", size, most)
     decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
     text = await run_off_loop(decode, call.is_small)
     return json_response(Detokenized(prompt=text))
