@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,9 @@ def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
     assert isinstance(ctx.command, SettingsCommand)
     settings = ctx.command.resolved(with_model(flags, reference))
     engine_config, server_config = check_settings(settings)
+    if "seed" not in settings:
+        # with a known seed, draws of unseeded requests could be known in advance
+        engine_config = replace(engine_config, seed=secrets.randbits(63))
 
     from jaxinfer.core.log import SERVER_LOGGER, log_to
 
@@ -210,6 +215,13 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
         requests=server_config.enable_log_requests, max_characters=server_config.max_log_len
     )
     service = Service(server_config, log)
+    if not (server_config.needs_key or server_config.is_local):
+        _tell(
+            "open",
+            "requests need no key, and other machines can reach the server; set --api-key, or "
+            "--host 127.0.0.1",
+            level=logging.WARNING,
+        )
     run(
         create_app(service),
         service.drain,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -67,6 +68,8 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None  # lines of KEY or KEY NAME, read again on SIGHUP
     admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
+    prefix_caching_by_key: bool = False  # cached prefixes are reused by the key that made them
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header; see ``checked_hosts``
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -102,6 +105,7 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_prompt_tokens_details: bool = True  # the usage has cached tokens
     # logs and processes
     enable_log_requests: bool = False
     max_log_len: int | None = None  # characters of a prompt in the log; None: no text is logged
@@ -129,6 +133,8 @@ class ServerConfig:
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        if self.prefix_caching_by_key and not self.needs_key:
+            raise ConfigError("prefix_caching_by_key needs api_key or api_key_file")
         names = self.served_model_name
         if not all(names) or len({*names}) < len(names):
             raise ConfigError(f"served_model_name must be different names, got {list(names)}")
@@ -139,6 +145,44 @@ class ServerConfig:
                 "http://localhost:4318/v1/traces"
             )
         _check_sampling(self.override_generation_config)
+
+    @property
+    def needs_key(self) -> bool:
+        """True if requests need an API key."""
+        return bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def is_local(self) -> bool:
+        """True if only programs on this machine reach the server."""
+        return self.uds is not None or is_loopback(self.host or "0.0.0.0")
+
+    @property
+    def checked_hosts(self) -> tuple[str, ...] | None:
+        """The names that the Host header may have, besides IP addresses and localhost; None: any.
+
+        A page of any site can give its own name the address 127.0.0.1, and then sends requests to
+        this machine as if they were to its own site (DNS rebinding). So the header is checked if
+        the server relies on being local.
+        """
+        if self.allowed_hosts:
+            return None if "*" in self.allowed_hosts else self.allowed_hosts
+        if self.needs_key or self.uds is not None or not self.is_local:
+            return None
+        return (self.host or "",)
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the addresses of the loopback interface."""
+    return host.lower() == "localhost" or (is_address(host) and ip_address(host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    """True for IP addresses, as opposed to names."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_usable_key(key: str) -> bool:

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.core.server_config import ServerConfig, is_address
 from jaxinfer.server.http.buffered import BufferedBytes, RequestBytes
 from jaxinfer.server.http.errors import ApiError, is_anthropic
 from jaxinfer.server.http.keys import Keys
@@ -29,6 +29,7 @@ OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balance
 # polled every few seconds, so their access is logged at debug level
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
 BODY_SECONDS = 60.0  # for the whole body, so that a slow client does not hold memory longer
+_PORT = re.compile(":[0-9]*$")  # at the end of a Host header
 _SAFE_REQUEST_ID = re.compile("[ -~]{1,128}")  # printable ASCII
 
 
@@ -47,13 +48,14 @@ def guarded(
 ) -> ASGIApp:
     """The app behind all layers. Without ``keys`` requests need none.
 
-    From the outside in: request id and access log, connections, CORS, API key, body. CORS is
-    outside the key check because browsers send preflight requests without a key. ``open_paths``
+    From the outside in: request id and access log, connections, hosts, CORS, API key, body. CORS
+    is outside the key check because browsers send preflight requests without a key. ``open_paths``
     need no key. Only requests with a method and path that ``takes_body`` have their body read.
     uvicorn is set up so that every scope is one of HTTP. The request id is in
-    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the name of the
-    request's key, if it has one, is in ``scope["state"]["key_name"]``.
+    ``scope["state"]["request_id"]`` and in the response's ``X-Request-Id``; the salt and the name
+    of the request's key, if it has some, are in ``key_salt`` and ``key_name`` of that state.
     """
+    probes = frozenset(config.root_path + path for path in OPEN_PATHS)
     app = BodyLimits(app, config.max_body_bytes, on_refusal, takes_body=takes_body)
     if keys is not None:
         paths = frozenset(config.root_path + path for path in open_paths)
@@ -67,7 +69,8 @@ def guarded(
             allow_credentials=config.allow_credentials,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    probes = frozenset(config.root_path + path for path in OPEN_PATHS)
+    if (hosts := config.checked_hosts) is not None:
+        app = AllowedHosts(app, hosts, probes, on_refusal)
     app = ConnectionLimit(app, probes, on_refusal)
     access_log = None if config.disable_uvicorn_access_log else log
     return WithRequestId(app, access_log, config.root_path)
@@ -151,8 +154,10 @@ class ApiKeyRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = self._keys.find(Headers(scope=scope))
-        if key is not None and key.name:
-            scope.setdefault("state", {})["key_name"] = key.name
+        if key is not None:
+            scope["state"]["key_salt"] = key.salt
+            if key.name:
+                scope["state"]["key_name"] = key.name
         if key is not None or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
         else:
@@ -180,6 +185,42 @@ class ConnectionLimit:
             headers={"Retry-After": "1"},
         )
         await answer_unread(refused.response(scope), scope, receive, send)
+
+
+@dataclass(eq=False)
+class AllowedHosts:
+    """Refuses requests with another name in their Host header; see ``ServerConfig``.
+
+    An address is no name that a page can have, so health checks and programs may use any.
+    """
+
+    app: ASGIApp
+    hosts: Sequence[str]  # *.example.com: every name below it
+    probes: Set[str]
+    on_refusal: OnRefusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).getlist("host")
+        if scope["path"] in self.probes or all(map(self._allows, given)):
+            await self.app(scope, receive, send)
+            return
+        self.on_refusal(scope["method"], 403)
+        refused = ApiError(
+            403,
+            f"{given[-1][:200]!r} is not a name of this server; if it is one, start it with "
+            "--allowed-hosts and that name",
+            code="host_not_allowed",
+        )
+        await answer_unread(refused.response(scope), scope, receive, send)
+
+    def _allows(self, given: str) -> bool:
+        name = _PORT.sub("", given).strip("[]").rstrip(".").lower()
+        if not name or name == "localhost" or name.endswith(".localhost") or is_address(name):
+            return True
+        return any(
+            name.endswith(host[1:].lower()) if host.startswith("*.") else name == host.lower()
+            for host in self.hosts
+        )
 
 
 @dataclass(eq=False)

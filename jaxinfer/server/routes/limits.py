@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.errors import ContextLengthError
+from jaxinfer.core.errors import ContextLengthError, RequestError, TaskError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import resolved_max_tokens
+from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError
@@ -46,6 +47,31 @@ def deadline(requested: float | None, allowed: float | None) -> tuple[float, Api
         # further
         headers={"X-Should-Retry": "false"},
     )
+
+
+def check_prompts(
+    client: EngineClient,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    requested: RequestedTokens | None,
+    *,
+    pools: bool,
+) -> None:
+    """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
+    for number, prompt in enumerate(prompts):
+        try:
+            client.check(prompt.token_ids, sampling, pools=pools)
+            if requested is not None:
+                check_fit(len(prompt.token_ids), requested, client.limits.max_model_len)
+        except RequestError as error:
+            if len(prompts) == 1 or isinstance(error, TaskError):
+                raise
+            name = f"prompt[{number}]"
+            message = f"{name}: {error}"
+            if not isinstance(error, ContextLengthError):
+                raise RequestError(message) from None
+            field = name if error.field == "prompt" else error.field
+            raise ContextLengthError(message, field) from None
 
 
 def check_taps(

@@ -36,9 +36,10 @@ from jaxinfer.server.openai.pooling import (
     TemplateFields,
     ranked,
 )
-from jaxinfer.server.openai.responses import PromptTokensDetails, Usage
+from jaxinfer.server.openai.responses import Usage
+from jaxinfer.server.openai.writer import prompt_details
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.limits import too_large
+from jaxinfer.server.routes.limits import check_prompts, too_large
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
@@ -160,7 +161,7 @@ async def _checked(
     call.prompt_field = field
     prompts = await _encoded(call, texts, request)
     prompts = [_short(call.service, prompt, request, document_tokens) for prompt in prompts]
-    call.service.check_prompts(prompts, NO_SAMPLING, None, pools=True)
+    check_prompts(call.service.client, prompts, NO_SAMPLING, None, pools=True)
     return prompts
 
 
@@ -232,7 +233,7 @@ def _usage(answer: Answer) -> Usage:
         prompt_tokens=count,
         completion_tokens=0,
         total_tokens=count,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+        prompt_tokens_details=prompt_details(answer),
     )
 
 

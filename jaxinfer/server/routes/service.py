@@ -17,8 +17,6 @@ from jaxinfer.core.errors import (
     ContextLengthError,
     EngineError,
     JaxinferError,
-    RequestError,
-    TaskError,
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
@@ -32,12 +30,12 @@ from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens
+from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
-from jaxinfer.server.routes.limits import check_fit, check_taps, deadline
+from jaxinfer.server.routes.limits import check_prompts, check_taps, deadline
 from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
@@ -263,21 +261,33 @@ class Service:
         for vectors.
         """
         client = self.client
-        self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
+        check_prompts(client, prompts, sampling, request.requested_tokens(), pools=pools)
         check_taps(prompts, sampling, client.limits, self.config.max_tap_bytes)
         self._check_queue(prompts)
         wake = asyncio.Event()
+        salt = caller.key_salt if self.config.prefix_caching_by_key else ""
         streams: list[Stream | BeamStream] = []
         try:
             for prompt in prompts:
                 token_ids = prompt.token_ids
-                streams.append(open_stream(client, token_ids, sampling, request, wake, pools=pools))
+                streams.append(
+                    open_stream(client, token_ids, sampling, request, wake, salt, pools=pools)
+                )
         except JaxinferError:
             for stream in streams:
                 stream.close()
             raise
         metrics = self.loaded.metrics
-        answer = Answer(request_id, route, streams, wake, metrics, sampling=sampling, caller=caller)
+        answer = Answer(
+            request_id,
+            route,
+            streams,
+            wake,
+            metrics,
+            sampling=sampling,
+            caller=caller,
+            shows_cached=self.config.enable_prompt_tokens_details,
+        )
         if expiry := deadline(request.timeout, self.config.request_timeout):
             answer.expire_after(*expiry)
         self._answers.add(answer)
@@ -319,30 +329,6 @@ class Service:
     def error(self, error: JaxinferError) -> ApiError:
         """The ``ApiError`` for an error of the lower floors."""
         return api_error(error, alive=self._loaded is None or self.client.alive)
-
-    def check_prompts(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        requested: RequestedTokens | None,
-        *,
-        pools: bool,
-    ) -> None:
-        """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
-        for number, prompt in enumerate(prompts):
-            try:
-                self.client.check(prompt.token_ids, sampling, pools=pools)
-                if requested is not None:
-                    check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
-            except RequestError as error:
-                if len(prompts) == 1 or isinstance(error, TaskError):
-                    raise
-                name = f"prompt[{number}]"
-                message = f"{name}: {error}"
-                if not isinstance(error, ContextLengthError):
-                    raise RequestError(message) from None
-                field = name if error.field == "prompt" else error.field
-                raise ContextLengthError(message, field) from None
 
     def _check_queue(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config
