@@ -34,6 +34,7 @@ _GROUPS = (
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "shutdown_timeout",
+        "health_timeout",
         "h11_max_incomplete_event_size",
         "max_buffered_bytes",
         "max_connections",

@@ -45,7 +45,9 @@ ONE_OF = MappingProxyType(
         "otlp_traces_protocol": OTLP_PROTOCOLS,
     }
 )
-SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
+SECONDS = MappingProxyType(  # minima
+    {"request_timeout": 0.001, "shutdown_timeout": 0.0, "health_timeout": 0.0}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class ServerConfig:
     max_stored_response_bytes: int = 64 * MIB  # of all together
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
+    health_timeout: float = 60.0  # seconds without a finished step, besides those that one takes
     # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
     strict_fields: bool = False

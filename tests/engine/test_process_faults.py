@@ -127,6 +127,22 @@ def test_a_stop_of_a_process_that_hangs(
     assert "did not end in 0.3 s and is killed" in caplog.text
 
 
+def test_a_process_that_is_stopped_is_noticed_by_its_silence() -> None:
+    async def scenario(client: EngineClient) -> None:
+        assert await client.stalled_seconds() == 0.0
+        os.kill(link.pid, signal.SIGSTOP)
+        os.waitpid(link.pid, os.WUNTRACED)
+        first, second = [await client.stalled_seconds(0.05) for _ in range(2)]
+        assert 0.05 <= first < second
+        assert await client.responds(5) and not await client.responds(0.05)
+        os.kill(link.pid, signal.SIGCONT)
+        while await client.stalled_seconds(0.5):
+            pass
+
+    with sim_process() as link:
+        talk(link, scenario)
+
+
 def test_signals_do_not_end_the_engine() -> None:
     async def scenario(client: EngineClient) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -253,7 +253,9 @@ class BodyLimits:
             await too_slow.response(scope)(scope, receive, send)
         except ApiError as refused:
             self.on_refusal(scope["method"], refused.status)
-            await answer_unread(refused.response(scope), scope, receive, send, has_body=True)
+            # its traceback would keep what has been read of the body
+            response = refused.with_traceback(None).response(scope)
+            await answer_unread(response, scope, receive, send, has_body=True)
         else:
             await self.app(scope, replay, send)
 
