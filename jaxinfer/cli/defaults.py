@@ -58,7 +58,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
 OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "serve": {"seed": "random at each start"},
-        "run-batch": {"prefill_first": "on"},
+        "run-batch": {"prefill_first": "on", "seed": "0"},
         "generate": {
             "max_tokens": "256",
             "prefill_first": "on",

@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,9 +50,6 @@ def serve(ctx: click.Context, reference: str | None, **flags: Any) -> None:
     assert isinstance(ctx.command, SettingsCommand)
     settings = ctx.command.resolved(with_model(flags, reference))
     engine_config, server_config = check_settings(settings)
-    if "seed" not in settings:
-        # with a known seed, draws of unseeded requests could be known in advance
-        engine_config = replace(engine_config, seed=secrets.randbits(63))
 
     from jaxinfer.core.log import SERVER_LOGGER, log_to
 

@@ -103,6 +103,20 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
     talk(link, scenario)
 
 
+def test_draws_without_a_seed_differ_from_server_to_server(config: EngineConfig) -> None:
+    """Those of ``LLM`` follow from the seed 0, as in vLLM."""
+    hot = replace(GREEDY, temperature=2.0)
+
+    def drawn(seed: int | None, *, serves: bool) -> list[list[int]]:
+        engine = start_engine(dataclasses.replace(config, seed=seed), serves_early=serves)
+        found = tokens(run(engine, PROMPTS[:1], hot))
+        engine.close()
+        return found
+
+    assert drawn(None, serves=True) != drawn(None, serves=True)
+    assert drawn(None, serves=False) == drawn(0, serves=False) == drawn(0, serves=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "match"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -90,6 +91,9 @@ def create_app(service: Service) -> ASGIApp:
     by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
     methods = {path: [method for method, other in table if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
+    for route in routes:  # Starlette's pattern ends with $, which a line feed may follow
+        pattern = route.path_regex.pattern.removesuffix("$")
+        route.path_regex = re.compile(rf"{pattern}\Z")
 
     async def no_route(request: Request, error: Exception) -> Response:
         """404 and 405."""
