@@ -4,10 +4,10 @@ Run from the repository root:
 
     .venv/bin/python -m bench.held_connections [--connections 1000] [--output FILE] [-- FLAGS]
 
-Starts `jaxinfer serve` without and with an API key, opens connections that each send a request but
-its last byte, as far as the server reads it within some seconds, and prints JSON: by case the
-growth of the server's own process while the connections are open, and after they have closed.
-FLAGS go to `jaxinfer serve`.
+Starts `jaxinfer serve` for each case, without and with an API key, opens connections that each send
+a request but its last byte, as far as the server reads it within some seconds, and prints JSON: by
+case the growth of the server's own process while the connections are open, and after they have
+closed, and what they could send. FLAGS go to `jaxinfer serve`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,33 +80,33 @@ async def held(case: Case, port: int, stop: float) -> int:
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout_at(stop):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = case.head.encode()
-            if case.body:
-                head += b"\r\n\r\n"
-            writer.write(head)
-            await writer.drain()
-            sent = len(head)
-            while case.body and sent < BODY - len(case.body):
-                writer.write(case.body)
+            with closing(writer):
+                head = case.head.encode()
+                if case.body:
+                    head += b"\r\n\r\n"
+                writer.write(head)
                 await writer.drain()
-                sent += len(case.body)
-            await asyncio.sleep(3600)
+                sent = len(head)
+                while case.body and sent < BODY - len(case.body):
+                    writer.write(case.body)
+                    await writer.drain()
+                    sent += len(case.body)
+                await asyncio.sleep(3600)
     return sent
 
 
-async def measured(case: Case, server: ServerProcess, count: int) -> dict[str, float]:
-    """Memory before, at most during, and after the connections."""
-    port = int(server.url.rpartition(":")[2])
-    before, peak = resident_mib(server.pid), 0.0
+async def measured(case: Case, pid: int, port: int, count: int) -> dict[str, float]:
+    """Memory of a server before, at most during, and after the connections."""
+    before, peak = resident_mib(pid), 0.0
     loop = asyncio.get_running_loop()
     stop = loop.time() + SECONDS
     tasks = [asyncio.ensure_future(held(case, port, stop)) for _ in range(count)]
     while loop.time() < stop:
         await asyncio.sleep(0.1)
-        peak = max(peak, resident_mib(server.pid))
+        peak = max(peak, resident_mib(pid))
     sent = sum(await asyncio.gather(*tasks))
     await asyncio.sleep(5.0)
-    after = resident_mib(server.pid)
+    after = resident_mib(pid)
     return {
         "before_mib": round(before, 1),
         "growth_mib": round(peak - before, 1),
@@ -129,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for case in CASES:
             if given.case is None or given.case in case.name:
                 with ServerProcess(given.model, *flags, *given.flags) as server:
-                    result = asyncio.run(measured(case, server, given.connections))
+                    port = int(server.url.rpartition(":")[2])
+                    result = asyncio.run(measured(case, server.pid, port, given.connections))
                 found.setdefault(access, {})[case.name] = result
     print(json.dumps(found, indent=2))
     report = {**host_circumstances(), "connections": given.connections, "results": found}

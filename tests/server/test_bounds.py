@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from bench.held_connections import CASES, Case, measured
 from jaxinfer.server.http import buffered, guard, protocol
 from jaxinfer.server.http.buffered import UNCOUNTED_BYTES, BufferedBytes, RequestBytes
 from jaxinfer.server.routes.app import ADMIN_ROUTES, BODILESS, ROUTES
 from kit.raw_http import RawClient, get, post
 from kit.server import Serving, serving
-from kit.server_process import wait_until
+from kit.server_process import SIM_SERVE, server_process, sim_arguments, wait_until
 from kit.watched_executor import watched_engine
 
 ROUTE = "/v1/completions"
@@ -233,6 +234,17 @@ def test_connections_beyond_the_limit_get_an_error_and_health_checks_do_not(
             assert silent.rest() == other.rest() == b""  # closed after REFUSED_SECONDS
     with serving(watched_engine()[0], max_connections=3) as server:
         assert post(server.port, ROUTE, **SHORT).status == 200
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("key", [(), ("--api-key", "secret")], ids=["no key", "a key"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_1000_connections_hold_under_100_mib(case: Case, key: tuple[str, ...]) -> None:
+    command = (*SIM_SERVE, *sim_arguments(0.0), "--disable-uvicorn-access-log", *key)
+    with server_process(*command) as server:
+        found = asyncio.run(measured(case, server.pid, server.port, 1000))
+        assert found["growth_mib"] < 100 and found["left_mib"] < 40, found
+        assert get(server.port, "/health").status == 200
 
 
 # the counter
