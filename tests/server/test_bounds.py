@@ -183,6 +183,23 @@ def test_headers_are_limited_in_number(server: Serving) -> None:
     assert reply.error["code"] == "head_too_large" and "headers" in reply.error["message"]
 
 
+@pytest.mark.parametrize("key", [KEY, "x-nothing: 1"])
+def test_tiny_chunks_are_limited_in_number(server: Serving, key: str) -> None:
+    """Each takes the parser as long as a large one, also after the answer."""
+    chunked = head("POST", ROUTE, "transfer-encoding: chunked", key, "content-type: text/plain")
+    few = b"1\r\nx\r\n" * 2000 + b"0\r\n\r\n"
+    with RawClient(server.port) as client:
+        assert client.send(chunked + few).reply().status == (415 if key is KEY else 401)
+    with RawClient(server.port) as client:
+        client.send(chunked + b"1\r\nx\r\n" * 200_000)
+        with suppress(ConnectionResetError):
+            answer = client.rest()
+            assert answer.startswith(b"HTTP/1.1 4") and answer.count(b"HTTP/1.1") == 1
+    large = (b"200\r\n" + b" " * 512 + b"\r\n") * 1800 + b"0\r\n\r\n"
+    with RawClient(server.port) as client:
+        assert client.send(chunked + large).reply().status == (415 if key is KEY else 401)
+
+
 @pytest.mark.parametrize(
     "framing",
     [
@@ -237,6 +254,7 @@ def test_connections_beyond_the_limit_get_an_error_and_health_checks_do_not(
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the clients
 @pytest.mark.parametrize("key", [(), ("--api-key", "secret")], ids=["no key", "a key"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_1000_connections_hold_under_100_mib(case: Case, key: tuple[str, ...]) -> None:
