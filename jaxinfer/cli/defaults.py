@@ -48,6 +48,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "bundle": "compiled executables are kept in the cache",
         "cache_dir": "$JAXINFER_CACHE_DIR, $XDG_CACHE_HOME/jaxinfer or ~/.cache/jaxinfer",
         "host": "0.0.0.0, every IPv4 address",
+        "allowed_hosts": "localhost and addresses if --host is local and no key is set, else any",
         "max_num_queued_reqs": "no limit",
         "max_num_queued_tokens": "no limit",
         "request_timeout": "no limit",
@@ -56,7 +57,8 @@ DERIVED: Mapping[str, str] = MappingProxyType(
 # of one command, before all others
 OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "run-batch": {"prefill_first": "on"},
+        "serve": {"seed": "random at each start"},
+        "run-batch": {"prefill_first": "on", "seed": "0"},
         "generate": {
             "max_tokens": "256",
             "prefill_first": "on",

@@ -138,7 +138,7 @@ def generate(
             advance(len(delta.token_ids))
             printer.add(list(requests)[number], delta)
     if show_stats:
-        sampling_text = describe_sampling(sampling, defaults, sources, llm.config.seed)
+        sampling_text = describe_sampling(sampling, defaults, sources, llm.config.seed or 0)
         lines = [("sampling", sampling_text)]
         for name, text in lines + describe_run(llm.stats(), clock):
             click.echo(f"{name:14} {text}", err=True)

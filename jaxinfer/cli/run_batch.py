@@ -34,7 +34,10 @@ _GROUPS = (
         "max_num_queued_reqs",
         "max_num_queued_tokens",
         "shutdown_timeout",
+        "health_timeout",
         "h11_max_incomplete_event_size",
+        "max_buffered_bytes",
+        "max_connections",
     ),
     _BY_TITLE["Answers"],
     _BY_TITLE["Process and log"].without("disable_uvicorn_access_log"),
@@ -78,6 +81,8 @@ def run_batch(
     engine_config, server_config = check_settings(settings)
     if engine_config.prefill_first is None:  # no token is streamed
         engine_config = replace(engine_config, prefill_first=True)
+    if engine_config.seed is None:  # the same file has the same answers again
+        engine_config = replace(engine_config, seed=0)
     server_config = replace(server_config, disable_uvicorn_access_log=True)
 
     from jaxinfer.core.log import SERVER_LOGGER, log_to

@@ -210,6 +210,13 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
         requests=server_config.enable_log_requests, max_characters=server_config.max_log_len
     )
     service = Service(server_config, log)
+    if not (server_config.needs_key or server_config.is_local):
+        _tell(
+            "open",
+            "requests need no key, and other machines can reach the server; set --api-key, or "
+            "--host 127.0.0.1",
+            level=logging.WARNING,
+        )
     run(
         create_app(service),
         service.drain,
@@ -235,6 +242,8 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
     client = EngineClient(link, metrics.observe)
     try:
         service.attach(client, metrics)
+        if service.has_chats:
+            service.renderer.start()
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
         summary = (
             f"model {name}, context of {limits.max_model_len} tokens, "
@@ -243,6 +252,7 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         )
         yield Served(summary, client.ended)
     finally:
+        await service.renderer.close()
         await client.shutdown()
         if service.traces is not None:
             await asyncio.to_thread(service.traces.close)

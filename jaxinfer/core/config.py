@@ -89,6 +89,8 @@ class EngineConfig:
     documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
     ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
     files say, or "last". ``score_tokens``: the answers that a score compares, for and against.
+    ``seed``: of random weights, and of the draws of requests that bring none; None is 0, but for
+    the draws of a server (``jaxinfer serve``) a random number, so that no client can know them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
@@ -105,7 +107,7 @@ class EngineConfig:
     task: str = "auto"
     pooling: str | None = None
     score_tokens: str = "yes,no"
-    seed: int = 0
+    seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -139,7 +141,9 @@ class EngineConfig:
         return {} if self.kernels is None else _parse_pins(self.kernels)
 
 
-SIZES = tuple(item.name for item in fields(EngineConfig) if item.type == "int | None")
+SIZES = tuple(
+    item.name for item in fields(EngineConfig) if item.type == "int | None" and item.name != "seed"
+)
 # settings that a bundle fixes
 COMPILED = (
     *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),

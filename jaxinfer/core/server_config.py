@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,12 +25,15 @@ WHOLE = MappingProxyType(
         "port": (0, 65535),  # 0: any free port
         "ssl_cert_reqs": (0, 2),
         "max_body_bytes": (1, INF),
+        "max_buffered_bytes": (0, INF),
+        "max_connections": (1, INF),
         "h11_max_incomplete_event_size": (1024, INF),
         "max_num_queued_reqs": (0, INF),
         "max_num_queued_tokens": (0, INF),
         "max_logprobs": (0, MAX_LOGPROBS),
         "max_log_len": (0, INF),
         "max_tap_bytes": (0, INF),
+        "max_answer_bytes": (0, INF),
         "max_stored_responses": (0, INF),
         "max_stored_response_bytes": (0, INF),
     }
@@ -41,7 +45,9 @@ ONE_OF = MappingProxyType(
         "otlp_traces_protocol": OTLP_PROTOCOLS,
     }
 )
-SECONDS = MappingProxyType({"request_timeout": 0.001, "shutdown_timeout": 0.0})  # minima
+SECONDS = MappingProxyType(  # minima
+    {"request_timeout": 0.001, "shutdown_timeout": 0.0, "health_timeout": 0.0}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,8 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None  # lines of KEY or KEY NAME, read again on SIGHUP
     admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
+    prefix_caching_by_key: bool = False  # cached prefixes are reused by the key that made them
+    allowed_hosts: tuple[str, ...] = ()  # names in the Host header; see ``checked_hosts``
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -71,14 +79,18 @@ class ServerConfig:
     ui: bool = True  # the page at /
     # limits
     max_body_bytes: int = 8 * MIB
+    max_buffered_bytes: int = 48 * MIB  # of requests that no handler has read, beyond 16 KiB each
+    max_connections: int = 10_000
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_answer_bytes: int = 256 * MIB  # of the JSON of a request's answers, estimated before
     max_tap_bytes: int = 64 * MIB  # of activations in one answer, before base64
     max_stored_responses: int = 1024  # of /v1/responses; 0: none is stored
     max_stored_response_bytes: int = 64 * MIB  # of all together
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
+    health_timeout: float = 60.0  # seconds without a finished step, besides those that one takes
     # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
     strict_fields: bool = False
@@ -96,6 +108,7 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = False
     enable_force_include_usage: bool = False
+    enable_prompt_tokens_details: bool = True  # the usage has cached tokens
     # logs and processes
     enable_log_requests: bool = False
     max_log_len: int | None = None  # characters of a prompt in the log; None: no text is logged
@@ -123,6 +136,8 @@ class ServerConfig:
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        if self.prefix_caching_by_key and not self.needs_key:
+            raise ConfigError("prefix_caching_by_key needs api_key or api_key_file")
         names = self.served_model_name
         if not all(names) or len({*names}) < len(names):
             raise ConfigError(f"served_model_name must be different names, got {list(names)}")
@@ -133,6 +148,44 @@ class ServerConfig:
                 "http://localhost:4318/v1/traces"
             )
         _check_sampling(self.override_generation_config)
+
+    @property
+    def needs_key(self) -> bool:
+        """True if requests need an API key."""
+        return bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def is_local(self) -> bool:
+        """True if only programs on this machine reach the server."""
+        return self.uds is not None or is_loopback(self.host or "0.0.0.0")
+
+    @property
+    def checked_hosts(self) -> tuple[str, ...] | None:
+        """The names that the Host header may have, besides IP addresses and localhost; None: any.
+
+        A page of any site can give its own name the address 127.0.0.1, and then sends requests to
+        this machine as if they were to its own site (DNS rebinding). So the header is checked if
+        the server relies on being local.
+        """
+        if self.allowed_hosts:
+            return None if "*" in self.allowed_hosts else self.allowed_hosts
+        if self.needs_key or self.uds is not None or not self.is_local:
+            return None
+        return (self.host or "",)
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the addresses of the loopback interface."""
+    return host.lower() == "localhost" or (is_address(host) and ip_address(host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    """True for IP addresses, as opposed to names."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_usable_key(key: str) -> bool:

@@ -14,6 +14,7 @@ from jaxinfer.core.points import Point, canonical, nearest
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.steering import Steer, Steering, float32_bytes, num_values
 
+MAX_VECTORS = 1024  # with names
 _FLOAT32_BYTES = 4
 _NO_POINTS = (
     "{} need an engine that is built with the points to read and steer; start it with tap_points "
@@ -87,6 +88,10 @@ class SteeringVectors:
             raise RequestError(
                 f"the steering vector {name!r} has {num_values(values)} values, and activations at "
                 f"this engine's points have {words}"
+            )
+        if name not in self._vectors and len(self._vectors) >= MAX_VECTORS:
+            raise RequestError(
+                f"{MAX_VECTORS} steering vectors are set, as many as are kept; remove one"
             )
         self._vectors[name] = values
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,9 @@ answer the query") }}
 </think>{{ "\n\n" }}"""
 _DOCUMENT_ROLE = re.compile(r"""["']document["']""")  # in a template that is made for scores
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+
+# messages, variables and a chat template as a prompt
+type Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], str], str]
 
 
 def check_scores(facts: ModelFacts) -> None:
@@ -79,16 +82,17 @@ def score_prompt(
     variables: Mapping[str, Any] = NO_VARIABLES,
     keep: int | None = None,
     document_tokens: int | None = None,
+    render: Render | None = None,
 ) -> Prompt:
     """The prompt for one document. ``template``: None is the model's own if it has the role
-    ``document``, else Qwen3-Reranker's.
+    ``document``, else Qwen3-Reranker's. ``render``: None renders it in this process.
 
     Of a longer document the first tokens are used: ``document_tokens``, or so many that the prompt
     has ``keep``. Raises ``RequestError`` if ``keep`` is too small for the rest of the prompt.
     """
     if document_tokens is not None:
         document = _cut(tokenizer, document, document_tokens)
-    prompt = _rendered(tokenizer, query, document, template, variables)
+    prompt = _rendered(tokenizer, query, document, template, variables, render)
     while keep is not None and (excess := len(prompt.token_ids) - keep) > 0:
         left = len(tokenizer.encode(document, add_special_tokens=False)) - excess
         if left < 1:
@@ -97,7 +101,7 @@ def score_prompt(
                 "document; allow more"
             )
         document = _cut(tokenizer, document, left)
-        prompt = _rendered(tokenizer, query, document, template, variables)
+        prompt = _rendered(tokenizer, query, document, template, variables, render)
     return prompt
 
 
@@ -107,15 +111,16 @@ def _rendered(
     document: str,
     template: str | None,
     variables: Mapping[str, Any],
+    render: Render | None,
 ) -> Prompt:
     if template is None:
         own = tokenizer.get_chat_template() if tokenizer.has_chat_template else ""
         template = own if _DOCUMENT_ROLE.search(own) else TEMPLATE
-    text = tokenizer.render_chat(
-        [{"role": "query", "content": query}, {"role": "document", "content": document}],
-        template_kwargs=variables,
-        chat_template=template,
-    )
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    if render is None:
+        text = tokenizer.render_chat(messages, template_kwargs=variables, chat_template=template)
+    else:
+        text = render(messages, variables, template)
     return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 

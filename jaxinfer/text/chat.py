@@ -11,6 +11,10 @@ from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import TemplateProbes
 
+MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
+MAX_CHARACTERS = 1 << 26  # of a prompt, where the context's length does not say less
+# Variables that count as absent if they are empty: templates test them with ``is not none``.
+_LISTS = ("tools", "documents")
 # Appended to the final message to find its end. The trailing space shows whether the template
 # strips messages.
 _END_MARK = "<jaxinfer end of the final message> "
@@ -31,11 +35,11 @@ class ChatTemplate:
         """
         self._special_tokens = special_tokens
         self._probes = TemplateProbes(
-            lambda chat: self._text(chat, {"add_generation_prompt": False})
+            lambda chat: self._text(chat, {"add_generation_prompt": False}, MAX_CHARACTERS)
         )
-        from jaxinfer.text.jinja import compiled_template  # not at a start: it takes 0.1 s
+        from jaxinfer.text.jinja import Program  # not at a start: it takes 0.1 s
 
-        self._template = compiled_template(source, clock)
+        self._program = Program(source, clock)
 
     def render(
         self,
@@ -44,15 +48,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        max_characters: int = MAX_CHARACTERS,
     ) -> str:
         """Render ``messages`` (see ``check_messages``) in the form that the template accepts.
 
         ``add_generation_prompt`` opens the assistant's message. ``continue_final_message`` instead
         leaves the final message open, so that the model continues it. ``variables`` are extra
-        variables for the template (tools, ``enable_thinking``).
+        variables for the template (tools, ``enable_thinking``); empty tools and documents count as
+        absent.
 
         Raises ``RequestError`` for invalid messages or options, ``TokenizerError`` with the
-        template's own message if it refuses or fails.
+        template's own message if it refuses or fails, or writes more than ``max_characters``.
         """
         chat = self._probes.adapt(check_messages(messages))
         if continue_final_message:
@@ -63,15 +69,20 @@ class ChatTemplate:
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
         chosen = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        text = self._text(chat, chosen)
+        text = self._text(chat, chosen, max_characters)
         return _text_before_mark(text) if continue_final_message else text
 
-    def _text(self, chat: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        defaults = {"tools": None, "documents": None, **self._special_tokens}
+    def _text(
+        self, chat: Sequence[Message], variables: Mapping[str, Any], max_characters: int
+    ) -> str:
+        from jaxinfer.text.jinja import reason
+
+        defaults = {**dict.fromkeys(_LISTS), **self._special_tokens}
+        given = {name: value for name, value in variables.items() if value or name not in _LISTS}
         try:
-            return self._template.render({**defaults, **variables, "messages": chat})
+            return self._program.run({**defaults, **given, "messages": chat}, max_characters)
         except Exception as error:  # a template is a program: it can raise anything
-            raise TokenizerError(f"The chat template failed: {error}") from error
+            raise TokenizerError(f"The chat template failed: {reason(error)}") from error
 
 
 def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:

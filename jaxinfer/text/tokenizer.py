@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from jaxinfer.core.errors import RequestError, TokenizerError
-from jaxinfer.text.chat import ChatTemplate
+from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
 from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, guarded, offsets_in, refuse_options
 from jaxinfer.text.gguf_metadata import named_tokens
@@ -29,8 +29,6 @@ from jaxinfer.text.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
-
-MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 
 
 def load_tokenizer(
@@ -365,7 +363,7 @@ class Tokenizer:
         """The text of the template that ``apply_chat_template`` uses for these arguments."""
         name = chat_template
         if name is None:
-            has_own = tools is not None and "tool_use" in self._templates
+            has_own = tools and "tool_use" in self._templates
             name = "tool_use" if has_own else "default"
         if name in self._templates:
             return self._templates[name]

@@ -237,7 +237,7 @@ def test_defaults_are_for_a_debug_log(started: Started) -> None:
     lines = started.run("m", "--uvicorn-log-level=debug").stderr.splitlines()
     texts = [line.split(" ", 2)[2] for line in lines if " debug " in line]
     assert {
-        "seed 0 (default)",
+        "seed random at each start (default)",
         "dtype auto: float32 on a CPU, bfloat16 on a GPU (default)",
         "host 0.0.0.0, every IPv4 address (default)",
         "chat_template the model's (default)",

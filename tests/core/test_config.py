@@ -31,7 +31,7 @@ from jaxinfer.core.shapes import cdiv, ladder, round_up
         ({"max_model_len": "8k"}, "max_model_len must be a whole number, got '8k'"),
         ({"page_size": "big"}, "page_size must be a whole number, got 'big'"),
         ({"seed": "1"}, "seed must be a whole number"),
-        ({"seed": None}, "seed must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number"),
         ({"seed": 2**63}, "seed must be a whole number of 64 bits"),
         ({"overlap": 1}, "overlap must be True or False, got 1"),
         ({"overlap": None}, "overlap must be True or False, got None"),

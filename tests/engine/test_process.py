@@ -96,11 +96,25 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
             await answer(client, (1, 2, 99999))
         with pytest.raises(RequestError, match="UTF-8"):
             client.open((1,), GREEDY, cache_salt="\ud800")
-        assert client.num_open == 0 and await client.responds(5)
+        assert client.num_open == 0 and await client.stalled_seconds(5) < 5
         assert client.stats.num_late_compiles == 0
         assert client.stats.num_live_pages == 0
 
     talk(link, scenario)
+
+
+def test_draws_without_a_seed_differ_from_server_to_server(config: EngineConfig) -> None:
+    """Those of ``LLM`` follow from the seed 0, as in vLLM."""
+    hot = replace(GREEDY, temperature=2.0)
+
+    def drawn(seed: int | None, *, serves: bool) -> list[list[int]]:
+        engine = start_engine(dataclasses.replace(config, seed=seed), serves_early=serves)
+        found = tokens(run(engine, PROMPTS[:1], hot))
+        engine.close()
+        return found
+
+    assert drawn(None, serves=True) != drawn(None, serves=True)
+    assert drawn(None, serves=False) == drawn(0, serves=False) == drawn(0, serves=True)
 
 
 @pytest.mark.parametrize(

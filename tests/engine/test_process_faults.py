@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
                 while await stream.read():
                     pass
             stream.close()
-        assert not client.alive and not await client.responds(1)
+        assert not client.alive and await client.stalled_seconds() == inf
         with pytest.raises(EngineError, match="SIGKILL"):
             client.open((1, 2), GREEDY)
 
@@ -77,7 +78,7 @@ def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> N
             while await stream.read():
                 pass
         stream.close()
-        assert await client.responds(5) is alive
+        assert (await client.stalled_seconds(5) < 5) is alive
         if alive:
             assert (await answer(client, (1, 2, 3))).finished
         else:
@@ -114,7 +115,7 @@ def test_a_stop_of_a_process_that_hangs(
         await stream.read()
         os.kill(link.pid, signal.SIGSTOP)
         os.waitpid(link.pid, os.WUNTRACED)  # on a busy machine its threads stop one after another
-        assert not await client.responds(0.1)
+        assert await client.stalled_seconds(0.1) >= 0.1
         await client.shutdown()
         with pytest.raises(EngineError, match="SIGKILL"):
             while await stream.read():
@@ -125,6 +126,21 @@ def test_a_stop_of_a_process_that_hangs(
         talk(link, scenario)
         assert gone(link.pid)
     assert "did not end in 0.3 s and is killed" in caplog.text
+
+
+def test_a_process_that_is_stopped_is_noticed_by_its_silence() -> None:
+    async def scenario(client: EngineClient) -> None:
+        assert await client.stalled_seconds() == 0.0
+        os.kill(link.pid, signal.SIGSTOP)
+        os.waitpid(link.pid, os.WUNTRACED)
+        first, second = [await client.stalled_seconds(0.05) for _ in range(2)]
+        assert 0.05 <= first < second
+        os.kill(link.pid, signal.SIGCONT)
+        while await client.stalled_seconds(0.5):
+            pass
+
+    with sim_process() as link:
+        talk(link, scenario)
 
 
 def test_signals_do_not_end_the_engine() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import select
 import socket
 import struct
 from contextlib import suppress
@@ -98,6 +99,11 @@ class RawClient:
         """Return once the response has begun."""
         self._socket.recv(1, socket.MSG_PEEK)
         return self
+
+    @property
+    def has_reply(self) -> bool:
+        """True if the response has begun, or the connection has ended."""
+        return bool(select.select((self._socket,), (), (), 0)[0])
 
     def read_byte(self) -> None:
         """Read one byte of the response; ``reply`` still returns it."""

@@ -35,7 +35,7 @@ def sim_main() -> None:
     from jaxinfer.cli.main import main
     from jaxinfer.engine.link import spawn
 
-    spawn.spawn = partial(spawn.spawn, SIM_PROGRAM)
+    spawn.spawn = partial(spawn.spawn, program=SIM_PROGRAM)
     main()
 
 
@@ -57,8 +57,13 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The server's process; the engine's is one of ``children``."""
+        """The server's process."""
         return self._process.pid
+
+    @property
+    def engine(self) -> int:
+        """The engine's process, the first that the server starts."""
+        return min(self.children)
 
     @property
     def children(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,21 @@ def test_metrics_count_embeddings(embedder: Serving) -> None:
     assert after["requests"]["finished"]["stop"] == before["requests"]["finished"]["stop"] + 2
     assert after["tokens"]["prompt"] == before["tokens"]["prompt"] + 12
     assert after["tokens"]["generated"] == 0
+
+
+def test_the_size_of_all_vectors_is_bounded(
+    embedder: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, width = embedder.service, len(EXPECTED[0])
+    most = replace(service.config, max_answer_bytes=2 * 21 * width)
+    monkeypatch.setattr(service, "config", most)
+    for path in ("/v1/embeddings", "/pooling"):
+        assert embedder.post(path, input=["a"] * 2).status_code == 200
+        refused = embedder.post(path, input=["a"] * 3)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "input"
+        assert "--max-answer-bytes" in error["message"]
+        shorter = (
+            {"dimensions": width // 2} if path == "/pooling" else {"encoding_format": "base64"}
+        )
+        assert embedder.post(path, input=["a"] * 3, **shorter).status_code == 200

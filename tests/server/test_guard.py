@@ -94,6 +94,8 @@ WRONG = [
     "Basic first",
     "first",
     "Bearer caf\u00e9",
+    "Bearer \u00a0first",
+    "Bearer first\u0085",
 ]
 
 
@@ -112,6 +114,17 @@ def test_right_keys(given: str) -> None:
 @pytest.mark.parametrize("path", ["//health", "/ready/x", "/pings", "/", "/v1/models?x=/health"])
 def test_only_exact_paths_are_open(path: str) -> None:
     assert ask(KEYS, path=path).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/health%0a", "/pause%0A", "/pause%0d", "/pause%0a/", "/v1/responses/a/cancel%0a"]
+)
+def test_a_path_with_a_line_feed_is_unknown(path: str) -> None:
+    config = ServerConfig(admin_api_key=("admin",))
+    app = create_app(Service(config, EventLog()))
+    for method in ("GET", "POST"):
+        response = ask(config, method, path, app=app, headers={"Authorization": "Bearer admin"})
+        assert response.status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/health/", "/ready//", "/ping/"])

@@ -60,7 +60,7 @@ def open_clients(stack: ExitStack, port: int, count: int, **fields: Any) -> list
 
 def test_sigterm_lets_32_streams_end(serve: Serve) -> None:
     server = serve()
-    (engine,) = server.children
+    children = server.children
     with ExitStack() as stack:
         fields = {"prompt": "hello", "max_tokens": 100}
         streams = open_clients(stack, server.port, 32, **fields, stream=True)
@@ -78,14 +78,14 @@ def test_sigterm_lets_32_streams_end(serve: Serve) -> None:
         for reply in replies(wholes):
             assert reply.json["usage"]["completion_tokens"] == 100
     assert server.exit_code() == 0
-    wait_until(lambda: gone(engine), "the engine has ended too")
+    wait_until(lambda: all(map(gone, children)), "the others have ended too")
     with pytest.raises(ConnectionRefusedError):
         RawClient(server.port)
 
 
 def test_sigterm_ends_requests_that_take_too_long(serve: Serve) -> None:
     server = serve("--shutdown-timeout", "0.2")
-    (engine,) = server.children
+    children = server.children
     with ExitStack() as stack:
         streams = open_clients(stack, server.port, 32, **ENDLESS, stream=True)
         wholes = open_clients(stack, server.port, 4, **ENDLESS, n=2)
@@ -101,7 +101,7 @@ def test_sigterm_ends_requests_that_take_too_long(serve: Serve) -> None:
             assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
         assert time.monotonic() - start < 10
     assert server.exit_code() == 0
-    wait_until(lambda: gone(engine), "the engine has ended too")
+    wait_until(lambda: all(map(gone, children)), "the others have ended too")
 
 
 def test_sigterm_of_an_idle_server_with_open_connections(serve: Serve) -> None:
@@ -117,24 +117,24 @@ def test_sigterm_of_an_idle_server_with_open_connections(serve: Serve) -> None:
 
 def test_a_second_signal_is_the_end(serve: Serve) -> None:
     server = serve()
-    (engine,) = server.children
+    children = server.children
     with RawClient(server.port) as client:
         client.post(ROUTE, **ENDLESS, stream=True).wait()
         server.signal(signal.SIGTERM)
         wait_until(lambda: get(server.port, "/ready").status == 503, "it drains")
         server.signal(signal.SIGTERM)
         assert server.exit_code(2) == 128 + signal.SIGTERM
-    wait_until(lambda: gone(engine), "the engine has ended too", 2)
+    wait_until(lambda: all(map(gone, children)), "the others have ended too", 2)
 
 
 @pytest.mark.nightly
 def test_sigkill_and_restart_on_the_same_port(serve: Serve) -> None:
     server = serve()
-    (engine,) = server.children
+    children = server.children
     with RawClient(server.port) as client:
         client.post(ROUTE, **ENDLESS, stream=True).wait()
         server.signal(signal.SIGKILL)
-        wait_until(lambda: gone(engine), "the engine has ended too", 2)
+        wait_until(lambda: all(map(gone, children)), "the others have ended too", 2)
         assert server.exit_code() == -signal.SIGKILL
         again = serve(port=server.port)
     assert again.port == server.port
@@ -143,13 +143,12 @@ def test_sigkill_and_restart_on_the_same_port(serve: Serve) -> None:
 
 def test_sigkill_of_the_engine(serve: Serve) -> None:
     server = serve()
-    (engine,) = server.children
     with ExitStack() as stack:
         wholes = open_clients(stack, server.port, 4, **ENDLESS)
         streams = open_clients(stack, server.port, 4, **ENDLESS, stream=True)
         for stream in streams:
             stream.wait()
-        os.kill(engine, signal.SIGKILL)
+        os.kill(server.engine, signal.SIGKILL)
         for reply in replies(wholes):
             assert reply.status == 503 and reply.error["code"] == "engine_dead"
             assert "SIGKILL" in reply.error["message"]
@@ -168,7 +167,7 @@ def test_the_command_with_a_model(tmp_path: Path) -> None:
     command = (*SERVE, str(folder), "--dtype", "float32", "--max-num-seqs", "32")
     sizes = ("--max-model-len", "256", "--num-pages", "1025")
     with server_process(*command, *sizes, "--cache-dir", str(tmp_path)) as server:
-        (engine,) = server.children
+        children = server.children
         with ExitStack() as stack:
             fields = {**SHORT, "max_tokens": 200, "ignore_eos": True, "stream": True}
             streams = open_clients(stack, server.port, 32, **fields)
@@ -178,4 +177,4 @@ def test_the_command_with_a_model(tmp_path: Path) -> None:
             for reply in replies(streams):
                 assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
         assert server.exit_code() == 0
-        wait_until(lambda: gone(engine), "the engine has ended too")
+        wait_until(lambda: all(map(gone, children)), "the others have ended too")

@@ -37,6 +37,15 @@ def test_equals_transformers(model: str, case: dict[str, Any]) -> None:
     assert text == case["expected"]
 
 
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_empty_tools_and_documents_count_as_absent(name: str) -> None:
+    source = f"{{{{ {name} is none }}}} {{{{ {name} is not none and {name}|length }}}}"
+    absent = ChatTemplate(source).render([USER])
+    for empty in ([], (), None, {}):
+        assert ChatTemplate(source).render([USER], variables={name: empty}) == absent
+    assert ChatTemplate(source).render([USER], variables={name: [{}]}) == "False 1"
+
+
 def render(source: str, messages: Any = (USER,), **options: Any) -> str:
     def clock() -> datetime:
         return datetime(2026, 2, 3)
@@ -145,6 +154,7 @@ def test_named_templates() -> None:
     assert tokenizer.render_chat([USER]) == "plain"
     assert tokenizer.render_chat([USER], template_kwargs={"tools": [{}]}) == "tools"
     assert tokenizer.render_chat([USER], chat_template="tool_use") == "tools"
+    assert tokenizer.render_chat([USER], template_kwargs={"tools": []}) == "plain"
     assert tokenizer.render_chat([USER], chat_template="{{ messages[0].role }}") == "user"
 
 

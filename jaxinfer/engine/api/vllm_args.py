@@ -63,7 +63,6 @@ IGNORED = MappingProxyType(
         "disable_custom_all_reduce": "one device is used",
         "compilation_config": "every step is compiled before the first request",
         "enable_auto_tool_choice": "models call tools whenever a request has some",
-        "enable_prompt_tokens_details": "usage always carries them",
         "enable_request_id_headers": "answers always carry X-Request-Id",
         "collect_detailed_traces": "spans have the times of every phase",
         "hf_token": "nothing is downloaded from the hub",

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 import msgspec
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import MAX_STEPS_IN_FLIGHT, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import SamplingParams, check_identity
 from jaxinfer.core.steering import float32_bytes
@@ -41,6 +43,9 @@ from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.engine.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
 
+PONG_SECONDS = 1.0  # for the answer to a ping
+STEPS_REMEMBERED = 256  # that say how long the longest one may take
+FIRST_TOKEN_SECONDS = 0.1  # for each token of a step before the first one has ended
 MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins them
 
 
@@ -176,8 +181,10 @@ class EngineClient:
         self._num_waiting = 0
         self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
-        self._pongs: list[asyncio.Future[None]] = []
         self._last_form: StructuredOutputsParams | None = None  # that was sent
+        self._pongs: list[asyncio.Future[float]] = []
+        self._last_heard = self._loop.time()
+        self._token_seconds = deque[float](maxlen=STEPS_REMEMBERED)  # of each step
         self._num_controls = 0
         self._controls: dict[int, asyncio.Future[EngineState]] = {}
         # why the engine answers no more, once it does not
@@ -256,21 +263,30 @@ class EngineClient:
             with suppress(EngineError):
                 self._link.send(AbortRequest(key))
 
-    async def responds(self, seconds: float) -> bool:
-        """True if the engine's loop answers a ping within ``seconds``."""
-        if not self.alive:
-            return False
-        pong = self._loop.create_future()
+    async def stalled_seconds(self, wait: float = PONG_SECONDS) -> float:
+        """How long the engine's loop has had work without finishing a part of it, such as a step.
+
+        If its process does not tell within ``wait`` seconds: since it was last heard of; infinity
+        if it has ended.
+        """
+        pong: asyncio.Future[float] = self._loop.create_future()
         self._pongs.append(pong)
         try:
             self._link.send(Ping())
-            await asyncio.wait_for(pong, seconds)
-        except (TimeoutError, EngineError):
-            return False
+            return await asyncio.wait_for(pong, wait)
+        except EngineError:
+            return inf
+        except TimeoutError:
+            return max(self._loop.time() - self._last_heard, wait)
         finally:
             if pong in self._pongs:
                 self._pongs.remove(pong)
-        return self.alive
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds that the largest steps in flight may take, judging by the slowest of late."""
+        tokens = max(bucket.num_tokens for bucket in self.limits.buckets)
+        return MAX_STEPS_IN_FLIGHT * tokens * max(self._token_seconds, default=FIRST_TOKEN_SECONDS)
 
     async def control(
         self,
@@ -325,6 +341,7 @@ class EngineClient:
     # in the loop
 
     def _take(self, answer: Answer) -> None:
+        self._last_heard = self._loop.time()
         match answer:
             case News():
                 self._take_news(answer)
@@ -332,7 +349,7 @@ class EngineClient:
                 if (stream := self._streams.get(answer.request_id)) is not None:
                     stream.fail(answer.failure.error)
             case Pong():
-                self._end_pings()
+                self._end_pings(answer.stalled_seconds)
             case Controlled():
                 failure = answer.failure
                 self._end_control(answer.number, failure.error if failure else answer.state)
@@ -344,10 +361,12 @@ class EngineClient:
                 for stream in self._streams.values():
                     if stream.num_unfinished:
                         stream.fail(answer.error)
-                self._end_pings()  # ``responds`` then sees that the engine is not alive
+                self._end_pings(inf)
 
     def _take_news(self, news: News) -> None:
         self.stats = news.stats
+        for step in news.steps:
+            self._token_seconds.append(step.seconds / step.num_bucket_tokens)
         for key in news.started:
             if (stream := self._streams.get(key)) is not None:
                 stream.started = True
@@ -370,11 +389,11 @@ class EngineClient:
         else:
             done.set_exception(result)
 
-    def _end_pings(self) -> None:
+    def _end_pings(self, stalled_seconds: float) -> None:
         pongs, self._pongs = self._pongs, []
         for pong in pongs:
             if not pong.done():
-                pong.set_result(None)
+                pong.set_result(stalled_seconds)
 
     def _leave_queue(self, stream: Stream) -> None:
         self._num_waiting -= 1

@@ -6,6 +6,7 @@ Only the thread changes the engine; other threads put commands into the inbox.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +27,7 @@ from jaxinfer.engine.link.wire import (
     EngineState,
     Failed,
     Listener,
+    LoopCommand,
     Mode,
     Ping,
     Pong,
@@ -75,24 +77,33 @@ class EngineThread(Link):
         self.tokenizer = engine.tokenizer
         self.stats = engine.stats()
         self._engine = engine
-        self._inbox: SimpleQueue[Command | _Change | _Compiled] = SimpleQueue()
+        self._inbox: SimpleQueue[LoopCommand | _Change | _Compiled] = SimpleQueue()
         self._compiling: dict[str, Future[Any]] = {}  # constraints of requests that wait for them
         self._last_form: StructuredOutputsParams | None = None  # of all submissions
         self._changes: list[_Change] = []  # that wait for the engine to become idle
         # that arrived after the first of these, in a pause, or while the engine sleeps
         self._held: list[_Ready] = []
         self._paused = False
+        # when the loop last finished a part of its work, while it has some; read by other threads
+        self._progress: float | None = None
+        self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
 
     def connect(self, listener: Listener) -> None:
         """See ``Link``."""
+        self._listener = listener
         self._thread = threading.Thread(
             target=self._run, args=(listener,), name="jaxinfer-engine", daemon=True
         )
         self._thread.start()
 
     def _pass(self, command: Command) -> None:
-        self._inbox.put(command)
+        if not isinstance(command, Ping):
+            self._inbox.put(command)
+        elif self._listener is not None:
+            progress = self._progress
+            stalled = 0.0 if progress is None else time.monotonic() - progress
+            self._listener(Pong(stalled))
 
     def between_steps[T](self, function: Callable[[], T], mode: Mode = "wait") -> Future[T]:
         """Call a function on the engine's thread while no step is in flight.
@@ -129,6 +140,7 @@ class EngineThread(Link):
             while self._take_commands(listener):
                 if self._can_step:
                     listener(self._engine.step())
+                    self._progress = time.monotonic()
                     self._engine.wait_until_launchable()  # requests that arrive now join it
         except EngineError as failure:  # the engine failed, not one request
             error = failure
@@ -152,10 +164,13 @@ class EngineThread(Link):
         block = not self._can_step
         timeout = COMPILING_SECONDS if self._engine.is_compiling else None
         while True:
+            self._progress = None if block else time.monotonic()
             try:
                 command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
+                self._progress = time.monotonic()
                 return True
+            self._progress = time.monotonic()
             match command:
                 case Submission():
                     self._submit(command, listener)
@@ -168,8 +183,6 @@ class EngineThread(Link):
                         one for one in self._held if one.submission.request_id != command.request_id
                     ]
                     self._engine.abort(command.request_id)
-                case Ping():
-                    listener(Pong())
                 case Control():
                     self._control(command, listener)
                 case SetSteering():

@@ -55,7 +55,7 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Request a ``Pong``, which comes when the engine's loop has read the ping."""
+    """Request a ``Pong``, which comes at once, whatever the engine's loop does."""
 
 
 type Action = Literal[
@@ -107,7 +107,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: its loop has read a ``Ping``."""
+    """From the engine: how long its loop has had work without finishing a part of it."""
+
+    stalled_seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -153,7 +155,8 @@ class Controlled(msgspec.Struct, frozen=True, tag=True):
     failure: Failed | None = None
 
 
-type Command = Submission | AbortRequest | Ping | Control | SetSteering | Stop
+type LoopCommand = Submission | AbortRequest | Control | SetSteering | Stop
+type Command = LoopCommand | Ping
 type Answer = News | Refused | Pong | Controlled | Failed
 type Listener = Callable[[Answer], None]  # returns at once, and may be called on any thread
 type ToEngine = Build | Command

@@ -5,6 +5,7 @@ Everything is checked before slow work begins. Defaults that depend on the devic
 
 from __future__ import annotations
 
+import secrets
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,8 +270,9 @@ def build_engine(
     is compiled, loaded and has run once. Raises a ``JaxinferError``.
 
     With ``serves_early`` it has only those that hold every step, and a thread compiles or loads the
-    others (``exec.compile.background``). That is for engines that run for long: if the process
-    exits before all are compiled, the bundle is not saved.
+    others (``exec.compile.background``), and the draws of requests without a seed are random unless
+    the settings have one. That is for engines that run for long: if the process exits before all
+    are compiled, the bundle is not saved.
     """
     if (num_devices := plan.program.placement.num_devices) > 1:
         raise ConfigError(
@@ -292,12 +294,15 @@ def build_engine(
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )
+    seed = plan.config.seed
+    if seed is None:
+        seed = secrets.randbits(63) if serves_early else 0
     engine = Engine(
         executor,
         plan.program.limits,
         plan.facts,
         plan.tokenizer,
-        seed=plan.config.seed,
+        seed=seed,
         overlap=plan.config.overlap,
         start=start_stats,
         weights=EngineWeights(plan, executor),

@@ -85,6 +85,6 @@ class EnginePlan:
             self.source,
             placement=self.program.placement,
             cache_dir=self.cache_dir,
-            seed=self.config.seed,
+            seed=self.config.seed or 0,
             progress=progress,
         )

@@ -116,7 +116,7 @@ class EngineWeights:
             source,
             placement=program.placement,
             cache_dir=plan.cache_dir,
-            seed=plan.config.seed,
+            seed=plan.config.seed or 0,
             progress=NO_PROGRESS,
         )
 

@@ -199,7 +199,7 @@ def _extended(block: Block, delta: BlockDelta) -> Block:
 
 def _usage(answer: Answer) -> MessageUsage:
     """Tokens of the request so far."""
-    num_cached = answer.num_cached_tokens
+    num_cached = answer.reported_cached_tokens or 0
     return MessageUsage(
         input_tokens=answer.num_prompt_tokens - num_cached,
         cache_read_input_tokens=num_cached,

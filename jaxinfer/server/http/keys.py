@@ -30,6 +30,11 @@ class Key(NamedTuple):
     digest: bytes  # 32 bytes
     name: str = ""
 
+    @property
+    def salt(self) -> str:
+        """A text of 32 characters that differs from key to key, and from which none is found."""
+        return hashlib.blake2b(self.digest, digest_size=16, person=b"prefix cache").hexdigest()
+
 
 class Keys:
     """Keys, one of which a request must have.
@@ -65,7 +70,7 @@ class Keys:
         """
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [bearer if scheme.lower() == "bearer" else None, headers.get("x-api-key")]
-        digests = [_digest(key.strip()) for key in given if key is not None]
+        digests = [_digest(key.strip(" ")) for key in given if key is not None]
         matches = [
             known
             for digest, known in product(digests, self._keys)

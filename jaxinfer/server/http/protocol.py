@@ -1,6 +1,7 @@
-"""HTTP on one connection: uvicorn's httptools parser, with limits on the request's head.
+"""HTTP on one connection: uvicorn's httptools parser, with limits on what a client may send.
 
-Owns: the size and time limits of a request's head (and of a chunked body's trailer), and the
+Owns: the limits of a request's head (and of a chunked body's trailer) in size, number of headers
+and time, of bytes that wait for a handler, pipelined requests included, and of connections; and the
 response to bytes that are not HTTP. uvicorn limits heads only with h11, which takes twice the time
 for each event of a stream (5.0 µs, with httptools 2.6 µs; client included).
 """
@@ -8,52 +9,100 @@ for each event of a stream (5.0 µs, with httptools 2.6 µs; client included).
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from jaxinfer.server.http.buffered import BufferedBytes, RequestBytes
 from jaxinfer.server.http.errors import ApiError
 
 HEAD_SECONDS = 30.0  # from the connection, or from the head's first byte, to the end of the head
+# the same for connections beyond the limit, and the longest time for a body after the response
+REFUSED_SECONDS = 2.0
+LINGER_SECONDS = 10.0
+MAX_HEADERS = 128  # a header takes some 200 bytes of memory besides its text
+# Pieces of a body, such as chunks: each takes the parser 1 us, and 1 byte of a body takes 6 as a
+# chunk. More are allowed if they have this many bytes on average.
+MAX_PIECES, PIECE_BYTES = 2048, 256
+PIPELINED_BYTES = 4096  # about the memory of a request that waits for the responses before it
+RESERVED_CONNECTIONS = 64  # beyond the limit: they get health checks and errors
+# entries of a scope's state
+BYTES, OVER_LIMIT = "request_bytes", "over_connection_limit"
 
 
-class BoundedHeads(HttpToolsProtocol):
-    """Limits the size and the time of a request's head.
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """The limits that all connections of a server share."""
 
-    Responds 431 to a head above ``h11_max_incomplete_event_size`` bytes, and closes a connection
-    whose head takes longer than ``HEAD_SECONDS``. ``_head_size`` counts the bytes that the parser
-    reported, ``_unparsed`` those that it has not yet reported (a name or value without an end). So
-    memory stays within the limit plus one read of the socket.
+    buffered: BufferedBytes
+    max_connections: int
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Limits what a client may send, and how long it may take.
+
+    Responds 431 to a head above ``h11_max_incomplete_event_size`` bytes or ``MAX_HEADERS``, and
+    closes a connection whose head takes longer than ``HEAD_SECONDS``. ``_head_size`` counts the
+    bytes that the parser reported, ``_unparsed`` those that it has not yet reported (a name or
+    value without an end). So memory stays within the limit plus one read of the socket.
+
+    A request's bytes are counted (``RequestBytes``); a body beyond the limit is dropped, and the
+    app, which finds that in the scope's state, refuses the request. The app also refuses requests
+    of connections beyond the limit; those beyond a reserve are closed at once.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._limits = limits
         self._max_head: int = self.config.h11_max_incomplete_event_size or 0
         self._head_size = 0
         self._unparsed = 0
+        self._body_size = self._num_pieces = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._over_limit = False
+        self._bytes = RequestBytes(limits.buffered)  # of the request that is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; a head must arrive within ``HEAD_SECONDS``."""
         super().connection_made(transport)
-        self._start_head_timer()
+        excess = len(self.connections) - self._limits.max_connections
+        self._over_limit = excess > 0
+        if excess > RESERVED_CONNECTIONS:
+            transport.abort()
+        else:
+            self._start_head_timer(REFUSED_SECONDS if self._over_limit else HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
+        self._bytes.discard()
+        for cycle, _ in self.pipeline:
+            cast("Any", cycle.scope)["state"][BYTES].discard()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; refuse unparsed bytes beyond the limit of a head."""
+        if self.transport.is_closing():
+            return
         self._unparsed += len(data)
+        self._limits.buffered.receive(len(data))
         super().data_received(data)
         if self._unparsed > self._max_head and not self.transport.is_closing():
             self.send_400_response("")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_size = self._unparsed = 0
+        self._head_size = self._unparsed = self._body_size = self._num_pieces = 0
+        waits = self.cycle is not None and not self.cycle.response_complete
+        if waits:  # it is counted from its first byte on
+            self._bytes = RequestBytes(self._limits.buffered, uncounted=0)
+        else:
+            self._bytes = RequestBytes(self._limits.buffered)
+        cast("Any", self.scope)["state"][BYTES] = self._bytes
+        if waits and not self._bytes.add(PIPELINED_BYTES):
+            raise ValueError("too many bytes")
         if self._head_timer is None:
-            self._start_head_timer()
+            self._start_head_timer(HEAD_SECONDS)
 
     def on_url(self, url: bytes) -> None:
         self._add_to_head(len(url))
@@ -68,39 +117,87 @@ class BoundedHeads(HttpToolsProtocol):
         """The head is complete; the app starts."""
         self._unparsed = 0
         self._stop_head_timer()
+        if self._over_limit:
+            cast("Any", self.scope)["state"][OVER_LIMIT] = True
         super().on_headers_complete()
+        if self._over_limit:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        super().on_body(body)
+        self._num_pieces += 1
+        self._body_size += len(body)
+        if self._num_pieces > MAX_PIECES + self._body_size // PIECE_BYTES:
+            raise ValueError("too many pieces")
+        if self._bytes.add(len(body)):
+            super().on_body(body)
+        elif not self.cycle.response_complete:
+            self.cycle.message_event.set()  # the app sees that the body is refused
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.more_body and not self.pipeline:  # and whoever sends it may never end
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
     def send_400_response(self, msg: str) -> None:
-        """Respond with a JSON error and close; uvicorn calls it for all bytes that are not HTTP."""
-        if max(self._head_size, self._unparsed) > self._max_head:
-            text = f"the request's head is larger than {self._max_head} bytes; shorten its headers"
-            error = ApiError(431, text, code="head_too_large")
-        else:
-            error = ApiError(400, "this is not an HTTP request", code="invalid_http")
+        """Respond with a JSON error and close; uvicorn calls it for all bytes that are not HTTP.
+
+        If a response has begun, its rest is lost.
+        """
+        if self.cycle is not None and self.cycle.response_started:
+            self.transport.close()
+            return
+        error = self._parser_error()
         head = (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         ) % len(error.body)
         self.transport.write(STATUS_LINE[error.status] + head + error.body)
         self.transport.close()
 
+    def _parser_error(self) -> ApiError:
+        if self._num_pieces > MAX_PIECES:
+            text = f"the body's {self._num_pieces} chunks are too small; send larger ones"
+            return ApiError(413, text, code="chunks_too_small")
+        if self._bytes.refused:
+            return too_many_bytes(self._limits.buffered.max_bytes)
+        if max(self._head_size, self._unparsed) > self._max_head:
+            text = f"the request's head is larger than {self._max_head} bytes; shorten its headers"
+            return ApiError(431, text, code="head_too_large")
+        if len(self.headers or ()) >= MAX_HEADERS:
+            text = f"the request has more than {MAX_HEADERS} headers; send fewer"
+            return ApiError(431, text, code="head_too_large")
+        return ApiError(400, "this is not an HTTP request", code="invalid_http")
+
     def _add_to_head(self, num_bytes: int) -> None:
         self._head_size += num_bytes
-        if self._head_size > self._max_head:
+        in_head = self._head_timer is not None  # else it is a trailer
+        if (
+            self._head_size > self._max_head
+            or len(self.headers) >= MAX_HEADERS
+            or (in_head and not self._bytes.add(num_bytes))
+        ):
             # the parser stops and uvicorn calls send_400_response
             raise ValueError("the head is too large")
 
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+    def _start_head_timer(self, seconds: float) -> None:
+        self._head_timer = self.loop.call_later(seconds, self.transport.close)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def too_many_bytes(limit: int) -> ApiError:
+    """The error for a request whose bytes are too many together with those of others."""
+    return ApiError(
+        503,
+        f"requests that have not arrived whole have {limit} bytes, as many as are allowed "
+        "(--max-buffered-bytes); try again later",
+        code="too_many_bytes",
+        headers={"Retry-After": "1"},
+    )

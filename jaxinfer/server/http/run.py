@@ -18,16 +18,18 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ConfigError, JaxinferError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.http.protocol import BoundedHeads
+from jaxinfer.server.http.buffered import BufferedBytes
+from jaxinfer.server.http.protocol import RESERVED_CONNECTIONS, BoundedHttp, ConnectionLimits
 
 BACKLOG = 2048  # connections that the kernel queues until they are accepted
 # Connections accepted per iteration of the event loop. uvloop's libuv accepts one per socket
@@ -36,6 +38,7 @@ ACCEPTED_AT_ONCE = 16
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which proxies drop idle connections
 FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that still read
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
+RESERVED_FILES = 128 + RESERVED_CONNECTIONS  # for all else that is open
 
 
 # refuses new requests, and ends those that are still open after some seconds
@@ -68,6 +71,7 @@ def run(
     the error of an engine that has ended, once its requests have been told. A second SIGTERM or
     SIGINT, and any of them during loading, ends the process at once.
     """
+    config = replace(config, max_connections=_possible_connections(config))
     server = Server(uvicorn_config(config, app))
     asyncio.run(
         _serve(server, drain, load, config, report, reload),
@@ -159,7 +163,6 @@ async def _serve(
     # signals first: once the port is open, a signal can arrive
     loop = asyncio.get_running_loop()
     with Signals(loop, config, reload) as signals, bound_sockets(config) as sockets:
-        _allow_many_connections()
         address = _address(config, sockets[0])
         listening = asyncio.create_task(server.serve(sockets))
         async with AsyncExitStack() as stack:  # the engine is closed after the last response
@@ -192,9 +195,10 @@ async def _close(server: Server, listening: asyncio.Task[None]) -> None:
 
 def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
     """uvicorn's settings, checked; raises ``ConfigError`` for TLS files that cannot be used."""
+    limits = ConnectionLimits(BufferedBytes(config.max_buffered_bytes), config.max_connections)
     made = uvicorn.Config(
         app,
-        http=BoundedHeads,
+        http=cast("type[asyncio.Protocol]", partial(BoundedHttp, limits=limits)),
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -302,11 +306,15 @@ def _remove_socket_file(config: ServerConfig) -> None:
         Path(config.uds).unlink(missing_ok=True)
 
 
-def _allow_many_connections() -> None:
+def _possible_connections(config: ServerConfig) -> int:
+    """The limit of connections, or fewer if the system allows too few open files for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    if soft == resource.RLIM_INFINITY:
+        return config.max_connections
+    if soft < OPEN_FILES:
+        soft = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(min(config.max_connections, soft - RESERVED_FILES), 1)
 
 
 def _address(config: ServerConfig, bound: socket.socket) -> str:

@@ -75,7 +75,7 @@ class EventStream:
 
 
 @asynccontextmanager
-async def on_disconnect(receive: Receive, action: Callable[[], None]) -> AsyncIterator[None]:
+async def on_disconnect(receive: Receive, action: Callable[[], object]) -> AsyncIterator[None]:
     """Call ``action`` when the client disconnects inside the block."""
 
     async def listen() -> None:

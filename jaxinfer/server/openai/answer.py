@@ -23,12 +23,14 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request: the name of its key, empty without one, and its trace's headers.
+    """The sender of a request: the name of its key, empty without one, a text that differs from
+    key to key, and its trace's headers.
 
     ``client`` tells senders from each other: by key or address; empty for this process.
     """
 
     key_name: str = ""
+    key_salt: str = ""
     trace: Mapping[str, str] | None = None
     client: str = ""
 
@@ -38,7 +40,8 @@ class Caller:
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         state = scope["state"]
-        return cls(state.get("key_name", ""), trace or None, state.get("client", ""))
+        salt, client = state.get("key_salt", ""), state.get("client", "")
+        return cls(state.get("key_name", ""), salt, trace or None, client)
 
 
 UNKNOWN = Caller()
@@ -65,11 +68,13 @@ class Answer:
         *,
         sampling: SamplingParams,
         caller: Caller,
+        shows_cached: bool = True,
     ) -> None:
         self.request_id = request_id
         self.route = route
         self.sampling = sampling
         self.caller = caller
+        self._shows_cached = shows_cached
         self.received = time.monotonic()
         self.first_token: float | None = None
         self._streams = tuple(streams)
@@ -98,6 +103,11 @@ class Answer:
     def num_cached_tokens(self) -> int:
         """Prompt tokens from the prefix cache, each prompt counted once."""
         return sum(completions[0].num_cached_tokens for completions in self._progress)
+
+    @property
+    def reported_cached_tokens(self) -> int | None:
+        """``num_cached_tokens`` for the client; None if the server does not tell it."""
+        return self.num_cached_tokens if self._shows_cached else None
 
     @property
     def finished(self) -> bool:

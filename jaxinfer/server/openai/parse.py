@@ -22,6 +22,9 @@ from jaxinfer.server.openai.fields import (
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17
+# Lists and objects in a body: an empty one of 2 bytes takes up to 64 in memory. The longest
+# conversations have some 50,000.
+MAX_CONTAINERS = 250_000
 MAX_NAMES_LISTED = 16  # unknown fields that an error or the log lists
 MAX_NAME_CHARACTERS = 64
 MAX_DIGITS = 32  # of a number that an error repeats
@@ -57,6 +60,7 @@ _PATTERN = re.compile(r"Expected `str` matching regex '(?P<pattern>.*)'")
 _UNKNOWN = re.compile(r"Invalid value (?P<value>.*)", re.DOTALL)  # of a tag, such as a type
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 _STEPS = re.compile(r"\.(?P<key>\w+)|\[(?P<index>\d+)\]")
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # in JSON
 _SIGNS: Mapping[str, str] = MappingProxyType(
     {">=": "at least", ">": "greater than", "<=": "at most", "<": "less than"}
 )
@@ -95,12 +99,23 @@ def parse[T: AnyRequest](body: bytes, kind: type[T], *, strict: bool = False) ->
 
 def _decode(body: bytes) -> Any:
     """The JSON value of a body."""
+    if (
+        _num_brackets(body) > MAX_CONTAINERS
+        and _num_brackets(_TEXT.sub(b"", body)) > MAX_CONTAINERS
+    ):
+        message = f"the body has more than {MAX_CONTAINERS} lists and objects; send fewer"
+        raise field_error(None, message)
     try:
         return msgspec.json.decode(body)
     except RecursionError:
         raise field_error(None, "the body is nested too deeply; send flatter JSON") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _decoding_error(body, str(error)) from None
+
+
+def _num_brackets(body: bytes) -> int:
+    """How many lists and objects JSON without brackets in its texts has."""
+    return body.count(b"[") + body.count(b"{")
 
 
 def _decoding_error(body: bytes, reason: str) -> ApiError:

@@ -33,6 +33,7 @@ from jaxinfer.server.openai.fields import (
 from jaxinfer.server.openai.tools import ToolChoice, tool_choice
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
+MAX_TEMPLATE_CHARACTERS = 1 << 18  # models' own have up to some 60,000
 MAX_DEPTH = 64  # of lists and objects within messages and chat_template_kwargs
 MAX_COMPLETIONS = WHOLE_BOUNDS["n"][1]  # of one request: prompts times n
 
@@ -63,6 +64,7 @@ CHAT_IGNORED = (
 
 TokenIds = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
 Tools = tuple[dict[str, Any], ...]
+Template = Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)]
 Messages = Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
 
 
@@ -125,7 +127,7 @@ class ChatCompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = False
     max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
@@ -247,7 +249,7 @@ class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     messages: Messages | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: str | None = None
+    chat_template: Template | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
@@ -284,7 +286,7 @@ class ChangeRequest(AnyRequest, frozen=True, kw_only=True):
 class SteeringRequest(AnyRequest, frozen=True, kw_only=True):
     """``POST /set_steering``: a vector that requests may name; without one it is removed."""
 
-    name: Annotated[str, Meta(min_length=1)]
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
     vector: Annotated[tuple[float, ...], Meta(min_length=1)] | None = None
 
 

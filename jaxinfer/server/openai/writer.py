@@ -198,6 +198,12 @@ def in_order(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
     return sorted(merged_updates(updates), key=lambda update: update.choice)
 
 
+def prompt_details(answer: Answer) -> PromptTokensDetails | UnsetType:
+    """The prompt's tokens by source, unless the server does not tell them."""
+    cached = answer.reported_cached_tokens
+    return UNSET if cached is None else PromptTokensDetails(cached_tokens=cached)
+
+
 def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
     """Tokens of the request so far."""
     num_tokens = answer.num_tokens if counts_output else 0
@@ -205,7 +211,7 @@ def usage_of(answer: Answer, *, counts_output: bool = True) -> Usage:
         prompt_tokens=answer.num_prompt_tokens,
         completion_tokens=num_tokens,
         total_tokens=answer.num_prompt_tokens + num_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+        prompt_tokens_details=prompt_details(answer),
     )
 
 

@@ -205,7 +205,9 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
     def _usage(self, answer: Answer) -> ResponseUsage:
         return ResponseUsage(
             input_tokens=answer.num_prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=answer.num_cached_tokens),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=answer.reported_cached_tokens or 0  # OpenAI's clients require it
+            ),
             output_tokens=answer.num_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=self._num_thought_tokens),
             total_tokens=answer.num_prompt_tokens + answer.num_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -62,6 +63,9 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
     }
 )
 
+BODILESS = frozenset(  # POST routes whose requests have no body, besides those with parameters
+    {"/ping", "/resume", "/sleep", "/wake_up"}
+)
 ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_steering
     {
         ("POST", "/pause"): admin.pause,
@@ -87,6 +91,9 @@ def create_app(service: Service) -> ASGIApp:
     by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
     methods = {path: [method for method, other in table if other == path] for path in by_path}
     routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
+    for route in routes:  # Starlette's pattern ends with $, which a line feed may follow
+        pattern = route.path_regex.pattern.removesuffix("$")
+        route.path_regex = re.compile(rf"{pattern}\Z")
 
     async def no_route(request: Request, error: Exception) -> Response:
         """404 and 405."""
@@ -110,9 +117,16 @@ def create_app(service: Service) -> ASGIApp:
 
     root = service.config.root_path
     known = {(method, root + path): by_path[path] for method, path in table if "{" not in path}
-    open_paths = (*OPEN_PATHS, *page)
-    routes_and_app = ExactPaths(known, app)
-    return guarded(routes_and_app, service.config, service.log, service.keys, refused, open_paths)
+    with_body = {root + path for method, path in table if method == "POST" and path not in BODILESS}
+    return guarded(
+        ExactPaths(known, app),
+        service.config,
+        service.log,
+        service.keys,
+        refused,
+        open_paths=(*OPEN_PATHS, *page),
+        takes_body=lambda method, path: method == "POST" and path in with_body,
+    )
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +20,7 @@ from jaxinfer.core.structured import FIELD
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
 from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.guard import request_bytes
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
 from jaxinfer.server.openai.fields import AnyRequest, GenerationFields
@@ -52,13 +54,15 @@ class Call:
         self.renamed: Callable[[ApiError], ApiError] = lambda error: error
         self._receive = receive
         self._body = body
+        self._bytes = request_bytes(scope)
         self.is_small = len(body) <= INLINE_BYTES
 
     async def parse[T: AnyRequest](self, kind: type[T]) -> T:
         """The request in the body; raises ``ApiError`` naming the invalid field."""
         self._check_media_type()
-        strict = self.service.config.strict_fields
-        parsed = await run_off_loop(partial(parse, self._body, kind, strict=strict), self.is_small)
+        strict, body, self._body = self.service.config.strict_fields, self._body, b""
+        parsed = await run_off_loop(partial(parse, body, kind, strict=strict), self.is_small)
+        self._bytes.release()
         for name in parsed.unknown:
             advice = "--strict-fields refuses such requests"
             self.service.log.warning_once("unknown_field", name, advice=advice)
@@ -72,6 +76,15 @@ class Call:
     def has_body(self) -> bool:
         """True if the request's body is not empty."""
         return bool(self._body)
+
+    async def unless_gone[T](self, work: Awaitable[T]) -> T:
+        """The result of ``work``, which is cancelled if the client disconnects before its end."""
+        task = asyncio.ensure_future(work)
+        async with on_disconnect(self._receive, task.cancel):
+            await asyncio.wait((task,))
+        if task.cancelled():
+            raise ApiError(CLIENT_GONE, "the client has gone")
+        return task.result()
 
     async def updates(self, answer: Answer) -> list[ChoiceUpdate]:
         """All updates of an answer until its end; aborts it if the client disconnects."""
@@ -162,8 +175,8 @@ class Endpoint:
             await send(message)
 
         try:
-            body = (await receive()).get("body", b"")  # the whole body: the guard has read it
-            call = Call(self.service, scope, receive, body)
+            whole = await receive()  # the guard has read the body
+            call = Call(self.service, scope, receive, whole.pop("body", b""))
             try:
                 response = await self.handler(call)
             except Exception as error:

@@ -29,6 +29,7 @@ from jaxinfer.server.openai.tools import AnswerReading, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.limits import bounded_answers
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
 
@@ -55,7 +56,7 @@ async def answer_chat[R: ChatCompletionRequest](
 ) -> ASGIApp:
     """Answer a chat of any API, in the form of its writer."""
     service, special = call.service, request.add_special_tokens
-    prompt = await chat_prompt(service, request, request.messages, special)
+    prompt = await chat_prompt(call, request, request.messages, special)
     reading = chat_reading(service, request, prompt)
     return await answer_prompts(call, request, [prompt], kind, reading)
 
@@ -188,6 +189,8 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
         _truncated(service, prompt, request.truncate_prompt_tokens, sampling.max_tokens)
         for prompt in prompts
     ]
+    limits = service.client.limits
+    sampling = bounded_answers(prompts, sampling, request, limits, config.max_answer_bytes)
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),
@@ -201,7 +204,7 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
             else request.return_tokens_as_token_ids
         ),
         tokenizer=service.client.tokenizer,
-        points=service.client.limits.points,
+        points=limits.points,
         reading=reading,
     )
     writer = make_writer(context, request, prompts)

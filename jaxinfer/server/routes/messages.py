@@ -24,5 +24,5 @@ async def count_tokens(call: Call) -> ASGIApp:
     call.prompt_field = "messages"
     request = await call.parse(CountTokensRequest)
     chat = request.chat
-    prompt = await chat_prompt(call.service, chat, chat.messages, chat.add_special_tokens)
+    prompt = await chat_prompt(call, chat, chat.messages, chat.add_special_tokens)
     return json_response(TokenCount(input_tokens=len(prompt.token_ids)))

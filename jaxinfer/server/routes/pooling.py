@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,11 +36,14 @@ from jaxinfer.server.openai.pooling import (
     TemplateFields,
     ranked,
 )
-from jaxinfer.server.openai.responses import PromptTokensDetails, Usage
+from jaxinfer.server.openai.responses import Usage
+from jaxinfer.server.openai.writer import prompt_details
 from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.service import INLINE_CHARACTERS, Service, run_off_loop
+from jaxinfer.server.routes.limits import check_prompts, too_large
+from jaxinfer.server.routes.service import Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
+FLOAT_BYTES, BASE64_BYTES = 21, 6  # of a number in the JSON of a vector
 COSINE = PoolingParams(normalize=True)
 
 
@@ -107,6 +111,10 @@ async def _vectors(call: Call, request: EmbeddingRequest) -> tuple[list[np.ndarr
     prompts = [Prompt(None, one) for one in request.inputs if not isinstance(one, str)]
     if texts:
         prompts = await _encoded(call, texts, request, request.add_special_tokens)
+    number_bytes = FLOAT_BYTES if request.encoding_format == "float" else BASE64_BYTES
+    size = len(prompts) * (request.dimensions or own.width) * number_bytes
+    if size > (most := call.service.config.max_answer_bytes):
+        raise too_large("input", size, most)
     prompts = [_short(call.service, prompt, request) for prompt in prompts]
     deltas, usage = await _answered(call, request, prompts, NO_SAMPLING, pools=True)
     params = request.params
@@ -153,7 +161,7 @@ async def _checked(
     call.prompt_field = field
     prompts = await _encoded(call, texts, request)
     prompts = [_short(call.service, prompt, request, document_tokens) for prompt in prompts]
-    call.service.check_prompts(prompts, NO_SAMPLING, None, pools=True)
+    check_prompts(call.service.client, prompts, NO_SAMPLING, None, pools=True)
     return prompts
 
 
@@ -163,8 +171,12 @@ async def _score_prompts(
     pairs: Sequence[tuple[str, str]],
     document_tokens: int | None,
 ) -> list[Prompt]:
-    service = call.service
+    service, loop = call.service, asyncio.get_running_loop()
     context, keep = service.client.limits.max_model_len, request.truncate_prompt_tokens
+
+    def render(*chat: Any) -> str:
+        return asyncio.run_coroutine_threadsafe(service.render(*chat), loop).result()
+
     make = partial(
         score_prompt,
         service.tokenizer,
@@ -172,9 +184,9 @@ async def _score_prompts(
         variables=request.variables,
         keep=context - 1 if keep == -1 else keep,
         document_tokens=document_tokens,
+        render=render,
     )
-    is_short = sum(len(query) + len(text) for query, text in pairs) <= INLINE_CHARACTERS
-    return await run_off_loop(lambda: [make(query, text) for query, text in pairs], is_short)
+    return await asyncio.to_thread(lambda: [make(query, text) for query, text in pairs])
 
 
 async def _encoded(
@@ -221,7 +233,7 @@ def _usage(answer: Answer) -> Usage:
         prompt_tokens=count,
         completion_tokens=0,
         total_tokens=count,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+        prompt_tokens_details=prompt_details(answer),
     )
 
 

@@ -43,6 +43,15 @@ async def create(call: Call) -> ASGIApp:
             "background responses are stored, and this server stores none; start it with "
             "--max-stored-responses, or leave background out",
         )
+    if request.background and len(service.background) >= service.config.max_stored_responses:
+        raise ApiError(
+            429,
+            f"{len(service.background)} background responses are not done, and as many are stored "
+            "(--max-stored-responses); try again later",
+            param="background",
+            code="queue_full",
+            headers={"Retry-After": "5"},
+        )
     chat = await run_off_loop(
         lambda: request.chat(
             before.conversation() if before is not None else (),
@@ -51,9 +60,9 @@ async def create(call: Call) -> ASGIApp:
         call.is_small and before is None,
     )
     if request.truncation == "auto":
-        chat, prompt = await _fitting(service, chat)
+        chat, prompt = await _fitting(call, chat)
     else:
-        prompt = await chat_prompt(service, chat, chat.messages, chat.add_special_tokens)
+        prompt = await chat_prompt(call, chat, chat.messages, chat.add_special_tokens)
     make_writer = partial(
         ResponseWriter,
         response=_begun(service, request),
@@ -143,22 +152,20 @@ def _knows_developer(service: Service, request: ResponsesRequest) -> bool:
     return "developer" in service.tokenizer.get_chat_template(template, request.tools or None)
 
 
-async def _fitting(
-    service: Service, chat: ChatCompletionRequest
-) -> tuple[ChatCompletionRequest, Prompt]:
+async def _fitting(call: Call, chat: ChatCompletionRequest) -> tuple[ChatCompletionRequest, Prompt]:
     """The chat without as many of its first turns as exceed the context, and its prompt.
 
     Instructions stay, and the first turn that is kept begins with a user's message. A last turn
     that is too long gets the error of other long prompts.
     """
-    longest = service.client.limits.max_model_len - (chat.max_completion_tokens or 1)
+    longest = call.service.client.limits.max_model_len - (chat.max_completion_tokens or 1)
     roles = [message["role"] for message in chat.messages]
     first = next((n for n, role in enumerate(roles) if role not in GUIDANCE), 0)
     begins = [first, *(n for n, role in enumerate(roles) if n > first and role == "user")]
 
     async def rendered(number: int) -> tuple[ChatCompletionRequest, Prompt]:
         messages = (*chat.messages[:first], *chat.messages[begins[number] :])
-        prompt = await chat_prompt(service, chat, messages, chat.add_special_tokens)
+        prompt = await chat_prompt(call, chat, messages, chat.add_special_tokens)
         return msgspec.structs.replace(chat, messages=messages), prompt
 
     async def fits(number: int) -> bool:

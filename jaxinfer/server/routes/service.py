@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,15 +18,11 @@ from jaxinfer.core.errors import (
     EngineError,
     JaxinferError,
     QueueFullError,
-    RequestError,
-    TaskError,
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
-from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
-from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError, api_error, queue_full
 from jaxinfer.server.http.keys import api_keys
@@ -35,19 +31,23 @@ from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
 from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.pooling import PoolingFields
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
-from jaxinfer.server.routes.limits import check_fit, deadline
+from jaxinfer.server.routes.limits import check_prompts, check_taps, deadline
+from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
-from jaxinfer.text.tokenizer import MAX_COMPILED_TEMPLATES, Tokenizer
+from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES
+from jaxinfer.text.render_process import RenderRequest
+from jaxinfer.text.tokenizer import Tokenizer
 
 # a longer text is tokenized in a thread: 2,000 characters take about 0.5 ms
 INLINE_CHARACTERS = 2000
+RENDERED_CONTEXTS = 4  # a rendered chat is at most so many times as long as the longest prompt
 
 
 class LoadedModel(NamedTuple):
@@ -62,7 +62,9 @@ class LoadedModel(NamedTuple):
 class Service:
     """One server's state, from before the model is loaded. Used in one event loop only."""
 
-    def __init__(self, config: ServerConfig, log: EventLog) -> None:
+    def __init__(
+        self, config: ServerConfig, log: EventLog, renderer: Renderer | None = None
+    ) -> None:
         self.config = config
         self.log = log
         self.created = int(time.time())
@@ -75,6 +77,7 @@ class Service:
         self._answers: set[Answer] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.renderer = renderer or Renderer()
         self.keys = api_keys(config)
         self.traces: Traces | None = None
         if config.otlp_traces_endpoint is not None:
@@ -134,6 +137,14 @@ class Service:
         return tokenizer
 
     @property
+    def has_chats(self) -> bool:
+        """True if there is a chat template."""
+        tokenizer = self.client.tokenizer
+        return tokenizer is not None and bool(
+            self.config.chat_template or tokenizer.has_chat_template
+        )
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The names under which the model is served; responses carry the first one."""
         return self.config.served_model_name or (self.client.facts.name,)
@@ -172,6 +183,11 @@ class Service:
         """The special tokens, which are not part of an answer's text."""
         return hidden_pattern(self.tokenizer.all_special_tokens)
 
+    @property
+    def max_characters(self) -> int:
+        """Characters of the longest prompt that may fit the context."""
+        return self.client.limits.max_model_len * self.tokenizer.max_token_characters
+
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, with_offsets: bool = False
     ) -> list[Prompt]:
@@ -180,8 +196,7 @@ class Service:
         Raises ``ContextLengthError`` before tokenizing if a text has more characters than the
         longest prompt that fits.
         """
-        tokenizer, special = self.tokenizer, add_special_tokens
-        longest = self.client.limits.max_model_len * tokenizer.max_token_characters
+        tokenizer, special, longest = self.tokenizer, add_special_tokens, self.max_characters
         for number, text in enumerate(texts):
             if len(text) > longest:
                 name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
@@ -204,11 +219,28 @@ class Service:
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return await run_off_loop(lambda: [encoded(text) for text in texts], is_short)
 
-    async def render(self, messages: Sequence[Any], **options: Any) -> str:
-        """A chat as text."""
-        render = partial(self.tokenizer.render_chat, messages, **options)
-        characters = sum(len(str(message)) for message in messages)
-        return await run_off_loop(render, characters <= INLINE_CHARACTERS)
+    async def render(
+        self,
+        messages: Sequence[Any],
+        variables: Mapping[str, Any],
+        chat_template: str | None,
+        *,
+        is_own: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """A chat as text; see ``Renderer``."""
+        tokenizer = self.tokenizer
+        request = RenderRequest(
+            tokenizer.get_chat_template(chat_template, variables.get("tools")),
+            tuple(messages),
+            max_characters=RENDERED_CONTEXTS * self.max_characters,
+            special_tokens=tokenizer.special_tokens_map,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=dict(variables),
+        )
+        return await self.renderer.render(request, is_own=is_own)
 
     # admission
 
@@ -230,22 +262,32 @@ class Service:
         for vectors.
         """
         client = self.client
-        self.check_prompts(prompts, sampling, request.requested_tokens(), pools=pools)
-        self._check_taps(prompts, sampling)
+        check_prompts(client, prompts, sampling, request.requested_tokens(), pools=pools)
+        check_taps(prompts, sampling, client.limits, self.config.max_tap_bytes)
         self._check_queue(prompts)
         wake = asyncio.Event()
+        salt = caller.key_salt if self.config.prefix_caching_by_key else ""
         streams: list[Stream | BeamStream] = []
         options: Any = {"pools": pools, "sender": caller.client}
         try:
             for prompt in prompts:
-                given = (client, prompt.token_ids, sampling, request, wake)
+                given = (client, prompt.token_ids, sampling, request, wake, salt)
                 streams.append(open_stream(*given, **options))
         except JaxinferError:
             for stream in streams:
                 stream.close()
             raise
         metrics = self.loaded.metrics
-        answer = Answer(request_id, route, streams, wake, metrics, sampling=sampling, caller=caller)
+        answer = Answer(
+            request_id,
+            route,
+            streams,
+            wake,
+            metrics,
+            sampling=sampling,
+            caller=caller,
+            shows_cached=self.config.enable_prompt_tokens_details,
+        )
         if expiry := deadline(request.timeout, self.config.request_timeout):
             answer.expire_after(*expiry)
         self._answers.add(answer)
@@ -289,47 +331,6 @@ class Service:
         if isinstance(error, QueueFullError):
             self.loaded.metrics.request_rejected(Rejection.FORMS)
         return api_error(error, alive=self._loaded is None or self.client.alive)
-
-    def check_prompts(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        requested: RequestedTokens | None,
-        *,
-        pools: bool,
-    ) -> None:
-        """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
-        for number, prompt in enumerate(prompts):
-            try:
-                self.client.check(prompt.token_ids, sampling, pools=pools)
-                if requested is not None:
-                    check_fit(len(prompt.token_ids), requested, self.client.limits.max_model_len)
-            except RequestError as error:
-                if len(prompts) == 1 or isinstance(error, TaskError):
-                    raise
-                name = f"prompt[{number}]"
-                message = f"{name}: {error}"
-                if not isinstance(error, ContextLengthError):
-                    raise RequestError(message) from None
-                field = name if error.field == "prompt" else error.field
-                raise ContextLengthError(message, field) from None
-
-    def _check_taps(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        """Raise ``ApiError`` if the activations of an answer may be too large."""
-        if not sampling.taps:
-            return
-        limits, most = self.client.limits, self.config.max_tap_bytes
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        size = sum(
-            tap_bytes(length, resolved_max_tokens(length, sampling, limits), sampling, limits)
-            for length in lengths
-        )
-        if size > most:
-            raise field_error(
-                "taps",
-                f"taps of this request may have {size} bytes, and {most} are allowed "
-                "(--max-tap-bytes); ask for fewer points, prompts or tokens",
-            )
 
     def _check_queue(self, prompts: Sequence[Prompt]) -> None:
         client, config = self.client, self.config

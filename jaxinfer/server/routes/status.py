@@ -14,14 +14,13 @@ from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.openapi import openapi_document
 from jaxinfer.server.routes.service import Service
 
-HEALTH_SECONDS = 10.0  # a step with a long chunk takes a few seconds on a slow CPU
-
 
 async def health(call: Call) -> ASGIApp:
-    """200 while the engine's loop responds."""
-    client = call.service.client
-    if not await client.responds(HEALTH_SECONDS):
-        why = f"has not answered for {HEALTH_SECONDS:g} s" if client.alive else "has stopped"
+    """200 while the engine's loop is idle, or finishes steps in the time that they may take."""
+    client, seconds = call.service.client, call.service.config.health_timeout
+    stalled = await client.stalled_seconds()
+    if not client.alive or stalled >= seconds + client.longest_step:
+        why = f"has finished no step for {stalled:.0f} s" if client.alive else "has stopped"
         raise ApiError(503, f"the engine {why}; restart the server", code="engine_dead")
     return Response(status_code=200)
 

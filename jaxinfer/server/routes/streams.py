@@ -19,12 +19,15 @@ def open_stream(
     sampling: SamplingParams,
     request: GenerationFields | PoolingFields,
     wake: asyncio.Event,
+    salt: str,
     *,
     pools: bool,
     sender: str,
 ) -> Stream | BeamStream:
-    """Submit a prompt that has been checked; see ``Service.open``."""
-    priority, salt = request.priority, request.cache_salt
+    """Submit a prompt that has been checked; see ``Service.open``. ``salt``: before the request's
+    own; all that are not empty have the same length.
+    """
+    priority, salt = request.priority, salt + (request.cache_salt or "")
     if isinstance(request, BeamFields) and request.use_beam_search:
         return BeamStream(
             client,

@@ -14,6 +14,7 @@ from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
 from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.limits import too_large
 from jaxinfer.server.routes.service import Service, run_off_loop
 
 
@@ -32,22 +33,24 @@ def chosen_template(service: Service, request: ChatFields) -> str | None:
 
 
 async def chat_prompt(
-    service: Service, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
+    call: Call, request: ChatFields, messages: Sequence[Any], add_special_tokens: bool
 ) -> Prompt:
     """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
-    template = chosen_template(service, request)
+    service = call.service
     variables = {
         **service.config.default_chat_template_kwargs,
         **request.template_variables,
         **(request.chat_template_kwargs or {}),
     }
-    text = await service.render(
+    rendered = service.render(
         messages,
+        variables,
+        chosen_template(service, request),
+        is_own=request.chat_template is None,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        template_kwargs=variables,
-        chat_template=template,
     )
+    text = await call.unless_gone(rendered)
     return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
 
@@ -58,7 +61,7 @@ async def tokenize(call: Call) -> ASGIApp:
     if request.messages is not None:
         call.prompt_field = "messages"
         special = bool(request.add_special_tokens)
-        prompt = await chat_prompt(service, request, request.messages, special)
+        prompt = await chat_prompt(call, request, request.messages, special)
     else:
         special = request.add_special_tokens is not False
         texts = [request.prompt or ""]
@@ -84,6 +87,9 @@ async def detokenize(call: Call) -> ASGIApp:
     last = call.service.client.facts.vocab_size - 1
     if (largest := max(request.tokens, default=0)) > last:
         raise RequestError(f"tokens holds {largest}; the vocabulary ends at {last}")
+    size = len(request.tokens) * tokenizer.max_token_characters
+    if size > (most := call.service.config.max_answer_bytes):
+        raise too_large("tokens", size, most)
     decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
     text = await run_off_loop(decode, call.is_small)
     return json_response(Detokenized(prompt=text))

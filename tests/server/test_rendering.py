@@ -1,0 +1,182 @@
+"""Chats are rendered in processes that end with a template that runs too long or takes too much."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.engine.link.spawn import Spawned, spawn
+from jaxinfer.server.routes import rendering
+from jaxinfer.server.routes.rendering import Renderer
+from jaxinfer.text.render_process import RenderRequest
+from kit.hostile_templates import LARGE, MANY_LARGE, MANY_SLOW, SLOW
+from kit.raw_http import RawClient, Reply, get, post
+from kit.server import serving
+from kit.server_process import SIM_SERVE, gone, server_process, sim_arguments, wait_until
+from kit.watched_executor import watched_engine
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+PLAIN = "{{ messages[0].content }}"
+ENDLESS = SLOW["squares"]
+
+
+def program(**constants: float) -> tuple[str, ...]:
+    """The program of a renderer's process with other limits."""
+    changes = "".join(f"it.{name} = {value}; " for name, value in constants.items())
+    code = f"from jaxinfer.text import render_process as it; {changes}it.main()"
+    return (sys.executable, "-c", code)
+
+
+def request(template: str, messages: Any = (USER,), **more: Any) -> RenderRequest:
+    return RenderRequest(template, messages, 1 << 22, **more)
+
+
+def rendered(use: Callable[[Renderer], Any], **constants: float) -> Any:
+    """The result of a coroutine that uses a renderer."""
+
+    async def main() -> Any:
+        renderer = Renderer(program(**constants))
+        try:
+            return await use(renderer)
+        finally:
+            await renderer.close()
+
+    return asyncio.run(main())
+
+
+def refusals(templates: dict[str, str], **constants: float) -> list[str]:
+    """The errors of these templates, one after another, with a chat that succeeds after each."""
+
+    async def use(renderer: Renderer) -> list[str]:
+        found: list[str] = []
+        for name, template in templates.items():
+            with pytest.raises(TokenizerError) as failure:
+                await renderer.render(request(template), is_own=False)
+            found.append(f"{name}: {failure.value}")
+            assert await renderer.render(request(PLAIN), is_own=False) == "hi"
+        return found
+
+    return rendered(use, **constants)
+
+
+def test_a_template_that_runs_too_long_ends_alone() -> None:
+    assert all("takes more than 2 s" in one for one in refusals(SLOW, SECONDS=0.2))
+
+
+def test_a_template_that_takes_too_much_memory_ends_alone() -> None:
+    assert all("needs too much memory" in one for one in refusals(LARGE))
+
+
+@pytest.mark.nightly
+def test_every_means_of_jinja() -> None:
+    slow, large = refusals(MANY_SLOW), refusals(MANY_LARGE)
+    assert [one for one in slow if "takes more than 2 s" not in one] == []
+    expected = ("needs too much memory", "takes more than 2 s", "a product or power")
+    assert [one for one in large if not any(words in one for words in expected)] == []
+
+
+def test_the_prompt_and_errors_equal_those_of_this_process() -> None:
+    async def use(renderer: Renderer) -> None:
+        source = "{{ bos_token }}{{ tools|length }}{{ messages[0].content }}{{ n }}"
+        more = {"special_tokens": {"bos_token": "<s>"}, "variables": {"tools": [{}], "n": 10**30}}
+        text = await renderer.render(request(source, **more), is_own=True)
+        assert text == f"<s>1hi{10**30}"
+        with pytest.raises(RequestError, match=r"messages\[0\].role must be a string"):
+            await renderer.render(request(PLAIN, ({"role": 1},)), is_own=True)
+        with pytest.raises(TokenizerError, match="failed: no user"):
+            await renderer.render(request("{{ raise_exception('no user') }}"), is_own=True)
+        with pytest.raises(TokenizerError, match="gives no UTF-8"):
+            await renderer.render(request("{{ '\\ud800' }}"), is_own=True)
+        with pytest.raises(TokenizerError, match="writes more than 4194304 characters"):
+            long = ({**USER, "content": "x" * (1 << 23)},)
+            await renderer.render(request(PLAIN, long), is_own=True)
+
+    rendered(use)
+
+
+@pytest.mark.parametrize("kept", [1, 1 << 40], ids=["a process each", "one process"])
+def test_many_chats_at_once(kept: int) -> None:
+    """A process that has had too much memory is replaced, and no chat is lost."""
+
+    async def use(renderer: Renderer) -> list[str]:
+        chats = [request(PLAIN, ({**USER, "content": f"{n}"},)) for n in range(6)]
+        return await asyncio.gather(*(renderer.render(one, is_own=True) for one in chats))
+
+    assert rendered(use, KEPT_MEMORY=kept) == [f"{n}" for n in range(6)]
+
+
+def own_chat(port: int, **fields: Any) -> Reply:
+    return post(port, CHAT, messages=[USER], max_tokens=2, **fields)
+
+
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> list[Spawned]:
+    """The processes that are started."""
+    found: list[Spawned] = []
+
+    def noting(program: Sequence[str]) -> Spawned:
+        found.append(spawn(program))
+        return found[-1]
+
+    monkeypatch.setattr(rendering, "spawn", noting)
+    return found
+
+
+def test_everything_else_is_answered_while_a_template_runs() -> None:
+    renderer = Renderer(program(SECONDS=1.5))
+    with (
+        serving(watched_engine()[0], renderer=renderer, trust_request_chat_template=True) as server,
+        RawClient(server.port) as hostile,
+    ):
+        for fields in ({}, {"chat_template": PLAIN}):  # both processes run, the engine is warm
+            assert own_chat(server.port, **fields).status == 200
+        hostile.post(CHAT, messages=[USER], chat_template=ENDLESS)
+        for path in ("/health", "/ready", "/metrics"):
+            assert get(server.port, path).status == 200
+        assert own_chat(server.port).status == 200
+        assert post(server.port, "/tokenize", messages=[USER]).status == 200
+        assert not hostile.has_reply
+        failed = hostile.reply()
+        assert failed.status == 400 and "takes more than" in failed.error["message"]
+
+
+def test_chats_whose_clients_have_left_are_not_rendered(
+    monkeypatch: pytest.MonkeyPatch, spawned: list[Spawned]
+) -> None:
+    monkeypatch.setattr(rendering, "MAX_WAITING", 4)
+    renderer = Renderer(program(SECONDS=0.5))
+    with (
+        serving(watched_engine()[0], renderer=renderer, trust_request_chat_template=True) as server,
+        ExitStack() as stack,
+    ):
+        hostile = [stack.enter_context(RawClient(server.port)) for _ in range(4)]
+        for client in hostile:
+            client.post(CHAT, messages=[USER], chat_template=ENDLESS)
+        wait_until(lambda: renderer.num_waiting == 4, "the queue is full")
+        refused = own_chat(server.port, chat_template=PLAIN)
+        assert refused.status == 429 and refused.headers["retry-after"] == "2"
+        assert refused.error["param"] == "chat_template"
+        for client in hostile:
+            client.disconnect()
+        wait_until(lambda: renderer.num_waiting < 4, "one has ended")
+        assert own_chat(server.port, chat_template=PLAIN).status == 200
+        assert len(spawned) == 2  # for the one that had begun, and for the last
+
+
+def test_a_signal_ends_a_server_whose_template_runs() -> None:
+    command = (*SIM_SERVE, *sim_arguments(0.0), "--trust-request-chat-template")
+    with server_process(*command) as server, RawClient(server.port) as hostile:
+        hostile.post(CHAT, messages=[USER], chat_template=ENDLESS)
+        wait_until(lambda: len(server.children) == 3, "it is rendered")
+        children = server.children
+        server.signal(signal.SIGTERM)
+        assert server.exit_code(8.0) == 0
+        wait_until(lambda: all(map(gone, children)), "nothing is left")
