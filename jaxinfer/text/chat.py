@@ -7,7 +7,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import TemplateProbes
 
@@ -57,8 +57,9 @@ class ChatTemplate:
         variables for the template (tools, ``enable_thinking``); empty tools and documents count as
         absent.
 
-        Raises ``RequestError`` for invalid messages or options, ``TokenizerError`` with the
-        template's own message if it refuses or fails, or writes more than ``max_characters``.
+        Raises ``RequestError`` for invalid messages or options, ``ContextLengthError`` for a prompt
+        of more than ``max_characters``, and ``TokenizerError`` with the template's own message if
+        it refuses or fails.
         """
         chat = self._probes.adapt(check_messages(messages))
         if continue_final_message:
@@ -80,9 +81,14 @@ class ChatTemplate:
         defaults = {**dict.fromkeys(_LISTS), **self._special_tokens}
         given = {name: value for name, value in variables.items() if value or name not in _LISTS}
         try:
-            return self._program.run({**defaults, **given, "messages": chat}, max_characters)
+            text = self._program.run({**defaults, **given, "messages": chat}, max_characters)
         except Exception as error:  # a template is a program: it can raise anything
             raise TokenizerError(f"The chat template failed: {reason(error)}") from error
+        if text is None:
+            raise ContextLengthError(
+                f"The chat has more than {max_characters} characters as a prompt; shorten it."
+            )
+        return text
 
 
 def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:

@@ -51,14 +51,16 @@ class Program:
         except Exception as error:
             raise TokenizerError(f"The chat template is not valid Jinja: {reason(error)}") from None
 
-    def run(self, variables: dict[str, Any], max_characters: int) -> str:
-        """The text for these variables; raises whatever the template raises."""
+    def run(self, variables: dict[str, Any], max_characters: int) -> str | None:
+        """The text for these variables, None if it has too many characters; raises whatever the
+        template raises.
+        """
         pieces: list[str] = []
         left = max_characters
         for piece in self._template.generate({**variables, _STEPS: _Steps()}):
             left -= len(piece)
             if left < 0:
-                raise jinja2.TemplateError(f"it writes more than {max_characters} characters")
+                return None
             pieces.append(piece)
         return "".join(pieces)
 

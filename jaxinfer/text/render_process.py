@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 
 SECONDS = 2.0  # of CPU time for a chat, so that a busy machine refuses no other
@@ -39,9 +39,12 @@ class RenderRequest(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The prompt, or why there is none: a ``RequestError`` or a ``TokenizerError``."""
+    """The prompt, or why there is none: a ``ContextLengthError``, another ``RequestError`` or a
+    ``TokenizerError``.
+    """
 
     text: str | None
+    length_error: str = ""
     request_error: str = ""
     template_error: str = ""
 
@@ -49,6 +52,8 @@ class Rendered(msgspec.Struct, frozen=True):
         """The prompt; raises the error."""
         if self.text is not None:
             return self.text
+        if self.length_error:
+            raise ContextLengthError(self.length_error)
         if self.request_error:
             raise RequestError(self.request_error)
         raise TokenizerError(self.template_error)
@@ -70,6 +75,8 @@ def rendered(request: RenderRequest) -> Rendered:
             variables=request.variables,
             max_characters=request.max_characters,
         )
+    except ContextLengthError as error:
+        return Rendered(None, length_error=str(error))
     except RequestError as error:
         return Rendered(None, request_error=str(error))
     except TokenizerError as error:

@@ -17,7 +17,7 @@ from jaxinfer.server.routes.app import create_app
 from jaxinfer.server.routes.batch import BatchCounts, run_batch
 from jaxinfer.server.routes.service import Service
 from kit.engines import tiny_engine
-from kit.server import serving
+from kit.server import LocalRenderer, serving
 
 COMPLETION = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
@@ -107,7 +107,11 @@ def test_responses_are_the_server_s() -> None:
         "whole": ("/v1/completions", COMPLETION),
         "chat": ("/v1/chat/completions", CHAT),
         "plain": ("/v1/generate", {"prompt": "ab", "max_tokens": 3, "temperature": 0}),
-        "tokens": ("/inference/v1/generate", {"token_ids": [1, 2]}),
+        # draws without a seed depend on the order of arrival, in which a chat comes later
+        "tokens": (
+            "/inference/v1/generate",
+            {"token_ids": [1, 2], "sampling_params": {"temperature": 0}},
+        ),
         "responses": ("/v1/responses", {"input": "ab", "max_output_tokens": 3, "temperature": 0}),
         "messages": ("/v1/messages", {**CHAT, "model": "tiny-llama"}),
         "wrong": ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
@@ -116,7 +120,7 @@ def test_responses_are_the_server_s() -> None:
     engine = tiny_engine()
 
     async def run() -> tuple[BatchCounts, list[bytes]]:
-        service = Service(ServerConfig(), EventLog())
+        service = Service(ServerConfig(), EventLog(), LocalRenderer())
         metrics = Metrics(engine.facts.name, engine.limits, start=engine.stats())
         client = EngineClient(EngineThread(engine), metrics.observe)
         service.attach(client, metrics)

@@ -15,6 +15,7 @@ import pytest
 from bench.held_connections import CASES, Case, measured
 from jaxinfer.server.http import buffered, guard, protocol
 from jaxinfer.server.http.buffered import UNCOUNTED_BYTES, BufferedBytes, RequestBytes
+from jaxinfer.server.http.protocol import PIPELINED_BYTES
 from jaxinfer.server.routes.app import ADMIN_ROUTES, BODILESS, ROUTES
 from kit.raw_http import RawClient, get, post
 from kit.server import Serving, serving
@@ -163,15 +164,24 @@ def test_a_request_is_counted_until_it_is_parsed() -> None:
         assert {client.reply().status for client in clients} == {200}
 
 
-@pytest.mark.parametrize("path", [ROUTE, "/nowhere"])
-def test_pipelined_requests_are_counted(server: Serving, path: str) -> None:
-    """Each takes memory that is much more than its bytes."""
-    with RawClient(server.port) as client:
-        client.send(head("GET", path) * 2000)
-        assert client.wait()
-        assert total(server) <= MIB
-        client.disconnect()
-    wait_until(lambda: not total(server), "they are not counted any more")
+def test_pipelined_requests_are_counted() -> None:
+    """Each takes memory that is much more than its bytes, while it waits for those before it."""
+    engine, executor = watched_engine()
+    body = b'{"prompt": "hello", "max_tokens": 2}'
+    first = head("POST", ROUTE, f"content-length: {len(body)}", "content-type: application/json")
+    first, next_one = first + body, head("GET", "/health")
+    with serving(engine, max_buffered_bytes=MIB) as server, ExitStack() as stack:
+        with executor.held():
+            client = stack.enter_context(RawClient(server.port))
+            client.send(first + next_one * 100)
+            wait_until(lambda: total(server) >= 100 * PIPELINED_BYTES, "they are counted")
+            with RawClient(server.port) as other:
+                other.send(first + next_one * 1000)
+                assert other.reply().error["code"] == "too_many_bytes"
+            wait_until(lambda: total(server) <= 120 * PIPELINED_BYTES, "only those of one")
+        client.send(head("GET", "/health", "connection: close"))
+        assert client.rest().count(b"HTTP/1.1 200 OK") == 102
+        wait_until(lambda: not total(server), "they are not counted any more")
 
 
 def test_headers_are_limited_in_number(server: Serving) -> None:

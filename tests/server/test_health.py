@@ -11,7 +11,7 @@ from jaxinfer.engine.link import client as link_client
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from kit.raw_http import RawClient, get, post
-from kit.server import serving
+from kit.server import Serving, serving
 from kit.server_process import wait_until
 from kit.watched_executor import watched_engine
 
@@ -24,6 +24,12 @@ def health(port: int) -> tuple[int, float]:
     """The status, and the seconds until it came."""
     start = time.monotonic()
     return get(port, "/health").status, time.monotonic() - start
+
+
+def stalled_seconds(server: Serving) -> float:
+    """The seconds that the engine tells."""
+    asked = server.service.client.stalled_seconds()
+    return asyncio.run_coroutine_threadsafe(asked, server.loop).result()
 
 
 def test_long_prompts_one_after_another_are_healthy() -> None:
@@ -43,18 +49,17 @@ def test_long_prompts_one_after_another_are_healthy() -> None:
 
 
 def test_an_idle_or_paused_engine_is_healthy() -> None:
-    engine, executor = watched_engine(2)
-    with serving(engine, health_timeout=0.05, admin_api_key=("admin",)) as server:
+    with serving(watched_engine(2)[0], health_timeout=0.05, admin_api_key=("admin",)) as server:
         assert post(server.port, ROUTE, prompt="a", max_tokens=4).status == 200
-        time.sleep(0.4)
-        assert health(server.port)[0] == 200
+        time.sleep(0.2)
+        assert health(server.port)[0] == 200 and stalled_seconds(server) == 0
         with RawClient(server.port) as admin, RawClient(server.port) as held:
             assert admin.post_body("/pause", b"", ADMIN).reply().status == 200
             held.post(ROUTE, prompt="a", max_tokens=4)
             wait_until(lambda: server.service.client.num_open == 1, "it waits")
-            time.sleep(0.4)
-            assert health(server.port)[0] == 200 and not held.has_reply
-        del executor
+            time.sleep(0.2)
+            assert health(server.port)[0] == 200 and stalled_seconds(server) == 0
+            assert not held.has_reply
 
 
 def test_the_first_step_may_take_time_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:

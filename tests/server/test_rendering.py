@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.engine.link.spawn import Spawned, spawn
 from jaxinfer.server.routes import rendering
 from jaxinfer.server.routes.rendering import Renderer
@@ -95,7 +95,7 @@ def test_the_prompt_and_errors_equal_those_of_this_process() -> None:
             await renderer.render(request("{{ raise_exception('no user') }}"), is_own=True)
         with pytest.raises(TokenizerError, match="gives no UTF-8"):
             await renderer.render(request("{{ '\\ud800' }}"), is_own=True)
-        with pytest.raises(TokenizerError, match="writes more than 4194304 characters"):
+        with pytest.raises(ContextLengthError, match="more than 4194304 characters"):
             long = ({**USER, "content": "x" * (1 << 23)},)
             await renderer.render(request(PLAIN, long), is_own=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.core.errors import TokenizerError
+from jaxinfer.core.errors import ContextLengthError, TokenizerError
 from jaxinfer.text import jinja
 from jaxinfer.text.chat import ChatTemplate
 
@@ -62,7 +62,7 @@ def test_usual_products_and_powers() -> None:
 def test_the_output_is_limited() -> None:
     template = ChatTemplate("{% for a in range(9) %}{{ messages[0].content }}{% endfor %}")
     assert template.render([USER], max_characters=18) == "hi" * 9
-    with pytest.raises(TokenizerError, match="it writes more than 17 characters"):
+    with pytest.raises(ContextLengthError, match="more than 17 characters as a prompt"):
         template.render([USER], max_characters=17)
 
 

@@ -200,13 +200,7 @@ class Service:
         for number, text in enumerate(texts):
             if len(text) > longest:
                 name = "prompt" if len(texts) == 1 else f"prompt[{number}]"
-                where = "the prompt" if len(texts) == 1 else name
-                raise ContextLengthError(
-                    f"This model's maximum context length is {self.client.limits.max_model_len} "
-                    f"tokens. However, {where} has {len(text)} characters, and {longest} are the "
-                    "most that can be so many tokens; shorten it",
-                    name,
-                )
+                raise self._too_long(name, str(len(text)))
 
         def encoded(text: str) -> Prompt:
             offsets: Sequence[int] = ()
@@ -219,6 +213,16 @@ class Service:
         is_short = sum(map(len, texts)) <= INLINE_CHARACTERS
         return await run_off_loop(lambda: [encoded(text) for text in texts], is_short)
 
+    def _too_long(self, name: str, size: str) -> ContextLengthError:
+        """The error for a prompt of so many characters, before it is tokenized."""
+        where = "the prompt" if name == "prompt" else name
+        return ContextLengthError(
+            f"This model's maximum context length is {self.client.limits.max_model_len} tokens. "
+            f"However, {where} has {size} characters, and {self.max_characters} are the most that "
+            "can be so many tokens; shorten it",
+            name,
+        )
+
     async def render(
         self,
         messages: Sequence[Any],
@@ -230,17 +234,20 @@ class Service:
         continue_final_message: bool = False,
     ) -> str:
         """A chat as text; see ``Renderer``."""
-        tokenizer = self.tokenizer
+        tokenizer, most = self.tokenizer, RENDERED_CONTEXTS * self.max_characters
         request = RenderRequest(
             tokenizer.get_chat_template(chat_template, variables.get("tools")),
             tuple(messages),
-            max_characters=RENDERED_CONTEXTS * self.max_characters,
+            max_characters=most,
             special_tokens=tokenizer.special_tokens_map,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=dict(variables),
         )
-        return await self.renderer.render(request, is_own=is_own)
+        try:
+            return await self.renderer.render(request, is_own=is_own)
+        except ContextLengthError:
+            raise self._too_long("prompt", f"more than {most}") from None
 
     # admission
 
