@@ -34,22 +34,24 @@ def build_once(
     """Create the folder ``entry`` unless it exists; ``fill`` writes the contents into a folder.
 
     Returns whether ``fill`` ran. If it raises, nothing is left behind. ``root`` is the folder of
-    the cache that the entry is in: what is created there is private, and what is there already must
-    belong to this user (``owners``). Raises ``CacheError`` if the entry is not trusted, or cannot
-    be written; ``elsewhere`` is the part of its message on how to choose another folder.
+    the cache that the entry is in: what is there already must belong to this user (``owners``).
+    What is created in the cache is private. Raises ``CacheError`` if the entry is not trusted, or
+    cannot be written; ``elsewhere`` is the part of its message on how to choose another folder, for
+    entries that are not in the cache.
     """
+    in_cache = elsewhere == OTHER_CACHE
     with _cache_errors(entry, elsewhere):
         if root is not None:
             check_parents(entry, root)
         if entry.is_dir():
             _check_entry(entry, root)
             return False
-        _make_folder(entry.parent, root)
+        _make_folder(entry.parent, is_private=in_cache)
         with _locked(entry.with_name(entry.name + ".lock")):
             if entry.is_dir():  # another process has built it
                 _check_entry(entry, root)
                 return False
-            _build(entry, fill, is_private=root is not None)
+            _build(entry, fill, is_private=in_cache)
     return True
 
 
@@ -58,21 +60,17 @@ def _check_entry(entry: Path, root: Path | None) -> None:
         check_tree(entry)
 
 
-def _make_folder(folder: Path, root: Path | None) -> None:
-    """Make a folder and its parents; those in the cache for this user alone, whatever the umask."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    for one in reversed(missing):
-        in_cache = root is not None and (one == root or root in one.parents)
-        one.mkdir(mode=_PRIVATE if in_cache else 0o777, exist_ok=True)
+def _make_folder(folder: Path, *, is_private: bool) -> None:
+    """Make a folder and its parents; private ones for this user alone, whatever the umask."""
+    for one in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        one.mkdir(mode=_PRIVATE if is_private else 0o777, exist_ok=True)
     folder.mkdir(exist_ok=True)  # an error if it is a file
 
 
-def prepare_folder(folder: Path, root: Path | None = None) -> None:
-    """Create a folder for entries; raises ``CacheError`` if it is not writable. ``root``: see
-    ``build_once``.
-    """
+def prepare_folder(folder: Path) -> None:
+    """Create a folder of the cache for entries; raises ``CacheError`` if it is not writable."""
     with _cache_errors(folder, OTHER_CACHE):
-        _make_folder(folder, root)
+        _make_folder(folder, is_private=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
