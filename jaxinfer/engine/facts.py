@@ -172,8 +172,8 @@ def _eos_ids_of(
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < 2**31 or len(ids) > _MAX_ENDS:
             raise ConfigError(
-                f"eos_token_id {short(cast('object', eos))} of the model's {place} is no token id or list of up to "
-                f"{_MAX_ENDS} of them; correct the file"
+                f"eos_token_id {short(cast('object', eos))} of the model's {place} is no token id "
+                f"or list of up to {_MAX_ENDS} of them; correct the file"
             )
     return tuple(dict.fromkeys(ids))
 
