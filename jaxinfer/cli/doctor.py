@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from jaxinfer.cli.output import format_bytes
-from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def _caches() -> Iterator[Finding]:
     import tempfile
 
     from jaxinfer.core.config import cache_root
+    from jaxinfer.core.owners import check_tree
 
     try:
         root = cache_root()
@@ -204,9 +205,12 @@ def _caches() -> Iterator[Finding]:
         if existing != root:
             yield Finding("caches", str(root), "ok", "not there yet; writable")
             return
+        check_tree(root)
         yield Finding("caches", str(root), "ok", f"{format_bytes(_size(root))}; writable")
         for folder in sorted(path for path in root.iterdir() if path.is_dir()):
             yield Finding("caches", str(folder), "ok", format_bytes(_size(folder)))
+    except CacheError as error:
+        yield Finding("caches", str(root), "broken", str(error))
     except OSError as error:
         detail = f"not usable ({error.strerror}); set JAXINFER_CACHE_DIR to a writable folder"
         yield Finding("caches", str(root), "broken", detail)

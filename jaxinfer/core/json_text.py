@@ -13,22 +13,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-MAX_BYTES = 128 << 20  # the largest published file, a tokenizer.json, has 33 MB
+MAX_BYTES = 64 << 20  # the largest published file, a tokenizer.json, has 33 MB
+MAX_JSON_BYTES = 32 << 20  # of a config or an index; objects in memory take up to 30 times as much
 MAX_DEPTH = 64  # published files have up to 8 levels
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_text(path: Path) -> str:
-    """The text of a file; raises ``OSError``, or ``ValueError`` that says what is wrong with it."""
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """The text of a file, whose lines end with a line feed.
+
+    Raises ``OSError``, or ``ValueError`` that says what is wrong with it.
+    """
     size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"it has {size} bytes, and at most {MAX_BYTES} are read")
-    return _decoded(path.read_bytes())
+    if size > most:
+        raise ValueError(f"it has {size} bytes, and at most {most} are read")
+    return _decoded(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises as ``read_text`` and ``parse_json``."""
-    return parse_json(read_text(path))
+    return parse_json(read_text(path, MAX_JSON_BYTES))
 
 
 def parse_json(content: bytes | str, parse_int: Callable[[str], int] = int) -> Any:

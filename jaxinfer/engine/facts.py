@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError, TaskError
@@ -66,6 +67,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 _MATTERS = re.compile(r"penalty|suppress|force|bias|ngram|cutoff|temperature|sampl|stop")
 # except those of beam search and of drafts, and do_sample: vLLM samples unless the temperature is 0
 _NO_EFFECT = ("do_sample", "early_stopping", "length_penalty", "max_matching_ngram_size")
+_MAX_ENDS = 1000
 _REMEDY = "remove it from the file, or start with generation_config 'vllm', which takes nothing"
 
 
@@ -150,7 +152,8 @@ def _check_unused(key: str, value: object) -> None:
         changes = value not in (False, "", [], {}) and _MATTERS.search(key) is not None
     if changes:
         raise ConfigError(
-            f"the model's generation_config has {key} {value!r}, which is not supported; {_REMEDY}"
+            f"the model's generation_config has {key} {short(value)}, which is not supported; "
+            f"{_REMEDY}"
         )
 
 
@@ -167,10 +170,10 @@ def _eos_ids_of(
     listed: list[Any] = cast("list[Any]", eos) if isinstance(eos, list) else [eos]
     ids = [token_id for token_id in listed if token_id is not None]
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+        if type(token_id) is not int or not 0 <= token_id < 2**31 or len(ids) > _MAX_ENDS:
             raise ConfigError(
-                f"eos_token_id {eos!r} of the model's {place} is no token id or list of them; "
-                "correct the file"
+                f"eos_token_id {short(cast('object', eos))} of the model's {place} is no token id "
+                f"or list of up to {_MAX_ENDS} of them; correct the file"
             )
     return tuple(dict.fromkeys(ids))
 

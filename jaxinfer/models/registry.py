@@ -129,5 +129,5 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
         if name in known:
             return name
     raise UnknownArchitectureError(
-        f"architecture {short(', '.join(names))} is unknown; known are {', '.join(known)}"
+        f"architecture {', '.join(names)[:200]} is unknown; known are {', '.join(known)}"
     )

@@ -126,6 +126,15 @@ def test_cache_sizes(cache: Path, without_kernels: None) -> None:
     assert findings[str(cache / "models")]["detail"] == "1.5 kB"
 
 
+def test_a_cache_that_others_may_write(cache: Path, without_kernels: None) -> None:
+    (cache / "models").mkdir(parents=True)
+    (cache / "models").chmod(0o777)
+    result, findings = run()
+    assert result.exit_code == 1
+    assert findings[str(cache)]["status"] == "broken"
+    assert "models may be written by other users (mode 777)" in findings[str(cache)]["detail"]
+
+
 def test_unwritable_cache(cache: Path, without_kernels: None) -> None:
     cache.write_text("a file where the folder should be")
     result, findings = run()

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.core.json_text import MAX_BYTES, MAX_DEPTH, parse_json, read_json, read_text
+from jaxinfer.core.json_text import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    parse_json,
+    read_json,
+    read_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,15 @@ def test_a_file_is_bounded_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1} and read_text(path) == '{"a": 1}'
-    with path.open("r+b") as file:
-        file.truncate(MAX_BYTES + 1)  # a hole, which takes no place
-    with pytest.raises(ValueError, match="and at most 134217728 are read"):
-        read_json(path)
+    for read, most in ((read_json, MAX_JSON_BYTES), (read_text, MAX_BYTES)):
+        with path.open("r+b") as file:
+            file.truncate(most + 1)  # a hole, which takes no place
+        with pytest.raises(ValueError, match=f"it has {most + 1} bytes, and at most {most} are"):
+            read(path)
+
+
+def test_lines_end_with_a_line_feed(tmp_path: Path) -> None:
+    """As Python reads a text, and so transformers a chat template."""
+    path = tmp_path / "chat_template.jinja"
+    path.write_bytes(b"a\r\nb\rc\n")
+    assert read_text(path) == path.read_text("utf-8") == "a\nb\nc\n"

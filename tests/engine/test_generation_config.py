@@ -101,7 +101,10 @@ def test_eos_token_ids(generation_config: Any, hf_config: Any, expected: tuple[i
     assert facts(generation_config, hf_config).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("eos", [True, -1, 2.0, "2", [1, [2]], {"id": 2}], ids=str)
+WRONG = (True, -1, 2.0, "2", [1, [2]], {"id": 2}, 2**31, 10**400, [7] * 2000)
+
+
+@pytest.mark.parametrize("eos", WRONG, ids=lambda value: str(value)[:20])
 def test_an_eos_token_id_that_is_not_a_token_id(eos: Any) -> None:
     for configs, place in (
         (({"eos_token_id": eos}, {}), "generation_config"),

@@ -11,6 +11,7 @@ import pytest
 
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import build_model
+from jaxinfer.weights.quantised import scheme
 from jaxinfer.weights.quantised.choose import quantised_source
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
@@ -279,3 +280,15 @@ def test_two_groups_for_one_target() -> None:
 @pytest.mark.parametrize("config", [{}, {"quantization_config": {"quant_method": "gguf"}}])
 def test_not_quantised(config: dict[str, Any]) -> None:
     assert quantization_scheme(config) is None
+
+
+@pytest.mark.parametrize("pattern", ["(.|.)*[xyz][xyz]$", "((.|.)(.|.))*[!x]{2}"])
+def test_a_pattern_that_backtracks_without_end(
+    tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheme, "_SECONDS", 0.05)
+    config, tensors, _ = kit.published(W4A16, ignore=[f"re:{pattern}"])
+    folder = kit.write_published(tmp_path, config, tensors)
+    message = r"the pattern .* takes more than 0\.05 s for the name"
+    with pytest.raises(CheckpointError, match=message):
+        kit.opened(folder)

@@ -162,14 +162,17 @@ def flip(path: Path, place: int = 3000) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-@pytest.mark.parametrize("starts", [0, 2])
-@pytest.mark.parametrize("pin", ["", f"#sha256={DIGEST}"])
-@pytest.mark.parametrize("hidden", [False, True])
+PIN = f"#sha256={DIGEST}"
+
+
+@pytest.mark.parametrize(
+    ("starts", "pin", "hidden"), [(0, "", False), (2, "", True), (0, PIN, True), (2, PIN, False)]
+)
 def test_a_file_that_changed_in_the_cache_is_refused(
     wheels: Path,
     tmp_path: Path,
-    pin: str,
     starts: int,
+    pin: str,
     hidden: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from jaxinfer.core.checks import as_int
+import regex
+
+from jaxinfer.core.checks import as_int, short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.weights.quantised.scheme import PATTERN
 
@@ -22,7 +23,7 @@ class Keys:
 
     def __init__(self, config: object, path: str = CONFIG) -> None:
         if not isinstance(config, Mapping):
-            raise ConfigError(f"config key {path!r} must be an object, got {_short(config)}")
+            raise ConfigError(f"config key {path!r} must be an object, got {short(config)}")
         self._config: Mapping[str, Any] = config
         self._path = path
         self._read: set[str] = set()
@@ -48,7 +49,7 @@ class Keys:
                 return known
         supported = ", ".join(repr(known) for known in of)
         raise ConfigError(
-            f"config key {self.path(names[0])!r} is {_short(value)}, which is not supported "
+            f"config key {self.path(names[0])!r} is {short(value)}, which is not supported "
             f"(supported: {supported}); use another checkpoint of this model"
         )
 
@@ -63,7 +64,7 @@ class Keys:
         if size is None or (size <= 0 and size != -1):
             raise ConfigError(
                 f"config key {self.path(names[0])!r} must be a positive number or -1, "
-                f"got {_short(value)}"
+                f"got {short(value)}"
             )
         return None if size == -1 else size
 
@@ -79,14 +80,14 @@ class Keys:
         match sizes:
             case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
                 return outputs, inputs
-        raise ConfigError(f"config key {self.path(name)!r} must be two sizes, got {_short(value)}")
+        raise ConfigError(f"config key {self.path(name)!r} must be two sizes, got {short(value)}")
 
     def targets(self, *names: str) -> tuple[str, ...]:
         """A list of names and patterns, empty if it is absent."""
         value = self.take(*names, default=[])
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
             raise ConfigError(
-                f"config key {self.path(names[0])!r} must be a list of names, got {_short(value)}"
+                f"config key {self.path(names[0])!r} must be a list of names, got {short(value)}"
             )
         for one in value:
             if one.startswith(PATTERN):
@@ -99,7 +100,7 @@ class Keys:
             switched_off = value is None or value is False or value in ("", [], {})
             if key not in self._read and key not in no_effect and not switched_off:
                 raise ConfigError(
-                    f"config key {self.path(key)!r} is {_short(value)}, which is not known here "
+                    f"config key {self.path(key)!r} is {short(value)}, which is not known here "
                     "and may change the weights; remove it if these weights do not need it"
                 )
 
@@ -107,14 +108,9 @@ class Keys:
 def check_pattern(pattern: str, of: str) -> None:
     """Raise ``ConfigError`` unless the pattern that ``of`` has is a regular expression."""
     try:
-        re.compile(pattern)
-    except re.error as error:
+        regex.compile(pattern)
+    except (regex.error, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"{of} has the pattern {pattern!r}, which is not a regular expression "
+            f"{of} has the pattern {short(pattern)}, which is not a regular expression "
             f"({error}); correct it"
         ) from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

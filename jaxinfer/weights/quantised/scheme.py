@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import regex
+
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError
 
 PATTERN = "re:"  # a target with this prefix is a regular expression
@@ -18,6 +20,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _LINEAR = ("Linear", "LinearBase")
+_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,25 @@ class Scheme:
         return self.rules[min(matches)[1]].weights if matches else None
 
 
+def matches(pattern: str, module: str) -> bool:
+    """True if a pattern of a file matches the start of a module's name.
+
+    Raises ``CheckpointError`` for one that backtracks without end.
+    """
+    try:
+        return regex.match(pattern, module, timeout=_SECONDS) is not None
+    except TimeoutError:
+        raise CheckpointError(
+            f"quantization_config has the pattern {short(pattern)}, which takes more than "
+            f"{_SECONDS:g} s for the name {short(module)}; use another checkpoint of this model"
+        ) from None
+
+
 def match_rank(module: str, target: str) -> int | None:
     """0, 1 or 2 if a target is the module's name, a pattern of it, or its class; else None."""
     if target == module:
         return 0
     if target.startswith(PATTERN):
-        return 1 if re.match(target.removeprefix(PATTERN), module) else None
+        return 1 if matches(target.removeprefix(PATTERN), module) else None
     own = _CLASSES.get(module.rpartition(".")[2], _LINEAR)
     return 2 if target in own else None
