@@ -127,8 +127,8 @@ def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
     path = folder / named
     if is_outside(named) or not path.is_file():
         raise SourceError(
-            f"config key 'transformers_weights' names {named}, and {folder} holds no such file; "
-            "copy it there or remove the key"
+            f"config key 'transformers_weights' names {named[:200]}, and {folder} holds no "
+            "such file; copy it there or remove the key"
         )
     return _indexed_files(path) if named.endswith(_INDEX_END) else (path,)
 

@@ -50,7 +50,7 @@ def test_what_the_cache_creates_is_private(tmp_path: Path, entry: Path) -> None:
     assert {found[name] for name in ("cache", "downloads", "entry")} == {0o700}
     assert not any(mode & 0o022 for mode in found.values())
     assert not build_once(entry, fill, root=tmp_path / "cache")
-    prepare_folder(tmp_path / "other" / "executables")
+    prepare_folder(tmp_path / "other" / "executables", tmp_path / "other")
     assert set(modes(tmp_path / "other").values()) == {0o700}
 
 
