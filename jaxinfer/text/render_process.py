@@ -1,8 +1,9 @@
 """A process that renders chats: ``python -m jaxinfer.text.render_process FD``.
 
 A template may take hours for one operation, which no thread can end. The system ends this process
-after ``SECONDS`` of its own time for one chat, and gives it at most ``MAX_MEMORY``. It answers the
-requests on the socket ``FD`` one after another, and ends when the socket is closed.
+after ``SECONDS`` of its own time for one chat, or ``WALL_SECONDS``, and gives it at most
+``MAX_MEMORY``. It answers the requests on the socket ``FD`` one after another, and ends when the
+socket is closed: within ``WALL_SECONDS`` if a template runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +24,7 @@ from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerErro
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 
 SECONDS = 2.0  # of CPU time for a chat, so that a busy machine refuses no other
+WALL_SECONDS = 30.0  # for a chat that does not get its CPU time
 MAX_MEMORY = 1 << 30  # bytes of address space, of which an idle process has 150 MB
 KEPT_MEMORY = 1 << 28  # a process that has had more resident memory is replaced
 LENGTH_BYTES = 4  # before each message, little endian
@@ -92,6 +96,16 @@ def _answer(frame: bytes, decoder: msgspec.json.Decoder[RenderRequest]) -> bytes
         return msgspec.json.encode(Rendered(None, template_error=f"The chat template {why}."))
 
 
+@contextmanager
+def _limited() -> Generator[None]:
+    """Let the system end this process with SIGPROF or SIGALRM if the scope takes too long."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
 def main() -> None:
     """Serve the socket whose file descriptor is on the command line."""
     end = socket.socket(fileno=int(sys.argv[1]))
@@ -99,13 +113,15 @@ def main() -> None:
     from jaxinfer.text import jinja  # at the start rather than for the first chat
 
     del jinja
+    for number in (signal.SIGPROF, signal.SIGALRM):  # the caller may ignore or block them
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (number,))
     decoder = msgspec.json.Decoder(RenderRequest)
     requests = end.makefile("rb")
     while head := requests.read(LENGTH_BYTES):
         frame = requests.read(int.from_bytes(head, "little"))
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        answer = _answer(frame, decoder)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        with _limited():
+            answer = _answer(frame, decoder)
         end.sendall(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > KEPT_MEMORY:
             break  # between two chats, so the next one gets a new process

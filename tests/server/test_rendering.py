@@ -71,6 +71,20 @@ def test_a_template_that_runs_too_long_ends_alone() -> None:
     assert all("takes more than 2 s" in one for one in refusals(SLOW, SECONDS=0.2))
 
 
+def test_a_template_without_cpu_time_ends_alone() -> None:
+    found = refusals({"squares": ENDLESS}, WALL_SECONDS=0.5)
+    assert "takes more than 30 s" in found[0]
+
+
+def test_limits_hold_whatever_signals_the_caller_blocks() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF, signal.SIGALRM})
+    try:
+        found = refusals({"squares": ENDLESS}, SECONDS=0.2)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert "takes more than 2 s" in found[0]
+
+
 def test_a_template_that_takes_too_much_memory_ends_alone() -> None:
     assert all("needs too much memory" in one for one in refusals(LARGE))
 

@@ -19,11 +19,17 @@ import msgspec
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.engine.link.spawn import Spawned, spawn
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.text.render_process import LENGTH_BYTES, SECONDS, Rendered, RenderRequest
+from jaxinfer.text.render_process import (
+    LENGTH_BYTES,
+    SECONDS,
+    WALL_SECONDS,
+    Rendered,
+    RenderRequest,
+)
 
 PROGRAM = (sys.executable, "-m", "jaxinfer.text.render_process")
 MAX_SENT = 32  # chats that a process has at a time: it need not wait for the loop between two
-MAX_WAITING = 64  # chats with templates of their own, each of which may take ``SECONDS``
+MAX_WAITING = 64  # chats with templates of their own, each of which may take 2 s of CPU time
 
 
 class Renderer:
@@ -176,9 +182,10 @@ class _Process(asyncio.Protocol):
 
 def _killed(code: int) -> TokenizerError:
     """The error for a chat whose process has ended with this code."""
-    if code == -signal.SIGPROF:
+    limits = {signal.SIGPROF: SECONDS, signal.SIGALRM: WALL_SECONDS}
+    if seconds := limits.get(-code):
         return TokenizerError(
-            f"The chat template takes more than {SECONDS:g} s for these messages; send fewer, or "
+            f"The chat template takes more than {seconds:g} s for these messages; send fewer, or "
             "use another template"
         )
     return TokenizerError(f"The chat template ended its process (code {code})")
