@@ -196,7 +196,7 @@ def main() -> int:
         print(
             f"{name}: ready {server.ready_seconds:.1f} s, complete {made['complete_at']:.1f} s "
             f"later; {value} steady {made['steady']:.2f}, before {made['median_ratio']:.2f} times "
-            f"that in the median, worst {made['worst_ratio']:.2f}",
+            f"worse in the median, {made['worst_ratio']:.2f} times at most",
             flush=True,
         )
         if given.output:
