@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.engine.link import thread as link_thread
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import AbortRequest, Command, Refused, Submission
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.text.grammar import forms
+from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.trial import Refused as RefusedForm
 from kit.engines import tiny_engine
 from kit.server_process import wait_until
@@ -121,3 +123,26 @@ def test_forms_of_many_prompts_are_compiled_together_and_checked_in_order(engine
     params[3] = params[2]
     with pytest.raises(RequestError, match="^prompt 5: allowed_token_ids holds token id 999"):
         llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_an_idle_engine_prepares_for_the_first_form(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_thread, "IDLE_SECONDS", 0.01)
+    link = EngineThread(engine)
+    link.connect(lambda news: None)
+    try:
+        wait_until(lambda: engine.constraints.trial_pid is not None, "the process of trials runs")
+        pid = engine.constraints.trial_pid
+        assert engine.constraints.compile(SAMPLING) is not None
+        assert engine.constraints.trial_pid == pid
+    finally:
+        link.stop()
+
+
+def test_an_engine_without_a_tokenizer_prepares_nothing() -> None:
+    without = ConstraintCompiler(None, 8, (0,))
+    without.prepare()
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        without.compile(SAMPLING)
+    assert without.trial_pid is None

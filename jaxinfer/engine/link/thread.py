@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 # While an idle engine compiles in the background, it looks this often for loaded executables.
 COMPILING_SECONDS = 0.25
+# An engine without work for so long, after all compiling, prepares for the first form.
+IDLE_SECONDS = 1.0
 
 
 class _Ready(NamedTuple):
@@ -84,6 +86,7 @@ class EngineThread(Link):
         # that arrived after the first of these, in a pause, or while the engine sleeps
         self._held: list[_Ready] = []
         self._paused = False
+        self._idle_seconds: float | None = IDLE_SECONDS  # None: it has been idle for so long
         # when the loop last finished a part of its work, while it has some; read by other threads
         self._progress: float | None = None
         self._listener: Listener | None = None
@@ -162,13 +165,16 @@ class EngineThread(Link):
         """Execute all waiting commands; waits for one if no step can run. False: stop."""
         self._make_changes(listener)
         block = not self._can_step
-        timeout = COMPILING_SECONDS if self._engine.is_compiling else None
+        timeout = COMPILING_SECONDS if self._engine.is_compiling else self._idle_seconds
         while True:
             self._progress = None if block else time.monotonic()
             try:
                 command = self._inbox.get(block=block, timeout=timeout)
             except Empty:
                 self._progress = time.monotonic()
+                if block and not self._engine.is_compiling:
+                    self._idle_seconds = None
+                    self._engine.constraints.prepare()
                 return True
             self._progress = time.monotonic()
             match command:

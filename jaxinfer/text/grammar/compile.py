@@ -49,6 +49,12 @@ class ConstraintCompiler:
         self._forms = FormCompiler(table, BYTES_OF_FORMS + max_num_seqs * BYTES_OF_SEQUENCE)
         self.close = weakref.finalize(self, self._forms.close)  # its threads do not know ``self``
 
+    def prepare(self) -> None:
+        """Begin what the first form would wait for (seconds, and 0.2 to 0.6 s of the GIL), if forms
+        can be compiled here; returns at once.
+        """
+        self._forms.prepare()
+
     def submit(self, sampling: SamplingParams, client: str = "") -> Future[Constraint | None]:
         """A future of the constraint of a request, None if it has none. Cancel it if the request
         is not needed any more.

@@ -20,6 +20,7 @@ from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.constraint import Grammar
 from jaxinfer.text.grammar.fair_queue import FairQueue
 from jaxinfer.text.grammar.grammars import Grammars
+from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.table import GrammarTable
 from jaxinfer.text.grammar.trial import COMPILE_STACK, Accepted, Outcome
 from jaxinfer.text.grammar.trials import TrialProcess, outcome
@@ -72,6 +73,16 @@ class FormCompiler:
     def trial_pid(self) -> int | None:
         """The id of the process that forks trials; None before the first form."""
         return self._trials.pid
+
+    def prepare(self) -> None:
+        """Make the table of the vocabulary and start the process of trials, on other threads; does
+        nothing if no form can be compiled, or if both have been begun.
+        """
+        with self._changed, suppress(JaxinferError):
+            load_llguidance()
+            if not self._closed:
+                self._start(needs_trial=True)
+                self._changed.notify_all()
 
     def submit[T](
         self,
@@ -203,6 +214,8 @@ class FormCompiler:
     # on the threads that try forms
 
     def _try_forms(self) -> None:
+        with suppress(Exception):  # each trial reports it
+            self._trials.start()
         while (form := self._next_form()) is not None:
             try:
                 found = self._outcome(form)

@@ -43,6 +43,12 @@ class TrialProcess:
         """The process id; None before the first trial."""
         return None if self._process is None else self._process.pid
 
+    def start(self) -> None:
+        """Start the process unless it has been started before; see ``begin`` for errors."""
+        with self._lock:
+            if self._process is None and not self._closed:
+                self._start()
+
     def begin(self) -> socket.socket:
         """Begin a trial; returns the socket for ``outcome``. Closing it ends the trial.
 
