@@ -58,6 +58,8 @@ MEMORY = Group(
         Setting("prefill_bucket_start", size, "The smallest chunk, in tokens."),
         Setting("prefill_bucket_factor", size, "Ratio of a chunk size to the next."),
         Setting("mixed_bucket_start", size, "Fewest decode rows with a chunk."),
+        Setting("max_form_seconds", number, "CPU time to compile one structured output."),
+        Setting("max_form_bytes", size, "Memory of one structured output."),
         Setting("tap_points", texts, "Points that requests may read and steer: A,B.", ("--taps",)),
         Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
         Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),

@@ -21,6 +21,7 @@ from jaxinfer.core.points import Point, canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
+from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 CHOICES = MappingProxyType(
@@ -84,6 +85,8 @@ class EngineConfig:
     random routers choose, perhaps few experts.
     ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
     ..."; each shape of a step in which that is possible is compiled a second time.
+    ``max_form_seconds`` and ``max_form_bytes``: CPU time and memory of one form of structured
+    outputs; see ``FormLimits``.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
     documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
@@ -125,6 +128,8 @@ class EngineConfig:
     prefill_first: bool | None = None
     overlap: bool = True
     tap_points: str | None = None
+    max_form_seconds: float = DEFAULT_FORM_LIMITS.seconds
+    max_form_bytes: int = DEFAULT_FORM_LIMITS.num_bytes
     cache_dir: str | None = None
     bundle: str | None = None
 
@@ -173,6 +178,7 @@ class Limits(msgspec.Struct, frozen=True):
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0
     points: tuple[Point, ...] = ()  # that requests may read and steer, in buckets that tap
+    form: FormLimits = DEFAULT_FORM_LIMITS  # of structured outputs
 
     @property
     def num_state_rows(self) -> int:
@@ -306,10 +312,10 @@ def _checked(name: str, value: object, type_name: str) -> object:
     if "int" in type_name:
         return _whole(name, value)
     if "float" in type_name:
-        share = as_float(value)
-        if share is None or not 0.0 < share <= 1.0:
-            raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}")
-        return share
+        number, most = as_float(value), 1.0 if name == "gpu_memory_utilization" else 3600.0
+        if number is None or not 0.0 < number <= most:
+            raise ConfigError(f"{name} must be a number in (0, {most:g}], got {value!r}")
+        return number
     path = os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be text or a path, got {value!r}")

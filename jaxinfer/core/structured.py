@@ -20,6 +20,26 @@ FIELD = "structured_outputs"
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
+class FormLimits(msgspec.Struct, frozen=True):
+    """What one form may take: to compile it once and follow it, and then as long as it is used."""
+
+    seconds: float = 1.0  # of CPU time, so that a busy machine refuses nothing else
+    num_bytes: int = 32 << 20  # that stay; 250 KB of a schema with 600 definitions take 20 MB
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes while it is compiled."""
+        return 3 * self.num_bytes
+
+    @property
+    def wall_seconds(self) -> float:
+        """For a form that does not get its CPU time."""
+        return 20 * self.seconds
+
+
+DEFAULT_FORM_LIMITS = FormLimits()
+
+
 class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """How a model marks its thoughts, which come before the answer. The form of the answer begins
     after them, and the mark that ends them is forced after ``budget`` tokens.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.core.errors import EngineError, QueueFullError, RequestError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits, StructuredOutputsParams
 from jaxinfer.text.grammar import forms, trial
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, Grammar
@@ -33,8 +34,9 @@ from kit.tokenizers import TINY_EOS_ID, tiny_tokenizer_spec
 MULTIPLES = {"allOf": [{"type": "integer", "multipleOf": n} for n in (3, 5, 7, 11, 13, 17, 19, 23)]}
 
 
-def made() -> ConstraintCompiler:
-    return ConstraintCompiler(load_tokenizer(tiny_tokenizer_spec()), 320, (TINY_EOS_ID,))
+def made(limits: FormLimits = DEFAULT_FORM_LIMITS) -> ConstraintCompiler:
+    tokenizer = load_tokenizer(tiny_tokenizer_spec())
+    return ConstraintCompiler(tokenizer, 320, (TINY_EOS_ID,), limits=limits)
 
 
 def of(**form: Any) -> SamplingParams:
@@ -88,6 +90,22 @@ def test_a_hostile_form_is_refused_in_a_sentence(compiler: ConstraintCompiler, n
     assert reason in str(caught.value)
 
 
+def test_an_owner_may_have_other_limits() -> None:
+    form, _ = HOSTILE["15,000 items"]
+    for limits, reason in (
+        (FormLimits(num_bytes=96 << 20), None),
+        (FormLimits(num_bytes=4 << 20), "more than 12 MiB to compile"),
+        (FormLimits(seconds=0.01), "more than 0.01 s to compile"),
+    ):
+        with closing(made(limits)) as compiler:
+            if reason is None:
+                assert compiler.compile(of(**form)) is not None
+                continue
+            with pytest.raises(RequestError) as caught:
+                compiler.compile(of(**form))
+            assert reason in str(caught.value)
+
+
 def test_a_form_that_explodes_late_fails_alone(compiler: ConstraintCompiler) -> None:
     """The limits of llguidance hold in the engine too; later requests get a new grammar."""
     form = of(regex="[b-z]{600}" + "(" * 8 + "a" + "{0,9})" * 8)
@@ -111,6 +129,7 @@ def children(pid: int | None) -> list[str]:
 
 def test_a_trial_that_no_request_waits_for_ends(compiler: ConstraintCompiler) -> None:
     compiler.compile(of(regex="a"))
+    wait_until(lambda: not children(compiler.trial_pid), "its trial has ended")
     first, second = (compiler.submit(of(json=MULTIPLES)) for _ in range(2))
     wait_until(lambda: len(children(compiler.trial_pid)) == 1, "both share a trial")
     (trial,) = children(compiler.trial_pid)
@@ -302,9 +321,11 @@ def test_originals_are_as_many_as_memory_allows_and_are_replaced() -> None:
 def test_the_beginning_of_a_forced_text_is_spelt_with_short_tokens() -> None:
     """Also in a vocabulary that has no token for some bytes."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"ab", b"<end>"]
-    vocabulary = Vocabulary(tokens, {"<end>": 257}, [257], [257])
+    vocabulary = Vocabulary(tokens, {"<end>": 257}, [257], [257], DEFAULT_FORM_LIMITS)
     assert trial._ForcedText(vocabulary)("abé" + "x" * 9000)[:5] == [97, 98, 0xC3, 0xA9, 120]
-    sparse = Vocabulary([b"a", "é".encode(), b"ab", b"b", b"<end>"], {}, [4], [4])
+    sparse = Vocabulary(
+        [b"a", "é".encode(), b"ab", b"b", b"<end>"], {}, [4], [4], DEFAULT_FORM_LIMITS
+    )
     assert trial._ForcedText(sparse)("abéa?b") == [2, 1, 0, 3]
     assert trial._ForcedText(sparse)("aé".encode()) == [0, 1]
 

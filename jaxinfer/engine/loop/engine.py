@@ -62,8 +62,8 @@ class Engine:
         first = None if later is None else later.first
         self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first)
         self._later = later
-        ends, rows = facts.eos_token_ids, limits.max_num_seqs
-        self.constraints = ConstraintCompiler(tokenizer, facts.vocab_size, ends, rows)
+        of_model = (tokenizer, facts.vocab_size, facts.eos_token_ids)
+        self.constraints = ConstraintCompiler(*of_model, limits.max_num_seqs, limits.form)
         self._seed = seed
         self._start, self._counters = start or EngineStats(), Counter[str]()
         self._arrivals = 0

@@ -30,6 +30,7 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.structured import FormLimits
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
@@ -260,6 +261,7 @@ def limits_of(
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
         points=points,
         pooling=config.pooling or "",
+        form=FormLimits(config.max_form_seconds, config.max_form_bytes),
     )
 
 

@@ -15,6 +15,7 @@ from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits
 from jaxinfer.text.grammar.constraint import Constraint, Grammar, token_ids_of
 from jaxinfer.text.grammar.forms import FormCompiler
 from jaxinfer.text.grammar.table import GrammarTable
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 MAX_BEGINNINGS = 64  # of answers that are tried with a request's conditions; a mask takes 0.1 ms
 MAX_SECONDS_OF_BEGINNINGS = 0.1
-# of compiled forms, see ``Grammars``
-BYTES_OF_FORMS, BYTES_OF_SEQUENCE = 96 << 20, 2 << 20
+# of compiled forms, see ``Grammars``: as many of the largest, and for each sequence
+NUM_LARGEST, BYTES_OF_SEQUENCE = 3, 2 << 20
 
 
 class ConstraintCompiler:
     """Compiles constraints for one model, on threads of its own and in processes that these start
     for the first form. It may be used from several threads.
 
-    ``max_num_seqs``: sequences that may each have a grammar of their own.
+    ``max_num_seqs``: sequences that may each have a grammar of their own, within ``limits``.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class ConstraintCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_num_seqs: int = 32,
+        limits: FormLimits = DEFAULT_FORM_LIMITS,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        table = GrammarTable(tokenizer, vocab_size, eos_token_ids)
-        self._forms = FormCompiler(table, BYTES_OF_FORMS + max_num_seqs * BYTES_OF_SEQUENCE)
+        table = GrammarTable(tokenizer, vocab_size, eos_token_ids, limits)
+        most_bytes = NUM_LARGEST * limits.num_bytes + max_num_seqs * BYTES_OF_SEQUENCE
+        self._forms = FormCompiler(table, most_bytes)
         self.close = weakref.finalize(self, self._forms.close)  # its threads do not know ``self``
 
     def prepare(self) -> None:

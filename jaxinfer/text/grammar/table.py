@@ -12,7 +12,7 @@ import msgspec
 from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.structured import FIELD
+from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FIELD, FormLimits
 from jaxinfer.text.grammar.constraint import Grammar
 from jaxinfer.text.grammar.source import limits, load_llguidance, unusable
 from jaxinfer.text.grammar.trial import FORCED_CHARACTERS, Accepted, Vocabulary
@@ -28,13 +28,18 @@ class GrammarTable:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        form_limits: FormLimits = DEFAULT_FORM_LIMITS,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: Future[bytes] = Future()  # for the process of trials
         self._table: Any = None  # llguidance.LLTokenizer
+        self._form_limits = form_limits
         self._limits: Any = None  # llguidance.LLParserLimits
 
     def check(self) -> None:
@@ -88,6 +93,7 @@ class GrammarTable:
             {text: token_id for token_id, text in zip(ids, texts, strict=True) if text},
             [token_id for token_id in ids if token_id < self._vocab_size],
             list(self._eos_token_ids),
+            self._form_limits,
         )
 
 

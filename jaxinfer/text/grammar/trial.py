@@ -20,14 +20,11 @@ from typing import Any
 import msgspec
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD, StructuredOutputsParams
+from jaxinfer.core.structured import FIELD, FormLimits, StructuredOutputsParams
 from jaxinfer.text.grammar.source import grammar_source, limits, load_llguidance, unusable
 from jaxinfer.text.grammar.tags import splitter
 
-SECONDS = 1.0  # of CPU time, so that a busy machine refuses nothing else
-MAX_TRIAL_BYTES = 96 << 20  # that compiling and following may add to the process
 BYTES_OF_TRIAL = 200 << 10  # that every trial takes, for its threads
-MAX_FORM_BYTES = 32 << 20  # that stay; 250 KB of a schema with 600 definitions take 20 MB
 MAX_TOKEN_SECONDS = 0.1  # of CPU time for a mask and the token before it; all rows wait for it
 # The thread that compiles in the engine has a stack four times as large, so it never overflows
 # there; llguidance's threads, which compute masks, have 2 MiB.
@@ -53,6 +50,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     special: dict[str, int]  # ids of special tokens by their text
     special_token_ids: list[int]
     eos_token_ids: list[int]
+    limits: FormLimits
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -74,9 +72,10 @@ type Outcome = Accepted | Refused
 
 
 class TrialTable:
-    """llguidance's table of a vocabulary, which all trials share."""
+    """llguidance's table of a vocabulary, which all trials share, and their limits."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
+        self.limits = vocabulary.limits
         self.special = vocabulary.special
         splitter(tuple(self.special))  # compiled here, and not in each trial
         self.eos_mask = sum(1 << token_id for token_id in vocabulary.eos_token_ids)
@@ -122,29 +121,30 @@ class _ForcedText:
 def run_trial(params: StructuredOutputsParams, table: TrialTable) -> Outcome:
     """Compile and follow a form. It limits the process, so it is called once."""
     try:
-        before = _limit_process()
+        before = _limit_process(table.limits)
         source, matcher = _on_stack(COMPILE_STACK, lambda: _compiled(params, table))
         _on_stack(FOLLOW_STACK, lambda: _follow(params.kind, matcher, table))
     except RequestError as error:
         return Refused(str(error))
     except MemoryError:
-        return Refused(_takes_memory(params.kind, MAX_TRIAL_BYTES))
+        return Refused(_takes_memory(params.kind, table.limits.most_bytes))
     taken = max(_memory("RssAnon") - before - BYTES_OF_TRIAL, 0)
-    if taken > MAX_FORM_BYTES:
-        return Refused(_takes_memory(params.kind, MAX_FORM_BYTES))
+    if taken > table.limits.num_bytes:
+        return Refused(_takes_memory(params.kind, table.limits.num_bytes))
     return Accepted(source, taken)
 
 
-def died(kind: str, number: int) -> Outcome | None:
+def died(kind: str, number: int, limits: FormLimits) -> Outcome | None:
     """The outcome of a trial whose process was ended by a signal; None if the form is no reason."""
     match number:
         case signal.SIGPROF:
             return Refused(
-                f"{FIELD}.{kind} takes more than {SECONDS:g} s to compile; make it smaller, with "
-                "fewer patterns, multipleOf and patternProperties that hold at once"
+                f"{FIELD}.{kind} takes more than {limits.seconds:g} s to compile "
+                "(--max-form-seconds); make it smaller, with fewer patterns, multipleOf and "
+                "patternProperties that hold at once"
             )
         case signal.SIGABRT:  # Rust's answer to an allocation that fails
-            return Refused(_takes_memory(kind, MAX_TRIAL_BYTES))
+            return Refused(_takes_memory(kind, limits.most_bytes))
         case signal.SIGSEGV | signal.SIGBUS:
             return Refused(
                 f"{FIELD}.{kind} is nested too deeply, counted through its rules or references; "
@@ -156,18 +156,18 @@ def died(kind: str, number: int) -> Outcome | None:
 
 def _takes_memory(kind: str, limit: int) -> str:
     return (
-        f"{FIELD}.{kind} takes more than {limit >> 20} MiB to compile; use shorter texts, fewer "
-        "alternatives and smaller bounds of repetitions"
+        f"{FIELD}.{kind} takes more than {limit >> 20} MiB to compile (--max-form-bytes); "
+        "use shorter texts, fewer alternatives and smaller bounds of repetitions"
     )
 
 
-def _limit_process() -> int:
+def _limit_process(limits: FormLimits) -> int:
     """Limit CPU time and memory; returns the memory that the process has now."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # its signal ends the process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not STATUS.exists():
         return 0
-    most = _memory("VmSize") + COMPILE_STACK + FOLLOW_STACK + MAX_TRIAL_BYTES
+    most = _memory("VmSize") + COMPILE_STACK + FOLLOW_STACK + limits.most_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     return _memory("RssAnon")
 

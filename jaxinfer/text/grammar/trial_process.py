@@ -19,16 +19,15 @@ import msgspec
 
 from jaxinfer.core.frames import read_frame, send_frame
 from jaxinfer.core.host_memory import limit_heap_arenas, release_free_heap
-from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.core.structured import FormLimits, StructuredOutputsParams
 from jaxinfer.text.grammar.trial import TrialTable, Vocabulary, run_trial, silence
-
-MAX_WALL_SECONDS = 20.0  # for a trial that makes no progress at all
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
     """The process of a trial has ended without an outcome, by this signal; 0: by itself."""
 
     signal: int
+    limits: FormLimits  # that it had
 
 
 @dataclass(eq=False)
@@ -100,7 +99,7 @@ class TrialServer:
             finally:
                 os._exit(1)
         os.close(held)
-        trial = _Running(pid, end, alive, time.monotonic() + MAX_WALL_SECONDS)
+        trial = _Running(pid, end, alive, time.monotonic() + self._table.limits.wall_seconds)
         self._running |= {alive: trial, end.fileno(): trial}
         self._poller.register(alive, 0)  # hanging up is always reported
         self._poller.register(end, 0)
@@ -130,7 +129,7 @@ class TrialServer:
         if code:
             number = signal.SIGPROF if trial.overdue else max(-code, 0)
             with suppress(OSError):  # the caller has gone
-                send_frame(trial.end, msgspec.msgpack.encode(Died(number)))
+                send_frame(trial.end, msgspec.msgpack.encode(Died(number, self._table.limits)))
         if not trial.killed:
             self._poller.unregister(trial.end)
         self._poller.unregister(trial.alive)

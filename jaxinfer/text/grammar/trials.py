@@ -127,4 +127,6 @@ def outcome(end: socket.socket, params: StructuredOutputsParams) -> Outcome | No
     if frame is None:
         return None
     found = msgspec.msgpack.decode(frame, type=Accepted | Refused | Died)
-    return died(params.kind, found.signal) if isinstance(found, Died) else found
+    if isinstance(found, Died):
+        return died(params.kind, found.signal, found.limits)
+    return found
