@@ -7,6 +7,7 @@ that differ only in their buckets share the folder. One process at a time adds, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Store:
     @property
     def _has_some(self) -> bool:
         """Raises ``CacheError`` if another user may change what is there: it is code."""
-        if not (self.folder / BUNDLE_MANIFEST).is_file():
+        # unlike Path.is_file, no error for a folder that cannot be: creating it says what is wrong
+        if not os.path.isfile(self.folder / BUNDLE_MANIFEST):
             return False
         check_parents(self.folder, self.cache)
         check_tree(self.folder)
