@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -55,6 +56,42 @@ def test_cached_tokens_are_shown_unless_switched_off(shown: bool) -> None:
         count = ask(server, "/v1/messages/count_tokens", messages=USER).json["input_tokens"]
         assert message["input_tokens"] + message["cache_read_input_tokens"] == count
         assert server.engine.stats().num_cached_tokens > 0
+
+
+# stored responses
+
+RESPONSES = "/v1/responses"
+
+
+def by_id(server: Serving, method: str, path: str, key: str) -> int:
+    with server.client() as client:
+        headers = {"Authorization": f"Bearer {key}"}
+        return client.request(method, f"{RESPONSES}/{path}", headers=headers).status_code
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["ended", "running"])
+def test_a_response_is_known_to_the_key_that_made_it(background: bool) -> None:
+    engine, executor = watched_engine()
+    fields: dict[str, Any] = {"input": "a", "max_output_tokens": 2, "background": background}
+    with serving(engine, api_key=("a", "b"), admin_api_key=("c",)) as server, ExitStack() as stack:
+        if background:
+            stack.enter_context(executor.held())
+        made = ask(server, RESPONSES, "a", **fields).json["id"]
+        for key in "bc":
+            assert by_id(server, "GET", made, key) == 404
+            assert by_id(server, "GET", f"{made}?stream=true", key) == 404
+            assert by_id(server, "POST", f"{made}/cancel", key) == 404
+            assert by_id(server, "DELETE", made, key) == 404
+            error = ask(server, RESPONSES, key, input="b", previous_response_id=made).error
+            assert error["code"] == "previous_response_not_found"
+            assert "is not stored" in error["message"]
+        assert by_id(server, "GET", made, "a") == 200
+        follow = ask(server, RESPONSES, "a", **{**fields, "previous_response_id": made})
+        assert follow.status == (400 if background else 200)
+        assert not background or "is still running" in follow.error["message"]
+        stack.close()
+        assert by_id(server, "DELETE", made, "a") == 200
+        assert by_id(server, "GET", made, "a") == 404
 
 
 # prefixes by key
