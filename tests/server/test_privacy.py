@@ -14,6 +14,7 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.server.routes.service import Service
 from kit.raw_http import RawClient, Reply
 from kit.server import Serving, serving
 from kit.watched_executor import watched_engine
@@ -228,3 +229,39 @@ def test_an_open_server_is_told_at_its_start(
     if warns:
         text = vars(warnings[0])["text"]
         assert "need no key" in text and "--api-key" in text
+
+
+# clients behind a proxy
+
+PROXIES = [
+    ({}, "127.0.0.1"),
+    ({"forwarded_allow_ips": ("127.0.0.1",)}, "203.0.113.7"),
+    ({"forwarded_allow_ips": ("10.0.0.0/8, 127.0.0.0/8", "::1")}, "203.0.113.7"),
+    ({"forwarded_allow_ips": ("10.0.0.0/8",)}, "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "client"), PROXIES, ids=[str(one) for one, _ in PROXIES])
+def test_the_client_is_the_one_that_a_trusted_proxy_names(
+    settings: dict[str, Any], client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the proxy's own entry was written by the client."""
+    callers: list[str] = []
+    open_answer = Service.open
+
+    def noting(self: Service, *given: Any, **options: Any) -> Any:
+        callers.append(given[5].client)
+        return open_answer(self, *given, **options)
+
+    monkeypatch.setattr(Service, "open", noting)
+    with serving(watched_engine()[0], **settings) as server, RawClient(server.port) as sender:
+        body = json.dumps(PROMPT).encode()
+        header = "x-forwarded-for: 198.51.100.1, 203.0.113.7"
+        assert sender.post_body(COMPLETIONS, body, header).reply().status == 200
+    assert callers == [client]
+
+
+@pytest.mark.parametrize("wrong", ["*", "proxy", "10.0.0.1/8", "10.0.0.1,"])
+def test_proxies_are_addresses_or_networks(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="forwarded_allow_ips must be addresses or networks"):
+        ServerConfig(forwarded_allow_ips=(wrong,))

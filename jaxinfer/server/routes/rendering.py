@@ -212,7 +212,7 @@ class _Process(asyncio.Protocol):
 
 def _killed(code: int) -> TokenizerError:
     """The error for a chat whose process has ended with this code."""
-    limits = {signal.SIGPROF: SECONDS, signal.SIGALRM: WALL_SECONDS}
+    limits: dict[int, float] = {signal.SIGPROF: SECONDS, signal.SIGALRM: WALL_SECONDS}
     if seconds := limits.get(-code):
         return TokenizerError(
             f"The chat template takes more than {seconds:g} s for these messages; send fewer, or "

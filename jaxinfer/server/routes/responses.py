@@ -144,11 +144,11 @@ def _turn_before(call: Call, response_id: str | None) -> Turn | None:
     if isinstance(found, StoredResponse):
         return found.turn
     known = "is not stored" if found is None else "is still running"
+    most = call.service.config.max_stored_responses
     raise ApiError(
         400,
-        f"previous_response_id {response_id!r} {known}; this server keeps the last "
-        f"{call.service.config.max_stored_responses} responses (--max-stored-responses); send their "
-        "items as input instead",
+        f"previous_response_id {response_id!r} {known}; this server keeps the last {most} responses "
+        "(--max-stored-responses); send their items as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )
