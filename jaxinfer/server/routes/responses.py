@@ -147,8 +147,8 @@ def _turn_before(call: Call, response_id: str | None) -> Turn | None:
     most = call.service.config.max_stored_responses
     raise ApiError(
         400,
-        f"previous_response_id {response_id!r} {known}; this server keeps the last {most} responses "
-        "(--max-stored-responses); send their items as input instead",
+        f"previous_response_id {response_id!r} {known}; this server keeps the last {most} "
+        "responses (--max-stored-responses); send their items as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )
