@@ -69,6 +69,7 @@ GROUPS = (
             ),
             Setting("prefix_caching_by_key", boolean, "Reuse prefixes only for the same key."),
             Setting("allowed_hosts", texts, "Names in the Host header; * allows any."),
+            Setting("forwarded_allow_ips", texts, "Proxies whose X-Forwarded-For is believed."),
             Setting("allowed_origins", texts, "CORS origins, as a JSON list."),
             Setting("allowed_methods", texts, "CORS methods, as a JSON list."),
             Setting("allowed_headers", texts, "CORS headers, as a JSON list."),

@@ -5,7 +5,6 @@ Owns: the readers, which turn text or YAML into values, and precedence: flag, en
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.json_text import parse_json
 
 PREFIX = "JAXINFER_"
 CONFIG_VARIABLE = "JAXINFER_CONFIG"  # the path of the YAML file
@@ -132,7 +132,7 @@ def read_config_file(path: Path) -> File:
         entries = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as for 2001-02-30
         words = " ".join(str(error).split())
         raise ConfigError(f"the configuration file {path} is no YAML: {words}") from error
     if entries is not None and not isinstance(entries, dict):
@@ -283,6 +283,6 @@ def anything(value: Any) -> Any:
 
 def _json(value: str, expected: str) -> Any:
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError as error:
         raise ValueError(f"{expected} ({error})") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -72,6 +72,8 @@ class ServerConfig:
     admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
     prefix_caching_by_key: bool = False  # cached prefixes are reused by the key that made them
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header; see ``checked_hosts``
+    # proxies whose X-Forwarded-For names the client: addresses and networks, also with commas
+    forwarded_allow_ips: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -138,6 +140,12 @@ class ServerConfig:
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
         if self.prefix_caching_by_key and not self.needs_key:
             raise ConfigError("prefix_caching_by_key needs api_key or api_key_file")
+        for proxy in self.trusted_proxies:
+            if not is_network(proxy):
+                raise ConfigError(
+                    f"forwarded_allow_ips must be addresses or networks such as 10.0.0.0/8, got "
+                    f"{proxy!r}"
+                )
         names = self.served_model_name
         if not all(names) or len({*names}) < len(names):
             raise ConfigError(f"served_model_name must be different names, got {list(names)}")
@@ -153,6 +161,11 @@ class ServerConfig:
     def needs_key(self) -> bool:
         """True if requests need an API key."""
         return bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def trusted_proxies(self) -> list[str]:
+        """``forwarded_allow_ips``, each address or network by itself."""
+        return [one.strip() for given in self.forwarded_allow_ips for one in given.split(",")]
 
     @property
     def is_local(self) -> bool:
@@ -183,6 +196,15 @@ def is_address(host: str) -> bool:
     """True for IP addresses, as opposed to names."""
     try:
         ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_network(text: str) -> bool:
+    """True for IP addresses and networks."""
+    try:
+        ip_network(text)
     except ValueError:
         return False
     return True

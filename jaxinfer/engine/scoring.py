@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +42,6 @@ answer the query") }}
 </think>{{ "\n\n" }}"""
 _DOCUMENT_ROLE = re.compile(r"""["']document["']""")  # in a template that is made for scores
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-
-# messages, variables and a chat template as a prompt
-type Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any], str], str]
 
 
 def check_scores(facts: ModelFacts) -> None:
@@ -81,50 +78,53 @@ def score_prompt(
     template: str | None = None,
     variables: Mapping[str, Any] = NO_VARIABLES,
     keep: int | None = None,
-    document_tokens: int | None = None,
-    render: Render | None = None,
 ) -> Prompt:
-    """The prompt for one document. ``template``: None is the model's own if it has the role
-    ``document``, else Qwen3-Reranker's. ``render``: None renders it in this process.
-
-    Of a longer document the first tokens are used: ``document_tokens``, or so many that the prompt
-    has ``keep``. Raises ``RequestError`` if ``keep`` is too small for the rest of the prompt.
+    """The prompt for one document, rendered in this process. ``template``: see ``score_template``;
+    ``keep``: see ``fitted``.
     """
-    if document_tokens is not None:
-        document = _cut(tokenizer, document, document_tokens)
-    prompt = _rendered(tokenizer, query, document, template, variables, render)
-    while keep is not None and (excess := len(prompt.token_ids) - keep) > 0:
-        left = len(tokenizer.encode(document, add_special_tokens=False)) - excess
-        if left < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens is {keep}, and the prompt has more tokens without the "
-                "document; allow more"
-            )
-        document = _cut(tokenizer, document, left)
-        prompt = _rendered(tokenizer, query, document, template, variables, render)
-    return prompt
+    template = score_template(tokenizer, template)
+    found: Prompt | str = document
+    while isinstance(found, str):
+        chat = score_messages(query, found)
+        text = tokenizer.render_chat(chat, template_kwargs=variables, chat_template=template)
+        found = fitted(tokenizer, text, found, keep)
+    return found
 
 
-def _rendered(
-    tokenizer: Tokenizer,
-    query: str,
-    document: str,
-    template: str | None,
-    variables: Mapping[str, Any],
-    render: Render | None,
-) -> Prompt:
-    if template is None:
-        own = tokenizer.get_chat_template() if tokenizer.has_chat_template else ""
-        template = own if _DOCUMENT_ROLE.search(own) else TEMPLATE
-    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-    if render is None:
-        text = tokenizer.render_chat(messages, template_kwargs=variables, chat_template=template)
-    else:
-        text = render(messages, variables, template)
-    return Prompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+def score_template(tokenizer: Tokenizer, given: str | None) -> str:
+    """The chat template of scores: the given one, else the model's own if it has the role
+    ``document``, else Qwen3-Reranker's.
+    """
+    if given is not None:
+        return given
+    own = tokenizer.get_chat_template() if tokenizer.has_chat_template else ""
+    return own if _DOCUMENT_ROLE.search(own) else TEMPLATE
 
 
-def _cut(tokenizer: Tokenizer, text: str, count: int) -> str:
+def score_messages(query: str, document: str) -> list[dict[str, str]]:
+    """The chat whose rendered text is the prompt for a document."""
+    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
+
+
+def fitted(tokenizer: Tokenizer, text: str, document: str, keep: int | None) -> Prompt | str:
+    """A rendered text as a prompt, or if it has more than ``keep`` tokens, the document without so
+    many of its last tokens, to be rendered again.
+
+    Raises ``RequestError`` if ``keep`` is too small for the rest of the prompt.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if keep is None or (excess := len(ids) - keep) <= 0:
+        return Prompt(text, tuple(ids))
+    left = len(tokenizer.encode(document, add_special_tokens=False)) - excess
+    if left < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens is {keep}, and the prompt has more tokens without the "
+            "document; allow more"
+        )
+    return first_tokens(tokenizer, document, left)
+
+
+def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
     """The first ``count`` tokens of a text, as text; a character that they cut is left out."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= count else tokenizer.decode(ids[:count]).rstrip("\ufffd")

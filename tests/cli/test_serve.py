@@ -288,6 +288,8 @@ YAML = {
     "list": ("- port\n", "holds no settings"),
     "broken": ("port: [\n", "is no YAML"),
     "tag": ("port: !!python/object/apply:os.system [ls]\n", "is no YAML"),
+    "date": ("port: 2001-02-30\n", "is no YAML"),
+    "nested": ("port: " + "[" * 5000, "is no YAML"),
     "bytes": (b"\xff\xfe\x00", "cannot be read"),
     "config in config": ("config: a.yaml\n", "'config' in"),
 }

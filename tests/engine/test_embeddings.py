@@ -15,7 +15,7 @@ from jaxinfer.core.errors import ConfigError, RequestError, SourceError, TaskErr
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.scoring import score_prompt
+from jaxinfer.engine.scoring import first_tokens, score_prompt
 from jaxinfer.engine.start.task import with_task
 from jaxinfer.models import build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
@@ -268,8 +268,7 @@ def test_long_documents_are_cut_and_the_rest_of_the_prompt_stays(reranker: LLM) 
     cut = score_prompt(tokenizer, "q", "d" * 2000, keep=600)
     assert len(cut.token_ids) == 600 and cut.token_ids[-9:] == whole.token_ids[-9:]
     assert "d" * 30 in (cut.text or "")
-    short = score_prompt(tokenizer, "q", "d" * 2000, document_tokens=3)
-    assert "<Document>: ddd<|im_end|>" in (short.text or "")
+    assert first_tokens(tokenizer, "d" * 2000, 3) == "ddd"
     with pytest.raises(RequestError, match="truncate_prompt_tokens is 50"):
         score_prompt(tokenizer, "q", "d", keep=50)
     (one,) = reranker.score("q", "d" * 2000, truncate_prompt_tokens=-1)

@@ -106,9 +106,11 @@ def test_a_broken_native_library_is_an_error_before_the_model_is_resolved(
         ('{"settings": {"gpu_memory_utilization": null}}', "0.92"),
         ('{"settings": []}', None),
         ("junk", None),
+        ('{"settings": {"gpu_memory_utilization": [1]}}', None),
+        ("[" * 100_000, None),
         (None, None),
     ],
-    ids=["given", "default", "other", "junk", "none"],
+    ids=["given", "default", "other", "junk", "no number", "nested", "none"],
 )
 def test_the_allocator_share_comes_from_the_bundle(
     manifest: str | None, share: str | None, backend: Backend, tmp_path: Path
@@ -118,6 +120,17 @@ def test_the_allocator_share_comes_from_the_bundle(
     with backend_starting(EngineConfig(bundle=str(tmp_path))):
         assert backend.begun.wait(10) if share else not backend.begun.is_set()
     assert (backend.share if share else os.environ.get(SHARE)) == share
+
+
+def test_no_share_is_read_from_a_bundle_that_others_may_change(
+    backend: Backend, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{"settings": {"gpu_memory_utilization": 0.7}}')
+    manifest.chmod(0o666)
+    with backend_starting(EngineConfig(bundle=str(tmp_path))):
+        assert not backend.begun.is_set()
+    assert os.environ.get(SHARE) is None
 
 
 # Orbax takes a fifth of all import time, Flax another, Mosaic's kernels a tenth; Triton is only for

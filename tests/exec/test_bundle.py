@@ -70,3 +70,20 @@ def test_code_that_others_may_change_is_refused(writable: str, tmp_path: Path) -
     changed.chmod(0o775)
     with pytest.raises(CacheError, match=rf"{changed} may be written by other users \(mode 775\)"):
         bundle.open_bundle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "why"),
+    [
+        ("[" * 100_000, "nested too deep"),
+        ('{"format": 4, "settings": ' + "[" * 100_000, "nested too deep"),
+        ('{"format": 4, "format": 4}', "the key 'format' is there twice"),
+        (b"\xff", "it is not UTF-8"),
+    ],
+    ids=["nested", "nested settings", "twice", "bytes"],
+)
+def test_a_damaged_manifest_is_named(manifest: str | bytes, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_bytes(manifest if isinstance(manifest, bytes) else manifest.encode())
+    with pytest.raises(CacheError, match=f"manifest.json is no manifest: .*{why}"):
+        bundle.open_bundle(tmp_path)

@@ -36,8 +36,8 @@ SECONDS = 30.0  # after which a test stops waiting
 class LocalRenderer(Renderer):
     """Renders in this process, which saves the start of another one (0.2 s)."""
 
-    async def render(self, request: RenderRequest, *, is_own: bool) -> str:
-        del is_own
+    async def render(self, request: RenderRequest, *, is_own: bool, client: str = "") -> str:
+        del is_own, client
         return rendered(request).prompt()
 
 

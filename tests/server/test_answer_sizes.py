@@ -48,8 +48,57 @@ TOO_LARGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "echo": (
         COMPLETIONS,
-        "prompt_logprobs",
+        "logprobs",
         {"prompt": ["a" * 30] * 5, "max_tokens": 0, "echo": True, "logprobs": 5},
+    ),
+    "echo and prompt_logprobs": (
+        COMPLETIONS,
+        "prompt_logprobs",
+        {"prompt": "a" * 17, "max_tokens": 0, "echo": True, "logprobs": 4, "prompt_logprobs": 20},
+    ),
+    "text": (COMPLETIONS, "echo", {"prompt": "a" * 60, "max_tokens": 1, "echo": True, "n": 500}),
+    "text of control characters": (
+        COMPLETIONS,
+        "echo",
+        {"prompt": "\x01" * 60, "max_tokens": 1, "echo": True, "n": 84},
+    ),
+    "text of ids": (
+        COMPLETIONS,
+        "echo",
+        {"prompt": [[1] * 30] * 2, "max_tokens": 0, "echo": True, "n": 200},
+    ),
+    "a stream's text": (
+        COMPLETIONS,
+        "echo",
+        {"prompt": "a" * 60, "max_tokens": 1, "echo": True, "n": 500, "stream": True},
+    ),
+    "text of beams": (
+        COMPLETIONS,
+        "echo",
+        {"prompt": ["a" * 64] * 50, "max_tokens": 1, "echo": True, "n": 10}
+        | {"use_beam_search": True},
+    ),
+    "ids": (
+        COMPLETIONS,
+        "return_token_ids",
+        {"prompt": "a" * 60, "max_tokens": 1, "return_token_ids": True, "n": 70},
+    ),
+    "a stream's ids": (
+        COMPLETIONS,
+        "return_token_ids",
+        {"prompt": [1] * 60, "max_tokens": 1, "return_token_ids": True, "n": 70, "stream": True},
+    ),
+    "a chat's message": (
+        CHAT,
+        "echo",
+        {"messages": [*USER, {"role": "assistant", "content": "a" * 40}], "max_tokens": 1}
+        | {"echo": True, "n": 800, "continue_final_message": True, "add_generation_prompt": False},
+    ),
+    "a chat's parts": (
+        CHAT,
+        "echo",
+        {"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a" * 40}]}]}
+        | {"max_tokens": 1, "echo": True, "n": 800, "stream": True},
     ),
     "logprob_token_ids": (
         COMPLETIONS,
@@ -111,6 +160,28 @@ def test_the_bound_is_exact_and_near_the_real_size(server: Serving) -> None:
     assert default["choices"][0]["finish_reason"] == "length"
     refused = post(server.port, CHAT, **fields, min_tokens=fitting + 1)
     assert refused.error["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize("prompt", ["a\x01b" * 20, [7] * 60], ids=["text", "ids"])
+def test_what_choices_repeat_of_the_prompt_is_near_its_real_size(
+    server: Serving, prompt: str | list[int]
+) -> None:
+    """Each choice has the text and the ids of its prompt."""
+    fields = {"prompt": prompt, "max_tokens": 1, "echo": True, "return_token_ids": True}
+    num_choices = next(
+        n for n in range(40, 0, -1) if post(server.port, COMPLETIONS, **fields, n=n).status == 200
+    )
+    reply = post(server.port, COMPLETIONS, **fields, n=num_choices)
+    fixed = 200 * num_choices + 300  # of a choice, and of the answer
+    assert 0.3 * MOST < len(reply.body) < MOST + fixed
+
+
+def test_prompts_that_an_answer_has_once_count_once(server: Serving) -> None:
+    for path, prompt in ((CHAT, {"messages": USER}), ("/v1/generate", {"prompt": "a" * 6})):
+        fields = {**prompt, "max_tokens": 1, "n": 20, "prompt_logprobs": 20}
+        reply = post(server.port, path, **fields, return_token_ids=True)
+        assert reply.status == 200 and len(reply.body) < MOST
+        assert len(reply.json["prompt_logprobs"]) == len(reply.json["prompt_token_ids"])
 
 
 def test_the_bound_can_be_raised() -> None:

@@ -74,6 +74,7 @@ def test_output_is_in_the_order_of_the_input() -> None:
         (b"{", "invalid_json_line", None),
         (b"[1]", "invalid_json_line", None),
         (b'"\xff"', "invalid_json_line", None),
+        (b'{"body": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json_line", None),
         (line(None), "missing_required_parameter", "custom_id"),
         (line(""), "missing_required_parameter", "custom_id"),
         (line("first"), "duplicate_custom_id", "custom_id"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.server.routes.service import Service
 from kit.raw_http import RawClient, Reply
 from kit.server import Serving, serving
 from kit.watched_executor import watched_engine
@@ -55,6 +57,42 @@ def test_cached_tokens_are_shown_unless_switched_off(shown: bool) -> None:
         count = ask(server, "/v1/messages/count_tokens", messages=USER).json["input_tokens"]
         assert message["input_tokens"] + message["cache_read_input_tokens"] == count
         assert server.engine.stats().num_cached_tokens > 0
+
+
+# stored responses
+
+RESPONSES = "/v1/responses"
+
+
+def by_id(server: Serving, method: str, path: str, key: str) -> int:
+    with server.client() as client:
+        headers = {"Authorization": f"Bearer {key}"}
+        return client.request(method, f"{RESPONSES}/{path}", headers=headers).status_code
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["ended", "running"])
+def test_a_response_is_known_to_the_key_that_made_it(background: bool) -> None:
+    engine, executor = watched_engine()
+    fields: dict[str, Any] = {"input": "a", "max_output_tokens": 2, "background": background}
+    with serving(engine, api_key=("a", "b"), admin_api_key=("c",)) as server, ExitStack() as stack:
+        if background:
+            stack.enter_context(executor.held())
+        made = ask(server, RESPONSES, "a", **fields).json["id"]
+        for key in "bc":
+            assert by_id(server, "GET", made, key) == 404
+            assert by_id(server, "GET", f"{made}?stream=true", key) == 404
+            assert by_id(server, "POST", f"{made}/cancel", key) == 404
+            assert by_id(server, "DELETE", made, key) == 404
+            error = ask(server, RESPONSES, key, input="b", previous_response_id=made).error
+            assert error["code"] == "previous_response_not_found"
+            assert "is not stored" in error["message"]
+        assert by_id(server, "GET", made, "a") == 200
+        follow = ask(server, RESPONSES, "a", **{**fields, "previous_response_id": made})
+        assert follow.status == (400 if background else 200)
+        assert not background or "is still running" in follow.error["message"]
+        stack.close()
+        assert by_id(server, "DELETE", made, "a") == 200
+        assert by_id(server, "GET", made, "a") == 404
 
 
 # prefixes by key
@@ -191,3 +229,39 @@ def test_an_open_server_is_told_at_its_start(
     if warns:
         text = vars(warnings[0])["text"]
         assert "need no key" in text and "--api-key" in text
+
+
+# clients behind a proxy
+
+PROXIES = [
+    ({}, "127.0.0.1"),
+    ({"forwarded_allow_ips": ("127.0.0.1",)}, "203.0.113.7"),
+    ({"forwarded_allow_ips": ("10.0.0.0/8, 127.0.0.0/8", "::1")}, "203.0.113.7"),
+    ({"forwarded_allow_ips": ("10.0.0.0/8",)}, "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "client"), PROXIES, ids=[str(one) for one, _ in PROXIES])
+def test_the_client_is_the_one_that_a_trusted_proxy_names(
+    settings: dict[str, Any], client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the proxy's own entry was written by the client."""
+    callers: list[str] = []
+    open_answer = Service.open
+
+    def noting(self: Service, *given: Any, **options: Any) -> Any:
+        callers.append(given[5].client)
+        return open_answer(self, *given, **options)
+
+    monkeypatch.setattr(Service, "open", noting)
+    with serving(watched_engine()[0], **settings) as server, RawClient(server.port) as sender:
+        body = json.dumps(PROMPT).encode()
+        header = "x-forwarded-for: 198.51.100.1, 203.0.113.7"
+        assert sender.post_body(COMPLETIONS, body, header).reply().status == 200
+    assert callers == [client]
+
+
+@pytest.mark.parametrize("wrong", ["*", "proxy", "10.0.0.1/8", "10.0.0.1,"])
+def test_proxies_are_addresses_or_networks(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="forwarded_allow_ips must be addresses or networks"):
+        ServerConfig(forwarded_allow_ips=(wrong,))

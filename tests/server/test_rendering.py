@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.engine.link.spawn import Spawned, spawn
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.routes import rendering
 from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.text.render_process import RenderRequest
 from kit.hostile_templates import LARGE, MANY_LARGE, MANY_SLOW, SLOW
 from kit.raw_http import RawClient, Reply, get, post
-from kit.server import serving
+from kit.server import LocalRenderer, serving
 from kit.server_process import SIM_SERVE, gone, server_process, sim_arguments, wait_until
 from kit.watched_executor import watched_engine
 
@@ -183,6 +187,101 @@ def test_chats_whose_clients_have_left_are_not_rendered(
         wait_until(lambda: renderer.num_waiting < 4, "one has ended")
         assert own_chat(server.port, chat_template=PLAIN).status == 200
         assert len(spawned) == 2  # for the one that had begun, and for the last
+
+
+# of one query for a score, and a prompt for others
+LOOPS_FOR_A_QUERY = f"{{% if messages[0].content == 'loop' %}}{ENDLESS}{{% endif %}}hi"
+SCORES: dict[str, dict[str, Any]] = {
+    "/score": {"text_1": "loop", "text_2": ["a", "b"]},
+    "/rerank": {"query": "loop", "documents": ["a", "b"]},
+}
+
+
+def scoring_engine() -> Engine:
+    engine, _ = watched_engine()
+    engine.facts = replace(engine.facts, score_token_ids=(3, 4))
+    return engine
+
+
+@pytest.mark.parametrize("path", SCORES)
+def test_other_routes_do_not_wait_for_the_template_of_scores(path: str) -> None:
+    """Also those that use a thread, for a long body or prompt: a score that waits holds none."""
+    renderer = Renderer(program(SECONDS=1.5))
+    with (
+        serving(scoring_engine(), renderer=renderer, chat_template=LOOPS_FOR_A_QUERY) as server,
+        ExitStack() as stack,
+    ):
+        assert own_chat(server.port).status == 200
+        hostile = [stack.enter_context(RawClient(server.port)) for _ in range(40)]
+        for client in hostile:
+            client.post(path, **SCORES[path])
+        assert post(server.port, "/tokenize", prompt="a " * 1500).status == 200
+        assert get(server.port, "/health").status == 200
+        assert not any(client.has_reply for client in hostile)
+        failed = hostile[0].reply()
+        assert failed.status == 400 and "takes more than" in failed.error["message"]
+
+
+class _SlowRenderer(LocalRenderer):
+    num_begun = 0
+
+    async def render(self, request: RenderRequest, *, is_own: bool, client: str = "") -> str:
+        self.num_begun += 1
+        await asyncio.sleep(0.02)
+        return await super().render(request, is_own=is_own, client=client)
+
+
+def test_scores_whose_client_has_left_are_not_rendered() -> None:
+    renderer = _SlowRenderer()
+    with (
+        serving(scoring_engine(), renderer=renderer, chat_template="hi") as server,
+        RawClient(server.port) as client,
+    ):
+        client.post("/rerank", query="a", documents=["b"] * 500)
+        wait_until(lambda: renderer.num_begun > 1, "it is rendered")
+        client.disconnect()
+        wait_until(lambda: not server.num_connections, "the client has left")
+        time.sleep(0.1)
+        begun = renderer.num_begun
+        time.sleep(0.1)
+        assert renderer.num_begun == begun < 500
+
+
+def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the server's template: of long chats a process has one at a time."""
+    monkeypatch.setattr(rendering, "MAX_SENT_BYTES", 1)
+
+    async def use(renderer: Renderer) -> list[str]:
+        ended: list[str] = []
+
+        async def chat(client: str) -> None:
+            await renderer.render(request(PLAIN), is_own=True, client=client)
+            ended.append(client)
+
+        await asyncio.gather(*map(chat, ("many", "many", "many", "many", "one", "other")))
+        return ended
+
+    assert rendered(use) == ["many", "one", "other", "many", "many", "many"]
+
+
+def test_the_bytes_of_waiting_chats_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_WAITING_BYTES", 1000)
+
+    async def use(renderer: Renderer) -> None:
+        large = request(PLAIN, ({**USER, "content": "x" * 1000},))
+        alone = asyncio.create_task(renderer.render(large, is_own=True))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="1 chats wait for their prompts") as refused:
+            await renderer.render(request(PLAIN), is_own=True)
+        assert refused.value.status == 429 and refused.value.code == "queue_full"
+        assert await alone == "x" * 1000
+        left = asyncio.create_task(renderer.render(large, is_own=True))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait((left,))
+        assert await renderer.render(request(PLAIN), is_own=True) == "hi"
+
+    rendered(use)
 
 
 def test_a_signal_ends_a_server_whose_template_runs() -> None:

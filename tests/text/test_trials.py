@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.core.errors import EngineError, QueueFullError, RequestError
+from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits, StructuredOutputsParams
 from jaxinfer.text.grammar import forms, trial
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, Grammar
-from jaxinfer.text.grammar.fair_queue import FairQueue
 from jaxinfer.text.grammar.grammars import Grammars
 from jaxinfer.text.grammar.trial import Accepted, Refused, Vocabulary
 from jaxinfer.text.tokenizer import load_tokenizer

@@ -34,9 +34,42 @@ def unigram_spec() -> TokenizerSpec:
     return TokenizerSpec(tokenizer_json=made.to_str())
 
 
+def spec_with_keys_twice(*parts: tuple[str, str]) -> TokenizerSpec:
+    """A tokenizer of a, b and c in which each text is replaced by another one."""
+    added = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
+    model = {"type": "BPE", "unk_token": None, "vocab": {"a": 0, "b": 1, "c": 2}, "merges": []}
+    text = json.dumps(
+        {
+            "added_tokens": [{"id": 3, "content": "<s>", "normalized": False, **added}],
+            "decoder": {"type": "ByteFallback"},
+            "model": model,
+        }
+    )
+    for old, new in parts:
+        assert old in text
+        text = text.replace(old, new)
+    return TokenizerSpec(tokenizer_json=text)
+
+
+KEYS_TWICE = {
+    "a token": ('"b": 1', '"b": 1, "a": 3'),
+    "vocab": ('"merges"', '"vocab": {"x": 0, "y": 1}, "merges"'),
+    "model": ('"decoder"', '"model": {"type": "BPE", "vocab": {"x": 0}, "merges": []}, "decoder"'),
+    "added tokens": ('"decoder"', '"added_tokens": [], "decoder"'),
+    "decoder": ('"model"', '"decoder": {"type": "Fuse"}, "model"'),
+}
+
+
+def test_a_key_of_an_added_token_that_is_there_twice_is_refused() -> None:
+    spec = spec_with_keys_twice(('"content"', '"content": "<t>", "content"'))
+    with pytest.raises(TokenizerError, match="duplicate field `content`"):
+        build_tokenizer(spec)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
+        *(pytest.param(spec_with_keys_twice(KEYS_TWICE[name]), id=name) for name in KEYS_TWICE),
         pytest.param(real_spec("gpt2"), id="gpt2"),
         pytest.param(real_spec("smollm2"), id="smollm2"),
         pytest.param(real_spec("qwen3"), id="qwen3"),

@@ -6,7 +6,6 @@ it does not need the GIL.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,7 +18,10 @@ from jaxinfer.core.config import (
     EngineConfig,
     prepare_backend,
 )
+from jaxinfer.core.errors import CacheError
 from jaxinfer.core.host_memory import gc_paused
+from jaxinfer.core.json_text import read_json
+from jaxinfer.core.owners import check_tree
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
@@ -75,12 +77,14 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
 def _allocator_share(config: EngineConfig) -> float | None:
     """The share of a GPU for JAX's allocator, which has to be set before the backend starts.
 
-    None if the bundle is unreadable; opening it reports the error.
+    None if the bundle is unreadable or another user may change it; opening it reports the error.
     """
     share = config.gpu_memory_utilization
     if share is None and config.bundle is not None:
-        with suppress(OSError, ValueError, LookupError, TypeError):
-            manifest = json.loads(Path(config.bundle, BUNDLE_MANIFEST).read_bytes())
-            return manifest["settings"]["gpu_memory_utilization"] or DEFAULT_GPU_MEMORY_UTILIZATION
+        folder = Path(config.bundle)
+        with suppress(CacheError, OSError, ValueError, LookupError, TypeError):
+            check_tree(folder)
+            settings = read_json(folder / BUNDLE_MANIFEST)["settings"]
+            return float(settings["gpu_memory_utilization"] or DEFAULT_GPU_MEMORY_UTILIZATION)
         return None
     return share or DEFAULT_GPU_MEMORY_UTILIZATION

@@ -25,6 +25,7 @@ from jax.experimental import serialize_executable
 
 from jaxinfer.core.config import BUNDLE_MANIFEST, Limits, prepare_mosaic
 from jaxinfer.core.errors import CacheError
+from jaxinfer.core.json_text import read_json
 from jaxinfer.core.owners import check_tree
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import write_trusted
@@ -152,17 +153,17 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a bundle; raises ``CacheError`` if it is unreadable or of another format."""
     path = folder / BUNDLE_MANIFEST
     try:
-        content = path.read_bytes()
-        made = msgspec.json.decode(content, type=_Format).format
+        content = read_json(path)
+        made = msgspec.convert(content, _Format).format
         if made != FORMAT:
             raise CacheError(
                 f"the bundle {folder} does not fit: format is {made} in the bundle and {FORMAT} "
                 "here; compile another one"
             )
-        return msgspec.json.decode(content, type=Manifest)
+        return msgspec.convert(content, Manifest)
     except OSError as error:
         raise _damaged(folder, f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # also msgspec's
         raise _damaged(folder, f"{path} is no manifest: {error}") from error
 
 

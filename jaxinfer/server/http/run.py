@@ -205,7 +205,8 @@ def uvicorn_config(config: ServerConfig, app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         workers=1,  # set explicitly, so that uvicorn does not read WEB_CONCURRENCY
-        proxy_headers=False,
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=config.trusted_proxies,
         server_header=False,
         root_path=config.root_path,
         backlog=BACKLOG,

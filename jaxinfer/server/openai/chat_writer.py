@@ -36,7 +36,6 @@ from jaxinfer.server.openai.writer import (
     usage_of,
 )
 from jaxinfer.text.answers.parser import Content, Reasoning
-from jaxinfer.text.messages import join_parts
 
 _FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
     {reason: ChatFinishReason(reason.value) for reason in FinishReason}
@@ -138,13 +137,7 @@ class ChatWriter(EnvelopeWriter[ChatCompletionRequest]):
         return chat_logprobs(self._context, delta.token_ids, delta.logprobs, top)
 
     def _echo(self) -> str:
-        """The last message, if ``echo`` is set and the message is the beginning of the answer."""
-        last = self._request.messages[-1]
-        if not self._request.echo or last.get("role") != self._context.role:
-            return ""
-        content = last.get("content")
-        # text parts; other parts were refused
-        return join_parts(content) if isinstance(content, list) else content or ""
+        return self._request.echoed(self._context.role)
 
 
 class _ChoiceReader:

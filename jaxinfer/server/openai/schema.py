@@ -31,6 +31,7 @@ from jaxinfer.server.openai.fields import (
     field_error,
 )
 from jaxinfer.server.openai.tools import ToolChoice, tool_choice
+from jaxinfer.text.messages import join_parts
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # models' own have up to some 60,000
@@ -169,6 +170,17 @@ class ChatCompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def echoed(self, role: str) -> str:
+        """The last message, if ``echo`` is set and the message is the beginning of the answer,
+        whose role this is.
+        """
+        last = self.messages[-1]
+        if not self.echo or last.get("role") != role:
+            return ""
+        content = last.get("content")
+        # text parts; other parts were refused
+        return join_parts(content) if isinstance(content, list) else content or ""
 
 
 class GenerateRequest(GenerationFields, frozen=True, kw_only=True):

@@ -11,7 +11,10 @@ from jaxinfer.server.responses.writer import ResponseWriter
 
 
 class BackgroundRun:
-    """Runs from its creation until the answer has ended; then ``close`` is called."""
+    """Runs from its creation until the answer has ended; then ``close`` is called.
+
+    ``owner``: see ``StoredResponse``.
+    """
 
     def __init__(
         self,
@@ -21,6 +24,7 @@ class BackgroundRun:
         close: Callable[[], None],
     ) -> None:
         self.writer = writer
+        self.owner = answer.caller.key_salt
         self._answer = answer
         self._explain = explain
         self._close = close

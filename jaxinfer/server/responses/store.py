@@ -37,21 +37,25 @@ class Turn:
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """An ended response as JSON, its turn, and the events of a streamed background response."""
+    """An ended response as JSON, its turn, and the events of a streamed background response.
+
+    ``owner``: the salt of the key that it was made with, empty without keys.
+    """
 
     id: str
     body: bytes
     turn: Turn
     is_background: bool = False
     frames: tuple[bytes, ...] | None = None
+    owner: str = ""
 
     @classmethod
     def of(
-        cls, response: ResponseObject, turn: Turn, frames: tuple[bytes, ...] | None
+        cls, response: ResponseObject, turn: Turn, frames: tuple[bytes, ...] | None, owner: str
     ) -> StoredResponse:
         """The stored form of a response."""
         body = msgspec.json.encode(response)
-        return cls(response.id, body, turn, response.background, frames)
+        return cls(response.id, body, turn, response.background, frames, owner)
 
     @property
     def num_bytes(self) -> int:

@@ -140,6 +140,8 @@ async def _result(app: ASGIApp, number: int, line: bytes, seen: set[str]) -> Bat
 def _decoded(line: bytes) -> _Line:
     try:
         return msgspec.json.decode(line, type=_Line)
+    except RecursionError:
+        raise _Refused("invalid_json_line", "this line is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         text = f"this line is not a JSON object in UTF-8: {error}"
         raise _Refused("invalid_json_line", text) from None

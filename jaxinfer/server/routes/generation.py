@@ -190,7 +190,7 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
         for prompt in prompts
     ]
     limits = service.client.limits
-    sampling = bounded_answers(prompts, sampling, request, limits, config.max_answer_bytes)
+    sampling = bounded_answers(service.client, prompts, sampling, request, config)
     context = ResponseContext(
         request_id=request.request_id or call.request_id,
         created=int(time.time()),

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ContextLengthError, RequestError, TaskError
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest
 
 # in the JSON of an answer: 5 of text and of ids, and 59 to 68 in each route
 TOKEN_BYTES, LOGPROB_BYTES = 8, 70
+SWITCHES = ("echo", "return_token_ids")  # fields that are true or false
 
 
 def check_fit(num_tokens: int, requested: RequestedTokens, max_model_len: int) -> None:
@@ -94,23 +98,24 @@ def check_taps(
 
 
 def bounded_answers(
+    client: EngineClient,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     request: GenerationFields,
-    limits: Limits,
-    max_bytes: int,
+    config: ServerConfig,
 ) -> SamplingParams:
-    """``sampling`` with answers of at most ``max_bytes`` in all, if each is as long as it may be.
+    """``sampling`` with answers of at most ``max_answer_bytes`` in all, each as long as it may be.
 
     A limit of tokens that the request does not set is lowered. Raises ``ApiError`` if that is not
     enough, naming the field that takes most.
     """
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    generated = sum(resolved_max_tokens(length, sampling, limits) for length in lengths)
-    prompt_bytes = sampling.n * sum(lengths) * _bytes_of(sampling, sampling.prompt_logprobs)
+    generated = sum(resolved_max_tokens(length, sampling, client.limits) for length in lengths)
     token_bytes = sampling.n * _bytes_of(sampling, sampling.logprobs)
-    if sampling.prompt_logprobs is None:
-        prompt_bytes = 0
+    if request.return_token_ids:
+        token_bytes += sampling.n * TOKEN_BYTES
+    repeated = _repeated_bytes(client, prompts, sampling, request, config.response_role)
+    prompt_bytes, max_bytes = sum(repeated.values()), config.max_answer_bytes
     size = prompt_bytes + generated * token_bytes
     if size <= max_bytes:
         return sampling
@@ -119,7 +124,7 @@ def bounded_answers(
         if fitting >= max(sampling.min_tokens, 1):
             return replace(sampling, max_tokens=fitting)
     if prompt_bytes > size - prompt_bytes:
-        field = "prompt_logprobs"
+        field = max(repeated, key=lambda name: repeated[name])
     elif sampling.logprobs is not None:
         field = request.logprobs_field
     else:
@@ -129,11 +134,52 @@ def bounded_answers(
 
 def too_large(field: str, size: int, max_bytes: int) -> ApiError:
     """The error for a request whose answers may have ``size`` bytes, mostly because of a field."""
+    less = f"leave {field} out" if field in SWITCHES else f"ask for less in {field}"
     return field_error(
         field,
         f"the answers to this request may have {size} bytes, and {max_bytes} are allowed "
-        f"(--max-answer-bytes); ask for less in {field}, or send fewer prompts in a request",
+        f"(--max-answer-bytes); {less}, or send fewer prompts in a request",
     )
+
+
+def _repeated_bytes(
+    client: EngineClient,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    request: GenerationFields,
+    role: str,  # of answers
+) -> dict[str, int]:
+    """The JSON of what the answers repeat of the prompts, by the field that asks for it."""
+    num_tokens, found = sum(len(prompt.token_ids) for prompt in prompts), dict[str, int]()
+    times = 1
+    if isinstance(request, CompletionRequest):
+        times = sampling.n  # each choice repeats its prompt, in other answers it is there once
+        if request.echo:
+            found["echo"] = times * sum(_text_bytes(client, prompt) for prompt in prompts)
+            if request.logprobs is not None:
+                scored = times * num_tokens * _bytes_of(sampling, request.logprobs)
+                found[request.logprobs_field] = scored
+    elif isinstance(request, ChatCompletionRequest):
+        found["echo"] = sampling.n * _json_bytes(request.echoed(role))
+    if request.return_token_ids:
+        found["return_token_ids"] = times * num_tokens * TOKEN_BYTES
+    if request.prompt_logprobs is not None:
+        scored = times * num_tokens * _bytes_of(sampling, request.prompt_logprobs)
+        found["prompt_logprobs"] = scored
+    return found
+
+
+def _text_bytes(client: EngineClient, prompt: Prompt) -> int:
+    """The JSON of a prompt's text; that of token ids is at most so many of the longest token."""
+    if prompt.text is not None:
+        return _json_bytes(prompt.text)
+    if client.tokenizer is None:
+        return 0
+    return len(prompt.token_ids) * client.tokenizer.max_token_characters
+
+
+def _json_bytes(text: str) -> int:
+    return len(msgspec.json.encode(text)) - 2  # without the quotes
 
 
 def _bytes_of(sampling: SamplingParams, num_logprobs: int | None) -> int:

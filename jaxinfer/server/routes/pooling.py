@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +16,15 @@ from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.pooled import NO_SAMPLING, embedding, truncated
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.engine.scoring import check_scores, probability, score_prompt, score_sampling
+from jaxinfer.engine.scoring import (
+    check_scores,
+    first_tokens,
+    fitted,
+    probability,
+    score_messages,
+    score_sampling,
+    score_template,
+)
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.pooling import (
@@ -40,7 +47,7 @@ from jaxinfer.server.openai.responses import Usage
 from jaxinfer.server.openai.writer import prompt_details
 from jaxinfer.server.routes.endpoint import Call, json_response
 from jaxinfer.server.routes.limits import check_prompts, too_large
-from jaxinfer.server.routes.service import Service, run_off_loop
+from jaxinfer.server.routes.service import INLINE_CHARACTERS, Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
 FLOAT_BYTES, BASE64_BYTES = 21, 6  # of a number in the JSON of a vector
@@ -171,22 +178,29 @@ async def _score_prompts(
     pairs: Sequence[tuple[str, str]],
     document_tokens: int | None,
 ) -> list[Prompt]:
-    service, loop = call.service, asyncio.get_running_loop()
-    context, keep = service.client.limits.max_model_len, request.truncate_prompt_tokens
+    """The prompts of pairs of a query and a document; one chat at a time waits for its turn."""
+    service, tokenizer = call.service, call.service.tokenizer
+    template = score_template(tokenizer, service.config.chat_template)
+    keep = request.truncate_prompt_tokens
+    keep = service.client.limits.max_model_len - 1 if keep == -1 else keep
 
-    def render(*chat: Any) -> str:
-        return asyncio.run_coroutine_threadsafe(service.render(*chat), loop).result()
+    async def prompt(query: str, document: str) -> Prompt:
+        if document_tokens is not None:
+            first = partial(first_tokens, tokenizer, document, document_tokens)
+            document = await run_off_loop(first, len(document) <= INLINE_CHARACTERS)
+        found: Prompt | str = document
+        while isinstance(found, str):
+            chat = score_messages(query, found)
+            client = call.caller.client
+            text = await service.render(chat, request.variables, template, client=client)
+            fit = partial(fitted, tokenizer, text, found, keep)
+            found = await run_off_loop(fit, len(text) <= INLINE_CHARACTERS)
+        return found
 
-    make = partial(
-        score_prompt,
-        service.tokenizer,
-        template=service.config.chat_template,
-        variables=request.variables,
-        keep=context - 1 if keep == -1 else keep,
-        document_tokens=document_tokens,
-        render=render,
-    )
-    return await asyncio.to_thread(lambda: [make(query, text) for query, text in pairs])
+    async def prompts() -> list[Prompt]:
+        return [await prompt(query, text) for query, text in pairs]
+
+    return await call.unless_gone(prompts())
 
 
 async def _encoded(

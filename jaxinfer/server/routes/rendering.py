@@ -12,13 +12,14 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
 from jaxinfer.core.errors import TokenizerError
+from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.engine.link.spawn import Spawned, spawn
-from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.errors import ApiError, queue_full
 from jaxinfer.text.render_process import (
     LENGTH_BYTES,
     SECONDS,
@@ -28,8 +29,11 @@ from jaxinfer.text.render_process import (
 )
 
 PROGRAM = (sys.executable, "-m", "jaxinfer.text.render_process")
-MAX_SENT = 32  # chats that a process has at a time: it need not wait for the loop between two
+# that a process has at a time, so that it need not wait for the loop between two short chats; a
+# long one may take a while, in which another client's turn may come
+MAX_SENT, MAX_SENT_BYTES = 32, 1 << 16
 MAX_WAITING = 64  # chats with templates of their own, each of which may take 2 s of CPU time
+MAX_WAITING_BYTES = 1 << 28  # of the chats that wait for the server's templates, or for others
 
 
 class Renderer:
@@ -52,14 +56,14 @@ class Renderer:
         """Start the process for the server's templates before the first chat."""
         self._own.start()
 
-    async def render(self, request: RenderRequest, *, is_own: bool) -> str:
+    async def render(self, request: RenderRequest, *, is_own: bool, client: str = "") -> str:
         """The prompt of a chat. ``is_own``: the template is the server's, not the request's.
 
-        Raises ``RequestError``, and ``TokenizerError`` if the template fails or takes too long;
-        ``ApiError`` 429 if too many requests with templates of their own wait.
+        Clients take turns. Raises ``RequestError``, and ``TokenizerError`` if the template fails or
+        takes too long; ``ApiError`` 429 if too much waits.
         """
         if is_own:
-            return await self._own.render(request)
+            return await self._own.render(request, client)
         if self.num_waiting >= MAX_WAITING:
             raise ApiError(
                 429,
@@ -69,21 +73,30 @@ class Renderer:
                 code="queue_full",
                 headers={"Retry-After": "2"},
             )
-        return await self._foreign.render(request)
+        return await self._foreign.render(request, client)
 
     async def close(self) -> None:
         """End the processes; chats that wait are cancelled."""
         await asyncio.gather(self._own.close(), self._foreign.close())
 
 
+class _Chat(NamedTuple):
+    """A chat that waits, and its message to the process."""
+
+    frame: bytes
+    prompt: asyncio.Future[str]
+
+
 class _Process(asyncio.Protocol):
-    """One process, and the chats that wait for it, oldest first."""
+    """One process, and the chats that wait for it."""
 
     def __init__(self, program: Sequence[str], max_sent: int) -> None:
         self._program = program
         self._max_sent = max_sent
-        self._waiting: deque[tuple[bytes, asyncio.Future[str]]] = deque()
-        self._num_sent = 0  # the first of those that wait
+        self._sent: deque[_Chat] = deque()  # in order; also to a process that has not begun yet
+        self._unsent = FairQueue[_Chat]()
+        self._num_chats = 0  # all
+        self._num_bytes = 0  # of all
         self._received = bytearray()
         self._spawned: Spawned | None = None
         self._transport: asyncio.WriteTransport | None = None  # once it is connected
@@ -92,16 +105,28 @@ class _Process(asyncio.Protocol):
 
     def __len__(self) -> int:
         """The chats that wait."""
-        return len(self._waiting)
+        return self._num_chats
 
-    async def render(self, request: RenderRequest) -> str:
+    async def render(self, request: RenderRequest, client: str) -> str:
         """See ``Renderer``; a cancelled call is not rendered if it has not begun."""
         frame = msgspec.json.encode(request)
+        if self._num_chats and self._num_bytes + len(frame) > MAX_WAITING_BYTES:
+            raise queue_full(
+                f"{self._num_chats} chats wait for their prompts, and may have {MAX_WAITING_BYTES} "
+                "bytes in all; try again later"
+            )
         self.start()
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((frame, future))
+        chat = _Chat(frame, asyncio.get_running_loop().create_future())
+        self._num_chats += 1
+        self._num_bytes += len(frame)
+        self._unsent.put(client, chat)
         self._send()
-        return await future
+        try:
+            return await chat.prompt
+        finally:
+            self._num_chats -= 1
+            self._num_bytes -= len(frame)
+            self._unsent.remove(client, chat)
 
     def start(self) -> None:
         """Start the process unless it runs."""
@@ -115,10 +140,12 @@ class _Process(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the process."""
-        waiting, self._waiting = self._waiting, deque()
-        self._num_sent = 0
-        for _, future in waiting:
-            future.cancel()
+        waiting = [*self._sent]
+        self._sent.clear()
+        while self._unsent:
+            waiting.append(self._unsent.take())
+        for chat in waiting:
+            chat.prompt.cancel()
         if self._spawned is not None:
             self._spawned.process.kill()
             await self._ended.wait()
@@ -127,6 +154,9 @@ class _Process(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.WriteTransport", transport)
+        self._sent = deque(chat for chat in self._sent if not chat.prompt.done())
+        for chat in self._sent:  # that the process before it has not rendered
+            self._write(chat)
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -148,36 +178,36 @@ class _Process(asyncio.Protocol):
         with spawned, suppress(subprocess.TimeoutExpired):
             spawned.process.wait(1.0)  # at once: its end has closed the socket
         self._ended.set()
-        if self._num_sent and spawned.process.returncode != 0:
+        if self._sent and spawned.process.returncode != 0:
             self._end_first(spawned.process.returncode)
-        self._num_sent = 0
-        if self._waiting:
+        if self._sent or self._unsent:
             self.start()
 
     def _end_first(self, answer: bytes | int) -> None:
         """End the oldest chat with the process's answer, or its exit code if it has ended."""
-        _, future = self._waiting.popleft()
-        self._num_sent -= 1
-        if future.done():  # the client has left
+        prompt = self._sent.popleft().prompt
+        if prompt.done():  # the client has left
             return
         try:
             if isinstance(answer, int):
                 raise _killed(answer)
-            future.set_result(msgspec.json.decode(answer, type=Rendered).prompt())
+            prompt.set_result(msgspec.json.decode(answer, type=Rendered).prompt())
         except Exception as error:
-            future.set_exception(error)
+            prompt.set_exception(error)
 
     def _send(self) -> None:
         """Send as many of the waiting chats as the process may have."""
-        if self._transport is None:
-            return
-        while self._num_sent < min(self._max_sent, len(self._waiting)):
-            frame, future = self._waiting[self._num_sent]
-            if future.done():
-                del self._waiting[self._num_sent]
-                continue
-            self._transport.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)
-            self._num_sent += 1
+        while self._transport is not None and self._unsent and self._takes_more():
+            self._sent.append(self._unsent.take())
+            self._write(self._sent[-1])
+
+    def _takes_more(self) -> bool:
+        num_bytes = sum(len(chat.frame) for chat in self._sent)
+        return len(self._sent) < self._max_sent and num_bytes < MAX_SENT_BYTES
+
+    def _write(self, chat: _Chat) -> None:
+        assert self._transport is not None
+        self._transport.write(len(chat.frame).to_bytes(LENGTH_BYTES, "little") + chat.frame)
 
 
 def _killed(code: int) -> TokenizerError:

@@ -36,7 +36,7 @@ async def create(call: Call) -> ASGIApp:
     request = await call.parse(ResponsesRequest)
     call.prompt_field, call.renamed = "input", renamed
     service = call.service
-    before = _turn_before(service, request.previous_response_id)
+    before = _turn_before(call, request.previous_response_id)
     if request.background and not service.config.max_stored_responses:
         raise field_error(
             "background",
@@ -67,7 +67,7 @@ async def create(call: Call) -> ASGIApp:
         ResponseWriter,
         response=_begun(service, request),
         summarises=request.summarises,
-        on_end=partial(_keep, service, request, before),
+        on_end=partial(_keep, call, request, before),
     )
     reading = chat_reading(service, chat, prompt)
     answer, writer = open_answer(call, chat, [prompt], make_writer, reading)
@@ -115,7 +115,7 @@ def _found(call: Call) -> BackgroundRun | StoredResponse:
     """The response that the path names; raises ``ApiError`` 404."""
     service, response_id = call.service, _id(call)
     _ = service.loaded  # 503 before the model is loaded
-    found = service.background.get(response_id) or service.responses.get(response_id)
+    found = _own(call, response_id)
     if found is None:
         raise ApiError(
             404,
@@ -126,21 +126,29 @@ def _found(call: Call) -> BackgroundRun | StoredResponse:
     return found
 
 
+def _own(call: Call, response_id: str) -> BackgroundRun | StoredResponse | None:
+    """The response with this id, if it is there and was made with the same API key."""
+    service = call.service
+    found = service.background.get(response_id) or service.responses.get(response_id)
+    return found if found is not None and found.owner == call.caller.key_salt else None
+
+
 # requests
 
 
-def _turn_before(service: Service, response_id: str | None) -> Turn | None:
+def _turn_before(call: Call, response_id: str | None) -> Turn | None:
     """The turn that a request continues; raises ``ApiError``."""
     if response_id is None:
         return None
-    if (found := service.responses.get(response_id)) is not None:
+    found = _own(call, response_id)
+    if isinstance(found, StoredResponse):
         return found.turn
-    known = "is still running" if response_id in service.background else "is not stored"
+    known = "is not stored" if found is None else "is still running"
+    most = call.service.config.max_stored_responses
     raise ApiError(
         400,
-        f"previous_response_id {response_id!r} {known}; this server keeps the last "
-        f"{service.config.max_stored_responses} responses (--max-stored-responses); send their "
-        "items as input instead",
+        f"previous_response_id {response_id!r} {known}; this server keeps the last {most} "
+        "responses (--max-stored-responses); send their items as input instead",
         param="previous_response_id",
         code="previous_response_not_found",
     )
@@ -219,15 +227,16 @@ def _without_null(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def _keep(
-    service: Service, request: ResponsesRequest, before: Turn | None, writer: ResponseWriter
+    call: Call, request: ResponsesRequest, before: Turn | None, writer: ResponseWriter
 ) -> None:
     """Store a response that has ended, unless the client forbids it."""
-    response = writer.response
+    service, response = call.service, writer.response
     service.background.pop(response.id, None)
     if request.store:
         turn = Turn(before, [*request.items, *response.output])
         frames = tuple(writer.frames) if request.background and request.stream else None
-        service.responses.add(StoredResponse.of(response, turn, frames))
+        owner = call.caller.key_salt
+        service.responses.add(StoredResponse.of(response, turn, frames, owner))
 
 
 # responses

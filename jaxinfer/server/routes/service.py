@@ -230,6 +230,7 @@ class Service:
         chat_template: str | None,
         *,
         is_own: bool = True,
+        client: str = "",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
@@ -245,7 +246,7 @@ class Service:
             variables=dict(variables),
         )
         try:
-            return await self.renderer.render(request, is_own=is_own)
+            return await self.renderer.render(request, is_own=is_own, client=client)
         except ContextLengthError:
             raise self._too_long("prompt", f"more than {most}") from None
 

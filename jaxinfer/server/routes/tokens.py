@@ -47,6 +47,7 @@ async def chat_prompt(
         variables,
         chosen_template(service, request),
         is_own=request.chat_template is None,
+        client=call.caller.client,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
     )

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from jaxinfer.core.errors import EngineError, JaxinferError, QueueFullError, RequestError
+from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.constraint import Grammar
-from jaxinfer.text.grammar.fair_queue import FairQueue
 from jaxinfer.text.grammar.grammars import Grammars
 from jaxinfer.text.grammar.source import load_llguidance
 from jaxinfer.text.grammar.table import GrammarTable
