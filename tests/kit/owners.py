@@ -1,4 +1,4 @@
-"""Checks that a cache is used by its owner alone: one folder or file after another is given away."""
+"""Checks that a cache is used only if it is of its owner: its files are given away one by one."""
 
 from __future__ import annotations
 
