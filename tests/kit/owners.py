@@ -26,6 +26,10 @@ def check_that_others_are_refused(use: Callable[[], object], cache: Path) -> Non
         for path in (cache, *cache.rglob("*")):
             _check_refusal(use, path)
         use()
+        cache.chmod(0o777)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAXINFER_TRUST_CACHE", "1")
+            use()
     finally:
         os.umask(before)
 
@@ -34,9 +38,6 @@ def _check_refusal(use: Callable[[], object], path: Path) -> None:
     status = path.stat()
     path.chmod(status.st_mode | 0o020)
     with pytest.raises(CacheError, match=f"^{re.escape(str(path))} may be written by other users"):
-        use()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXINFER_TRUST_CACHE", "1")
         use()
     path.chmod(status.st_mode)
     if os.geteuid() == 0:  # only root gives files away

@@ -25,6 +25,7 @@ from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 from kit.owners import check_that_others_are_refused
@@ -177,15 +178,18 @@ def test_damage_that_changes_no_stamp(
     source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the disk itself: Orbax raises a plain ``Exception`` for data that it cannot unpack."""
-    load(source, tmp_path)
-    (entry,) = entries(tmp_path)
+    model, placement, progress = build_model(CONFIG, "float32"), default_placement(), NoProgress()
+    assert source.checkpoint is not None
+    plan = plan_params(model, source.checkpoint)[:1]  # Orbax leaves reads of others unawaited
+    entry = tmp_path / "converted" / "entry"
+    converted.convert(entry, plan, source.checkpoint, model, placement, progress)
     data = max((p for p in entry.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    zstandard = b"\x28\xb5\x2f\xfd"  # the beginning of each compressed part
+    zstandard = b"\x28\xb5\x2f\xfd"  # the beginning of a compressed array
     assert zstandard in data.read_bytes()
     data.write_bytes(data.read_bytes().replace(zstandard, b"none"))
     monkeypatch.setattr(converted, "is_unchanged", lambda *_: True)
     with pytest.raises(CacheError, match=rf"{entry} are damaged .*delete that folder") as caught:
-        load(source, tmp_path)
+        converted.restore(entry, plan, placement, progress)
     assert type(caught.value.__cause__) is Exception
 
 
@@ -219,6 +223,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 cache = Path(sys.argv[2])
 for _ in range(2):
