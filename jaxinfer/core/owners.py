@@ -43,11 +43,18 @@ def check_owner(path: Path, *more: Path) -> None:
 
 
 def check_tree(folder: Path) -> None:
-    """``check_owner`` of a folder and everything in it."""
-    found = [
-        Path(path, name) for path, folders, files in os.walk(folder) for name in folders + files
-    ]
-    check_owner(folder, *found)
+    """``check_owner`` of a folder and everything in it, except for files that are removed while
+    it runs: another process that uses the cache may rename what it has written.
+    """
+    check_owner(folder)
+    for path, folders, files in os.walk(folder):
+        for name in folders + files:
+            one = Path(path, name)
+            try:
+                check_owner(one)
+            except FileNotFoundError:
+                if one.is_symlink():  # to a file that another user could make
+                    raise
 
 
 def check_parents(entry: Path, root: Path) -> None:

@@ -153,6 +153,13 @@ def write_trusted(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def replace_trusted(path: Path, content: bytes) -> None:
+    """``write_trusted``, of which other processes see all or nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    write_trusted(partial, content)
+    partial.replace(path)
+
+
 def flush(file: Path) -> None:
     """Flush a file to the disk, before something names it that must not be there without it."""
     with file.open("rb") as opened:

@@ -11,7 +11,6 @@ the reference needs no network.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from jaxinfer.core.errors import CacheError, SourceError
 from jaxinfer.core.progress import Advance, Progress
-from jaxinfer.core.staging import build_once
+from jaxinfer.core.staging import build_once, replace_trusted
 from jaxinfer.core.stamps import Known, is_unchanged, known
 
 PREFIX = "pypi:"
@@ -125,9 +124,7 @@ def _checked_digest(entry: Path, stored_name: str) -> str:
             "folder that it is in and run again"
         )
     with suppress(OSError):  # a cache that cannot be written is hashed at every start
-        replacement = record.with_suffix(f".{os.getpid()}")
-        replacement.write_text(f"{now.sha256}\n{now.stamp}", "ascii")
-        replacement.replace(record)
+        replace_trusted(record, f"{now.sha256}\n{now.stamp}".encode())
     return digest
 
 

@@ -115,6 +115,17 @@ def test_links_are_followed(tmp_path: Path, entry: Path) -> None:
         check_owner(tmp_path / "link")
 
 
+def test_a_file_may_be_removed_while_a_folder_is_checked(
+    entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(str(entry), [], ["data", "manifest.json.4711"])]
+    monkeypatch.setattr(os, "walk", lambda _: found)
+    check_tree(entry)
+    (entry / "manifest.json.4711").symlink_to(entry / "nothing")
+    with pytest.raises(FileNotFoundError):
+        check_tree(entry)
+
+
 def test_only_folders_of_the_cache_are_checked(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)

@@ -1,4 +1,6 @@
-"""An engine uses one device where JAX sees several, also with a cache made where it saw one."""
+"""An engine uses one device where JAX sees several, also with a cache made where it saw one, and
+one device with a cache made where it saw several.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ def test_engines_bundles_caches_and_research_use_one_device(folder: Path, number
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("checked\n"), done.stderr
+    several_devices.check_one(folder, number)
 
 
 def test_a_server_uses_one_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

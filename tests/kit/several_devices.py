@@ -2,6 +2,7 @@
 
 On a CPU the devices are fake ones; on GPUs NUMBER must be how many there are. FOLDER has a model,
 its tokens of an engine that saw one device (``answers.json``), that engine's cache, and a bundle.
+Others are made where several devices are seen, for ``check_one`` in a process that sees one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ def settings_of(folder: Path) -> dict[str, Any]:
     on_cpu = jax.default_backend() == "cpu"
     dtype = {"dtype": "float32"} if on_cpu else {}
     return {**SETTINGS, **dtype, "cache_dir": str(folder / "cache")}
+
+
+def settings_of_many(folder: Path, number: int) -> dict[str, Any]:
+    return {**settings_of(folder), "cache_dir": str(folder / f"cache_of_{number}")}
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 def answers(llm: Any) -> list[list[int]]:
@@ -91,8 +100,11 @@ def check(folder: Path, number: int) -> None:
     assert devices_of(loaded.forward(PROMPTS[0])) == {devices[0]}
     assert answers(loaded) == expected
 
-    sizes = [f"--cache-dir={folder / 'cache'}", "--max-tokens=4", "--no-chat", "--json"]
-    assert json.loads(command("generate", "-m", model, *sizes, "a b"))
+    many = settings_of_many(folder, number)
+    options = ("--max-tokens=4", "--no-chat", "--json")
+    assert json.loads(command("generate", "-m", model, *flags(many), *options, "a b"))
+    many |= {"max_num_batched_tokens": 16, "prefill_bucket_start": 16}  # not all are in the cache
+    command("compile", model, *flags(many), f"--output={folder / f'bundle_of_{number}'}")
 
     last = devices[-1]
     mesh = jax.make_mesh((1,), ("x",), devices=(last,))
@@ -106,12 +118,28 @@ def check(folder: Path, number: int) -> None:
     assert chosen.stats().num_compiled == 0, "compiled for the loaded model before"
 
 
+def check_one(folder: Path, number: int) -> None:
+    """Check in a process with one device what others, with ``number`` devices, have compiled."""
+    from jaxinfer import LLM
+
+    assert len(jax.devices()) == 1
+    expected = json.loads((folder / "answers.json").read_text())
+    model, bundle = str(folder / "model"), folder / f"bundle_of_{number}"
+    assert len([*bundle.glob("*.bin")]) == 8
+    for settings in (settings_of_many(folder, number), {"bundle": str(bundle)}):
+        llm = LLM(model, **settings)
+        assert llm.stats().num_compiled == 0
+        assert answers(llm) == expected
+
+
 def main() -> None:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
-    if "GPU" not in sys.argv:
+    if "GPU" not in sys.argv and "ONE" not in sys.argv:
         jax.config.update("jax_num_cpu_devices", number)
     if "MAKE" in sys.argv:
         make(folder)
+    elif "ONE" in sys.argv:
+        check_one(folder, number)
     else:
         check(folder, number)
     print("checked")

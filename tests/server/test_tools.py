@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +14,7 @@ from openai import OpenAI
 from kit.answer_texts import MESSAGES, WRITERS
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
+from kit.watched_executor import watched_engine
 
 CHATS = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -275,3 +278,30 @@ def test_a_forced_parser() -> None:
             assert call["function"] == {"name": "weather", "arguments": '{"city": "Rom"}'}
         ids = {choice["message"]["tool_calls"][0]["id"] for choice in answer["choices"]}
         assert len(ids) == 2
+
+
+USER = [{"role": "user", "content": "hi"}]
+COUNTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/chat/completions": ({"messages": USER, "max_tokens": 1}, ("usage", "prompt_tokens")),
+    "/v1/responses": ({"input": "hi", "max_output_tokens": 1}, ("usage", "input_tokens")),
+    "/v1/messages": ({"messages": USER, "max_tokens": 1}, ("usage", "input_tokens")),
+    "/v1/messages/count_tokens": ({"messages": USER}, ("input_tokens",)),
+    "/tokenize": ({"messages": USER}, ("count",)),
+}
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[Serving]:
+    """A server whose prompts show by their length what a template knows of tools."""
+    defined, given = "{{ 'd' * 5 if tools is defined }}", "{{ 'n' * 7 if tools is not none }}"
+    with serving(watched_engine()[0], chat_template=f"hi{defined}{given}") as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_empty_tools_are_no_tools(telling: Serving, path: str) -> None:
+    fields, place = COUNTS[path]
+    for tools in ({}, {"tools": []}, {"chat_template_kwargs": {"tools": []}}):
+        answer = telling.post(path, model="watched", **fields, **tools)
+        assert answer.status_code == 200, answer.text
+        assert reduce(getitem, place, answer.json()) == len("hiddddd"), tools

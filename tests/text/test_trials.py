@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
@@ -22,7 +23,7 @@ from jaxinfer.core.errors import EngineError, QueueFullError, RequestError
 from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits, StructuredOutputsParams
-from jaxinfer.text.grammar import forms, trial
+from jaxinfer.text.grammar import forms, table, trial
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.constraint import MAX_ORIGINALS, Grammar
 from jaxinfer.text.grammar.grammars import Grammars
@@ -120,6 +121,51 @@ def test_a_form_that_explodes_late_fails_alone(compiler: ConstraintCompiler) -> 
     other = compiler.compile(form)
     assert other is not None and other.grammar is not found.grammar
     other.begin([ord("c")] * 60).fill(mask)
+
+
+def nested_choices(size: int) -> SamplingParams:
+    """A schema that is accepted; with a size of 300 it compiles in 0.1 s."""
+    words = [f"word {number}" for number in range(20)]
+    return of(
+        json=chain(lambda ref: {"properties": {"a": {"$ref": ref}, "b": {"enum": words}}}, size)
+    )
+
+
+def test_an_accepted_form_is_compiled_without_the_gil(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process no Python reads it, and other threads run while it is compiled."""
+    compiler.compile(of(regex="a"))  # the table of the vocabulary is made
+    library = table.load_llguidance()
+    make, ticks, calls, done = library.LLMatcher, [0], Counter[str](), threading.Event()
+    ticks_within: list[int] = []
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks[0] += 1
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        before = ticks[0]
+        made_one = make(*arguments, **options)
+        ticks_within.append(ticks[0] - before)
+        return made_one
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if threading.current_thread().name.startswith("jaxinfer-"):
+            calls[frame.f_code.co_qualname] += 1
+
+    monkeypatch.setattr(library, "LLMatcher", counting)
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    threading.setprofile_all_threads(note)
+    try:
+        assert compiler.compile(nested_choices(300)) is not None
+    finally:
+        threading.setprofile_all_threads(None)
+        done.set()
+        ticker.join()
+    assert sum(calls.values()) < 3000, calls.most_common(9)  # as for a small form: 600
+    assert max(ticks_within) >= 5, "about 80"
 
 
 def children(pid: int | None) -> list[str]:

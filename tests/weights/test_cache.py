@@ -1,11 +1,12 @@
 """The cache of converted weights: entries are atomic and are read instead of the checkpoint."""
 
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from jaxinfer.core import stamps
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.staging import build_once
@@ -23,8 +25,10 @@ from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint
 from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+from kit.owners import check_that_others_are_refused
 
 CONFIG = tiny_llama_config(num_hidden_layers=4)
 
@@ -146,6 +150,70 @@ def test_cut_data_is_noticed(source: ModelSource, tmp_path: Path) -> None:
         load(source, tmp_path)
 
 
+@pytest.mark.parametrize("count", [16, pytest.param(400, marks=pytest.mark.nightly)])
+def test_flipped_bits_are_noticed(source: ModelSource, tmp_path: Path, count: int) -> None:
+    """A flipped bit in any file is refused; one in a stamp of the manifest may change nothing."""
+    whole = load(source, tmp_path)
+    (entry,) = entries(tmp_path)
+    files = sorted(path for path in entry.rglob("*") if path.is_file())
+    for number in range(count):
+        draw = random.Random(number)
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        if path.name == "manifest.json":
+            with suppress(CacheError):
+                assert_equal(load(source, tmp_path), whole)
+        else:
+            words = rf"are damaged \({path.relative_to(entry)} has the SHA-256 .*delete that folder"
+            with pytest.raises(CacheError, match=words):
+                load(source, tmp_path)
+        path.write_bytes(content)
+    assert_equal(load(source, tmp_path), whole)
+
+
+def test_damage_that_changes_no_stamp(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the disk itself: Orbax raises a plain ``Exception`` for data that it cannot unpack."""
+    model, placement, progress = build_model(CONFIG, "float32"), default_placement(), NoProgress()
+    assert source.checkpoint is not None
+    plan = plan_params(model, source.checkpoint)[:1]  # Orbax leaves reads of others unawaited
+    entry = tmp_path / "converted" / "entry"
+    converted.convert(entry, plan, source.checkpoint, model, placement, progress)
+    data = max((p for p in entry.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    zstandard = b"\x28\xb5\x2f\xfd"  # the beginning of a compressed array
+    assert zstandard in data.read_bytes()
+    data.write_bytes(data.read_bytes().replace(zstandard, b"none"))
+    monkeypatch.setattr(converted, "is_unchanged", lambda *_: True)
+    with pytest.raises(CacheError, match=rf"{entry} are damaged .*delete that folder") as caught:
+        converted.restore(entry, plan, placement, progress)
+    assert type(caught.value.__cause__) is Exception
+
+
+def test_files_are_hashed_again_only_if_they_may_have_changed(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(converted, "known", lambda path: hashed.append(path) or stamps.known(path))
+    counts = []
+    for settled in (10**18, 0, 0, 0):  # the files are too new for a stamp at first
+        monkeypatch.setattr(stamps, "_SETTLED_NS", settled)
+        load(source, tmp_path)
+        counts.append(len(hashed))
+    assert counts == [counts[0], *[2 * counts[0]] * 3]
+    assert [path.name for path in (tmp_path / "converted").iterdir()] == [entries(tmp_path)[0].name]
+
+
+def test_an_entry_that_others_may_change_is_refused(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stamps, "_SETTLED_NS", 0)
+    check_that_others_are_refused(lambda: load(source, tmp_path / "cache"), tmp_path / "cache")
+
+
 def test_nothing_is_printed(source: ModelSource, tmp_path: Path) -> None:
     """Orbax's log lines are hidden from users. The test has its own process: logging is global."""
     code = """
@@ -155,6 +223,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
+from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 cache = Path(sys.argv[2])
 for _ in range(2):

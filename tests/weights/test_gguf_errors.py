@@ -1,6 +1,7 @@
 """Errors of GGUF files are one sentence, and are raised before weights are read."""
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ def test_gguf_with_a_senseless_key(tmp_path: Path, tensors: Tensors, value: Any)
     path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata=metadata)
     with pytest.raises(CheckpointError, match="key_length must be a positive integer, got"):
         resolve(path)
+
+
+@pytest.mark.parametrize("count", [10_001, 2**32 - 1, [10_001] * 3])
+def test_gguf_with_too_many_blocks(tmp_path: Path, tensors: Tensors, count: Any) -> None:
+    """No list of that length is made."""
+    metadata = {"llama.block_count": count}
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata=metadata)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"llama\.block_count must be at most 10000, got"):
+            resolve(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_gguf_with_a_foreign_tensor(tmp_path: Path, tensors: Tensors) -> None:

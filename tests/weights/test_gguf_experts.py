@@ -17,6 +17,7 @@ from jaxinfer.models import forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.gguf import checkpoint as gguf_checkpoint
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import read_header
@@ -140,6 +141,25 @@ def test_tensors_that_do_not_belong_together(
         tensors[tensor] = replace(tensors[tensor], shape=shape)
     with pytest.raises(CheckpointError, match=message):
         GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, None))
+
+
+def test_matrices_of_experts_are_limited_in_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one stack, and in all: 2 layers have a gate, an up and a down of each of 5 experts."""
+    path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen3_moe"], tensors_of("qwen3_moe", Type.BF16))
+    header, name = read_header(path), "blk.0.ffn_up_exps.weight"
+    huge = replace(header.tensors[name], shape=(1_000_000, 64, 64))
+    tensors = {**header.tensors, name: huge}
+    with pytest.raises(CheckpointError, match="has at least 10000.. matrices of experts, and at"):
+        GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, None))
+    monkeypatch.setattr(gguf_checkpoint, "MAX_ALL_EXPERTS", 10)
+    assert open_gguf(path).tensors
+    monkeypatch.setattr(gguf_checkpoint, "MAX_ALL_EXPERTS", 9)
+    with pytest.raises(
+        CheckpointError, match="has at least 30 .* at most 27 are supported; use an"
+    ):
+        open_gguf(path)
 
 
 @pytest.mark.nightly

@@ -13,6 +13,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 from jaxinfer.core.errors import CheckpointError, JaxinferError, SourceError
+from jaxinfer.weights import safetensors_files, safetensors_header
 from jaxinfer.weights.gguf.header import read_header as read_gguf
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit.checkpoints import Tensors, tiny_llama_config, write_gguf, write_hf_folder
@@ -117,6 +118,22 @@ def test_a_header_of_more_than_100_megabytes_is_not_read(tmp_path: Path) -> None
     assert not library_reads(path)
     with pytest.raises(CheckpointError, match="header of 100000001 bytes does not fit in"):
         SafetensorsCheckpoint([path])
+
+
+def test_a_checkpoint_has_a_bounded_number_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = write(tmp_path / "1.safetensors", {"a": F32, "b": NEXT})
+    other = write(tmp_path / "2.safetensors", {"c": F32, "d": NEXT})
+    for module in (safetensors_header, safetensors_files):
+        monkeypatch.setattr(module, "MAX_TENSORS", 3)
+    assert len(SafetensorsCheckpoint([one]).tensors) == 2
+    with pytest.raises(CheckpointError, match=r"holds more than 3 tensors; use another checkpoint"):
+        SafetensorsCheckpoint([one, other])
+    monkeypatch.setattr(safetensors_header, "MAX_TENSORS", 1)
+    monkeypatch.delattr(safetensors_header, "parse_json")  # it is counted before
+    with pytest.raises(CheckpointError, match=r"1\.safetensors .*it has more than 1 tensors"):
+        SafetensorsCheckpoint([one])
 
 
 # indexes, and other files that name files

