@@ -84,6 +84,8 @@ GROUPS = (
             Setting("max_num_queued_tokens", size, "Waiting prompt tokens; more get 429."),
             Setting("request_timeout", number, "Seconds that an answer may take."),
             Setting("shutdown_timeout", number, "Seconds for open requests after SIGTERM."),
+            Setting("body_timeout", number, "Seconds until a request's body has arrived."),
+            Setting("max_template_seconds", number, "CPU time to make a prompt of a chat."),
             Setting("health_timeout", number, "Seconds without a step until /health is 503."),
             Setting("max_body_bytes", size, "Longest request body."),
             Setting("max_buffered_bytes", size, "Bytes of requests that have not arrived whole."),

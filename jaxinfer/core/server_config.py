@@ -46,7 +46,13 @@ ONE_OF = MappingProxyType(
     }
 )
 SECONDS = MappingProxyType(  # minima
-    {"request_timeout": 0.001, "shutdown_timeout": 0.0, "health_timeout": 0.0}
+    {
+        "request_timeout": 0.001,
+        "shutdown_timeout": 0.0,
+        "health_timeout": 0.0,
+        "body_timeout": 0.001,
+        "max_template_seconds": 0.001,
+    }
 )
 
 
@@ -92,6 +98,8 @@ class ServerConfig:
     max_stored_response_bytes: int = 64 * MIB  # of all together
     request_timeout: float | None = None  # seconds; a request's own timeout is at most this
     shutdown_timeout: float = 30.0  # seconds for open requests after SIGTERM
+    body_timeout: float = 60.0  # seconds until a request's body has arrived
+    max_template_seconds: float = 2.0  # of CPU time, to make a prompt of one chat
     health_timeout: float = 60.0  # seconds without a finished step, besides those that one takes
     # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name

@@ -1,9 +1,9 @@
 """A process that renders chats: ``python -m jaxinfer.text.render_process FD``.
 
 A template may take hours for one operation, which no thread can end. The system ends this process
-after ``SECONDS`` of its own time for one chat, or ``WALL_SECONDS``, and gives it at most
+when a chat has had its CPU time, or ``WALL_TIMES`` as long without getting it, and gives it at most
 ``MAX_MEMORY``. It answers the requests on the socket ``FD`` one after another, and ends when the
-socket is closed: within ``WALL_SECONDS`` if a template runs.
+socket is closed and no template runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import msgspec
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 
-SECONDS = 2.0  # of CPU time for a chat, so that a busy machine refuses no other
-WALL_SECONDS = 30.0  # for a chat that does not get its CPU time
+WALL_TIMES = 15.0
 MAX_MEMORY = 1 << 30  # bytes of address space, of which an idle process has 150 MB
 KEPT_MEMORY = 1 << 28  # a process that has had more resident memory is replaced
 LENGTH_BYTES = 4  # before each message, little endian
@@ -40,6 +39,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = {}
+    max_seconds: float = 2.0  # of CPU time, so that a busy machine refuses no chat
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -90,20 +90,25 @@ def rendered(request: RenderRequest) -> Rendered:
 
 def _answer(frame: bytes, decoder: msgspec.json.Decoder[RenderRequest]) -> bytes:
     try:
-        return msgspec.json.encode(rendered(decoder.decode(frame)))
+        request = decoder.decode(frame)
+        with _limited(request.max_seconds):
+            answer = rendered(request)
+        return msgspec.json.encode(answer)
     except (MemoryError, UnicodeEncodeError) as error:  # of the message or of its answer
         why = "needs too much memory" if isinstance(error, MemoryError) else "gives no UTF-8"
         return msgspec.json.encode(Rendered(None, template_error=f"The chat template {why}."))
 
 
 @contextmanager
-def _limited() -> Generator[None]:
+def _limited(seconds: float) -> Generator[None]:
     """Let the system end this process with SIGPROF or SIGALRM if the scope takes too long."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0.0)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL_TIMES * seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def main() -> None:
@@ -120,8 +125,7 @@ def main() -> None:
     requests = end.makefile("rb")
     while head := requests.read(LENGTH_BYTES):
         frame = requests.read(int.from_bytes(head, "little"))
-        with _limited():
-            answer = _answer(frame, decoder)
+        answer = _answer(frame, decoder)
         end.sendall(len(answer).to_bytes(LENGTH_BYTES, "little") + answer)
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 > KEPT_MEMORY:
             break  # between two chats, so the next one gets a new process

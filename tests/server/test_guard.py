@@ -254,6 +254,12 @@ class Body:
         asyncio.run(app(scope, self.receive, self.send))
 
 
+def limited(app: Any, max_bytes: int, seconds: float = 60.0) -> BodyLimits:
+    return BodyLimits(
+        app, max_bytes, seconds, lambda method, path: True, lambda method, status: None
+    )
+
+
 def part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.request", "body": body, "more_body": more}
 
@@ -261,7 +267,7 @@ def part(body: bytes, more: bool = True) -> Message:
 def test_a_slow_body_is_408() -> None:
     body = Body(*[part(b"x")] * 100, gap=0.02)
     echo = Echo()
-    body.run(BodyLimits(echo, 1000, seconds=0.1))
+    body.run(limited(echo, 1000, seconds=0.1))
     assert body.sent[0]["status"] == 408
     assert len(body.left) > 80
     assert not echo.scopes
@@ -269,7 +275,7 @@ def test_a_slow_body_is_408() -> None:
 
 def test_the_rest_of_a_refused_body_is_read_after_the_answer() -> None:
     body = Body(*[part(b"x" * 600)] * 9, part(b"", more=False))
-    body.run(BodyLimits(Echo(), 1000))
+    body.run(limited(Echo(), 1000))
     assert [message.get("status") for message in body.sent] == [413, None, None]
     assert [message.get("more_body") for message in body.sent[1:]] == [True, None]
     assert not body.left
@@ -278,7 +284,7 @@ def test_the_rest_of_a_refused_body_is_read_after_the_answer() -> None:
 def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "LINGER_SECONDS", 0.1)
     body = Body(*[part(b"x" * 600)] * 100, gap=0.02)
-    body.run(BodyLimits(Echo(), 1000), content_length="60000")
+    body.run(limited(Echo(), 1000), content_length="60000")
     assert body.sent[0]["status"] == 413
     assert len(body.left) > 80
 
@@ -286,7 +292,7 @@ def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_that_ends_early_does_not_reach_the_app() -> None:
     echo = Echo()
     body = Body(part(b"x"), {"type": "http.disconnect"})
-    body.run(BodyLimits(echo, 1000))
+    body.run(limited(echo, 1000))
     assert body.sent == []
     assert not echo.scopes
 
@@ -297,7 +303,7 @@ def test_a_disconnect_after_the_body_is_passed_on() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         seen.extend([await receive(), await receive()])
 
-    Body(part(b"ab"), part(b"c", more=False), {"type": "http.disconnect"}).run(BodyLimits(app, 9))
+    Body(part(b"ab"), part(b"c", more=False), {"type": "http.disconnect"}).run(limited(app, 9))
     assert seen == [part(b"abc", more=False), {"type": "http.disconnect"}]
 
 

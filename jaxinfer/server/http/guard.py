@@ -28,7 +28,6 @@ from jaxinfer.server.http.protocol import BYTES, LINGER_SECONDS, OVER_LIMIT, too
 OPEN_PATHS = ("/health", "/ping", "/ready")  # for health checks by load balancers, without a key
 # polled every few seconds, so their access is logged at debug level
 QUIET_PATHS = (*OPEN_PATHS, "/metrics")
-BODY_SECONDS = 60.0  # for the whole body, so that a slow client does not hold memory longer
 _PORT = re.compile(":[0-9]*$")  # at the end of a Host header
 _SAFE_REQUEST_ID = re.compile("[ -~]{1,128}")  # printable ASCII
 
@@ -57,7 +56,7 @@ def guarded(
     ``client`` a text that tells its sender from others, by key or address.
     """
     probes = frozenset(config.root_path + path for path in OPEN_PATHS)
-    app = BodyLimits(app, config.max_body_bytes, on_refusal, takes_body=takes_body)
+    app = BodyLimits(app, config.max_body_bytes, config.body_timeout, takes_body, on_refusal)
     if keys is not None:
         paths = frozenset(config.root_path + path for path in open_paths)
         app = ApiKeyRequired(app, keys, paths, on_refusal)
@@ -232,9 +231,9 @@ class BodyLimits:
 
     app: ASGIApp
     max_bytes: int
-    on_refusal: OnRefusal = lambda method, status: None
-    seconds: float = BODY_SECONDS
-    takes_body: Callable[[str, str], bool] = lambda method, path: True
+    seconds: float  # for the whole body, so that a slow client does not hold memory longer
+    takes_body: Callable[[str, str], bool]
+    on_refusal: OnRefusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.takes_body(scope["method"], scope["path"]):
@@ -249,7 +248,7 @@ class BodyLimits:
             self.on_refusal(scope["method"], 408)
             too_slow = ApiError(
                 408,
-                f"the request's body did not arrive within {self.seconds:g} s",
+                f"the request's body did not arrive within {self.seconds:g} s (--body-timeout)",
                 code="request_timeout",
                 headers={"Connection": "close"},
             )

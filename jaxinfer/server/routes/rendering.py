@@ -20,19 +20,13 @@ from jaxinfer.core.errors import TokenizerError
 from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.engine.link.spawn import Spawned, spawn
 from jaxinfer.server.http.errors import ApiError, queue_full
-from jaxinfer.text.render_process import (
-    LENGTH_BYTES,
-    SECONDS,
-    WALL_SECONDS,
-    Rendered,
-    RenderRequest,
-)
+from jaxinfer.text.render_process import LENGTH_BYTES, WALL_TIMES, Rendered, RenderRequest
 
 PROGRAM = (sys.executable, "-m", "jaxinfer.text.render_process")
 # that a process has at a time, so that it need not wait for the loop between two short chats; a
 # long one may take a while, in which another client's turn may come
 MAX_SENT, MAX_SENT_BYTES = 32, 1 << 16
-MAX_WAITING = 64  # chats with templates of their own, each of which may take 2 s of CPU time
+MAX_WAITING = 64  # chats with templates of their own, each of which may take its whole time
 MAX_WAITING_BYTES = 1 << 28  # of the chats that wait for the server's templates, or for others
 
 
@@ -84,6 +78,7 @@ class _Chat(NamedTuple):
     """A chat that waits, and its message to the process."""
 
     frame: bytes
+    max_seconds: float
     prompt: asyncio.Future[str]
 
 
@@ -116,7 +111,7 @@ class _Process(asyncio.Protocol):
                 "bytes in all; try again later"
             )
         self.start()
-        chat = _Chat(frame, asyncio.get_running_loop().create_future())
+        chat = _Chat(frame, request.max_seconds, asyncio.get_running_loop().create_future())
         self._num_chats += 1
         self._num_bytes += len(frame)
         self._unsent.put(client, chat)
@@ -185,12 +180,12 @@ class _Process(asyncio.Protocol):
 
     def _end_first(self, answer: bytes | int) -> None:
         """End the oldest chat with the process's answer, or its exit code if it has ended."""
-        prompt = self._sent.popleft().prompt
+        _, max_seconds, prompt = self._sent.popleft()
         if prompt.done():  # the client has left
             return
         try:
             if isinstance(answer, int):
-                raise _killed(answer)
+                raise _killed(answer, max_seconds)
             prompt.set_result(msgspec.json.decode(answer, type=Rendered).prompt())
         except Exception as error:
             prompt.set_exception(error)
@@ -210,12 +205,12 @@ class _Process(asyncio.Protocol):
         self._transport.write(len(chat.frame).to_bytes(LENGTH_BYTES, "little") + chat.frame)
 
 
-def _killed(code: int) -> TokenizerError:
+def _killed(code: int, max_seconds: float) -> TokenizerError:
     """The error for a chat whose process has ended with this code."""
-    limits: dict[int, float] = {signal.SIGPROF: SECONDS, signal.SIGALRM: WALL_SECONDS}
-    if seconds := limits.get(-code):
+    times: dict[int, float] = {signal.SIGPROF: 1.0, signal.SIGALRM: WALL_TIMES}
+    if -code in times:
         return TokenizerError(
-            f"The chat template takes more than {seconds:g} s for these messages; send fewer, or "
-            "use another template"
+            f"The chat template takes more than {times[-code] * max_seconds:g} s for these "
+            "messages (--max-template-seconds); send fewer, or use another template"
         )
     return TokenizerError(f"The chat template ended its process (code {code})")

@@ -244,6 +244,7 @@ class Service:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=dict(variables),
+            max_seconds=self.config.max_template_seconds,
         )
         try:
             return await self.renderer.render(request, is_own=is_own, client=client)
