@@ -46,12 +46,13 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     begin: tuple[int, ...] = ()  # token ids of the mark; the answer may also have no thoughts
-    end: tuple[int, ...]
+    end: tuple[int, ...] = ()  # empty: there are none
     is_open: bool = False  # the prompt ends within the thoughts
     budget: int | None = None  # tokens; None: no limit
+    answer: tuple[int, ...] = ()  # of the mark before the answer, which has to be there
 
     def __post_init__(self) -> None:
-        if not self.end:
+        if not self.end and (self.begin or self.is_open):
             raise RequestError("thinking.end must have at least one token id")
         if self.budget is not None and self.budget < 0:
             raise RequestError(f"thinking.budget must be at least 0, got {self.budget}")

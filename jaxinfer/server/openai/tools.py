@@ -137,6 +137,7 @@ class AnswerReading:
         marks. Raises ``ApiError``.
         """
         structured, calls = sampling.structured_outputs, self.format.calls
+        has_form = structured is not None  # of the content
         functions = list(choice.functions.values())
         if choice.mode == "required":
             if structured is not None:
@@ -158,21 +159,34 @@ class AnswerReading:
         # the marks of calls and thoughts may be special tokens
         changed = {"structured_outputs": structured, "skip_special_tokens": False}
         if structured is not None or budget is not None:
-            changed["thinking"] = self._thinking(budget, tokenizer)
+            changed["thinking"] = self._thinking(budget, tokenizer, has_form=has_form)
         return msgspec.structs.replace(sampling, **changed)
 
-    def _thinking(self, budget: int | None, tokenizer: Tokenizer) -> Thinking | None:
-        """The marks of thoughts in the answers; None if they have none."""
-        found = self.format
-        is_open = self.parser().in_reasoning
-        is_over = found.think_end in found.template.begun_answer(self.prompt)
-        if not found.think_end or (is_over and not is_open):
+    def _thinking(
+        self, budget: int | None, tokenizer: Tokenizer, *, has_form: bool
+    ) -> Thinking | None:
+        """The marks of thoughts in the answers, and of the content if that ``has_form``; None if
+        the form begins at once.
+        """
+        found, parser = self.format, self.parser()
+        is_open, answer = parser.in_reasoning, found.answer_begin if has_form else ""
+        if answer and parser.in_content:
+            return None  # the prompt has begun the content
+        is_over = not is_open and found.think_end in found.template.begun_answer(self.prompt)
+        thinks = bool(found.think_end) and not is_over
+        if not thinks and not answer:
             return None
-        encoded = [
-            tuple(tokenizer.encode(text, add_special_tokens=False))
-            for text in (found.think_begin, found.think_end)
-        ]
-        return Thinking(begin=encoded[0], end=encoded[1], is_open=is_open, budget=budget)
+
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        return Thinking(
+            begin=encoded(found.think_begin) if thinks else (),
+            end=encoded(found.think_end) if thinks else (),
+            is_open=is_open,
+            budget=budget,
+            answer=encoded(answer),
+        )
 
     def parser(self) -> AnswerParser:
         """A parser of one answer."""

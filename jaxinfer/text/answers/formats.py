@@ -93,6 +93,7 @@ class AnswerFormat:
     calls: CallText | None = None
     think_begin: str = ""  # the marks of the model's thoughts; empty if they have none
     think_end: str = ""
+    answer_begin: str = ""  # the mark before the content, where that has one
 
     @property
     def has_reasoning(self) -> bool:
@@ -181,7 +182,7 @@ def _read(name: str) -> AnswerFormat:
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
     calls = CallText(**declared["calls"]) if "calls" in declared else None
     begin, end = declared.get("think", ("", ""))
-    return AnswerFormat(name, template, calls, begin, end)
+    return AnswerFormat(name, template, calls, begin, end, declared.get("answer", ""))
 
 
 @cache

@@ -72,17 +72,28 @@ class AnswerParser:
         self._buffer = template.begun_answer(prompt)
         self._start = 0  # of the text that is not yet returned
         self._scan = 0  # where the next anchor may begin
+        self._skips_space = False  # a mark at the prompt's end has the white space after it
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
+        self._is_prompt = True
         for _ in self._parts(at_end=False):
             pass  # text of the prompt
+        self._is_prompt = False
 
     @property
     def in_reasoning(self) -> bool:
         """True if the next text belongs to the model's thoughts."""
         return self._field is not None and self._field.has_reasoning
 
+    @property
+    def in_content(self) -> bool:
+        """True if the next text belongs to the content, unless it opens another field."""
+        return self._field is not None and self._field.name == CONTENT_FIELD
+
     def feed(self, text: str) -> list[Part]:
         """The parts that are complete with this further text; neighbouring texts are joined."""
+        if self._skips_space:
+            text = text.lstrip()
+            self._skips_space = not text
         self._buffer += text
         parts = _joined(self._parts(at_end=False))
         # a character before stays, for patterns that look behind
@@ -228,8 +239,17 @@ class AnswerParser:
         return best, hold
 
     def _is_settled(self, anchor: Anchor, match: regex.Match[str]) -> bool:
-        """True if further text cannot change this match."""
+        """True if further text cannot change this match.
+
+        A mark of the prompt counts in any case, so that parser and grammar agree on where the
+        answer begins: further white space may belong to it, and is left out.
+        """
         if anchor.is_final:
+            return True
+        if self._is_prompt:
+            if match.end() == len(self._buffer):
+                longer = anchor.pattern.match(self._buffer + " ", match.start())
+                self._skips_space = longer is not None and longer.end() > match.end()
             return True
         if match.end() == len(self._buffer):
             return False

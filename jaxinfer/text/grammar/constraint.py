@@ -168,16 +168,17 @@ class SequenceFilter:
         self._is_at_start = False
         thinking = constraint.thinking
         self._thoughts = None if thinking is None else ThoughtTracker(thinking)
-        if not (thinking and thinking.is_open):
+        if not (thinking and (thinking.is_open or thinking.answer)):
             self._begin_grammar()
 
     def push(self, token_id: int) -> None:
         """Take note of a drawn token; raises ``ValueError`` if the grammar does not allow it."""
         thoughts = self._thoughts
-        was_open = thoughts is not None and thoughts.is_open
+        was_before = thoughts is not None and (thoughts.is_open or bool(thoughts.required))
         if thoughts is not None:
+            self._check_required(thoughts, token_id)
             thoughts.push(token_id)
-        if thoughts is not None and (was_open or thoughts.is_open):
+        if thoughts is not None and (was_before or thoughts.is_open):
             self._matcher = None  # it had begun in case that there would be no thoughts
             if thoughts.is_over:
                 self._begin_grammar()
@@ -192,6 +193,10 @@ class SequenceFilter:
             raise ValueError("the answer has begun like thoughts and gone on without them")
         if self._num_kept:
             self._last = (*self._last, token_id)[-self._num_kept :]
+
+    def _check_required(self, thoughts: ThoughtTracker, token_id: int) -> None:
+        if (required := thoughts.required) and token_id not in required:
+            raise ValueError("the answer's mark is missing")
 
     @property
     def matcher_to_ask(self) -> Any:
@@ -209,6 +214,11 @@ class SequenceFilter:
         if thoughts is not None and thoughts.forced is not None:
             mask[:] = 0
             _set(mask, thoughts.forced)
+            return
+        if thoughts is not None and (required := thoughts.required):
+            mask[:] = 0
+            for token_id in required:
+                _set(mask, token_id)
             return
         opening = None if thoughts is None else thoughts.opening
         if self._matcher is None and constraint.grammar is not None and opening is not None:

@@ -1,4 +1,4 @@
-"""The thoughts at the beginning of one answer: where they end, and the budget that ends them."""
+"""The beginning of one answer: its thoughts, the budget that ends them, the mark of the answer."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ from jaxinfer.core.structured import Thinking
 
 
 class ThoughtTracker:
-    """Follows the tokens of an answer until its thoughts are over."""
+    """Follows the tokens of an answer until its form begins."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._num_tokens = 0  # of the thoughts, or of the mark that opens them
+        self._num_tokens = 0  # of the thoughts
         self._matched = 0  # tokens of the closing mark that the last tokens are
+        self._opened = 0  # tokens of the mark that may open the thoughts
+        self._answered = 0  # tokens of the mark before the answer
         self.is_open = thinking.is_open
-        self.is_over = not self.is_open and not thinking.begin
+        self._may_think = bool(thinking.begin) and not self.is_open
+        self._may_answer = True  # the tokens since the beginning, or the thoughts, are its mark's
+        self.is_over = not (self.is_open or self._may_think or thinking.answer)
 
     @property
     def opening(self) -> int | None:
         """The next token of the mark that opens thoughts, while they may still begin."""
-        if self.is_open or self.is_over:
-            return None
-        return self._thinking.begin[self._num_tokens]
+        return self._thinking.begin[self._opened] if self._may_think else None
+
+    @property
+    def required(self) -> tuple[int, ...]:
+        """The tokens of which the next one must be: of the mark before the answer, or of thoughts.
+        Empty if the model thinks or the answer's form holds.
+        """
+        answer = self._thinking.answer
+        if self.is_open or self.is_over or not answer:
+            return ()
+        of_answer = (answer[self._answered],) if self._may_answer else ()
+        return of_answer if self.opening is None else (*of_answer, self.opening)
 
     @property
     def forced(self) -> int | None:
@@ -34,15 +47,30 @@ class ThoughtTracker:
         """Take note of a token."""
         if self.is_over:
             return
-        self._num_tokens += 1
         if self.is_open:
-            end = self._thinking.end
-            if token_id != end[self._matched]:
-                self._matched = 0
-            self._matched += token_id == end[self._matched]
-            self.is_over = self._matched == len(end)
-            self.is_open = not self.is_over
-        elif token_id != self._thinking.begin[self._num_tokens - 1]:
-            self.is_over = True  # the answer has no thoughts
-        elif self._num_tokens == len(self._thinking.begin):
-            self.is_open, self._num_tokens = True, 0
+            self._push_thought(token_id)
+            return
+        thinking = self._thinking
+        if self._may_think:
+            self._may_think = token_id == thinking.begin[self._opened]
+            self._opened += self._may_think
+        if self._may_think and self._opened == len(thinking.begin):
+            self._may_think, self.is_open = False, True
+            return
+        if thinking.answer and self._may_answer:
+            self._may_answer = token_id == thinking.answer[self._answered]
+            self._answered += self._may_answer
+        is_answered = self._may_answer and self._answered == len(thinking.answer)
+        # thoughts may begin like the answer's own mark, or without one like the answer
+        self.is_over = is_answered if thinking.answer else not self._may_think
+
+    def _push_thought(self, token_id: int) -> None:
+        self._num_tokens += 1
+        end = self._thinking.end
+        if token_id != end[self._matched]:
+            self._matched = 0
+        self._matched += token_id == end[self._matched]
+        if self._matched == len(end):
+            self.is_open = False
+            self._answered, self._may_answer = 0, True
+            self.is_over = not self._thinking.answer

@@ -1,0 +1,167 @@
+"""A form begins where the thoughts end, whether the prompt or the model has opened them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+
+from kit.api_calls import CHATS, ask, events
+from kit.scripted import ScriptedDevice, scripted_engine
+from kit.server import Serving, serving
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TAG = {
+    "type": "tag",
+    "begin": "<n>",
+    "content": {"type": "regex", "pattern": "[0-9]"},
+    "end": "</n>",
+}
+# by kind: the fields of a chat, what the model says, and what its answer has to be
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "json_schema": ({"response_format": FORM}, '{"n": 7}'),
+    "json_object": ({"response_format": {"type": "json_object"}}, '{"a": [1]}'),
+    "regex": ({"structured_outputs": {"regex": "[a-c]{3}"}}, "abc"),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "no"),
+    "grammar": ({"structured_outputs": {"grammar": 'start: "x" | "yy"'}}, "yy"),
+    "structural_tag": ({"structured_outputs": {"structural_tag": {"format": TAG}}}, "<n>7</n>"),
+}
+
+
+class Prompt(NamedTuple):
+    """How a template's prompt ends, and what the model says before its answer."""
+
+    template: str
+    variables: dict[str, Any]
+    before: str  # in a prompt with opened thoughts only their end
+    reasoning: str = ""
+
+
+PROMPTS = {
+    "qwen3, at once": Prompt("qwen3", {}, ""),
+    "qwen3, thinks": Prompt("qwen3", {}, "<think>\nhm\n</think>\n\n", "hm"),
+    "qwen3, closed": Prompt("qwen3", {"enable_thinking": False}, ""),
+    "qwen3.5, opened": Prompt("qwen3.5", {}, "hm\n</think>\n\n", "hm"),
+    "qwen3.5, closed": Prompt("qwen3.5", {"enable_thinking": False}, ""),
+    "deepseek-v3.1, opened": Prompt("deepseek-v3.1", {"thinking": True}, "hm</think>", "hm"),
+    "deepseek-v3.1, closed": Prompt("deepseek-v3.1", {}, ""),
+    "deepseek-r1, opened": Prompt("deepseek-r1", {}, "hm\n</think>\n\n", "hm"),
+    "smollm3, closed": Prompt("smollm3", {"enable_thinking": False}, ""),
+    "gpt-oss, thinks": Prompt(
+        "gpt-oss",
+        {},
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>",
+        "hm",
+    ),
+    "gpt-oss, at once": Prompt("gpt-oss", {}, "<|channel|>final<|message|>"),
+}
+
+
+class Server(NamedTuple):
+    """A server with one template."""
+
+    server: Serving
+    device: ScriptedDevice
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Server]]:
+    found: dict[str, Server] = {}
+    with ExitStack() as stack:
+        for prompt in PROMPTS.values():
+            if prompt.template not in found:
+                engine, device = scripted_engine(prompt.template)
+                found[prompt.template] = Server(stack.enter_context(serving(engine)), device)
+        yield found
+
+
+def said(prompt: Prompt, text: str) -> str:
+    """What the model says: no blanks are in the form that follows the mark of thoughts."""
+    return re.sub(r"</think>\s*$", "</think>", prompt.before) + text
+
+
+def chat_of(prompt: Prompt, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "How many?"}]
+    variables = {"chat_template_kwargs": prompt.variables} if prompt.variables else {}
+    return {"messages": messages, "max_tokens": 200, **variables, **fields}
+
+
+def joined(chunks: list[Any], name: str) -> str:
+    deltas = (chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"])
+    return "".join(delta.get(name) or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_form_begins_after_the_thoughts(servers: dict[str, Server], name: str, kind: str) -> None:
+    prompt, (fields, text) = PROMPTS[name], FORMS[kind]
+    server, device = servers[prompt.template]
+    device.speak(said(prompt, text))
+    body = chat_of(prompt, **fields)
+    choice = ask(server, CHATS, **body)["choices"][0]
+    assert choice["message"]["content"] == text
+    assert (choice["message"].get("reasoning") or "").strip() == prompt.reasoning
+    assert choice["finish_reason"] == "stop"
+    chunks = events(server.post(CHATS, stream=True, **body))
+    assert joined(chunks, "content") == text
+    assert joined(chunks, "reasoning").strip() == prompt.reasoning
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_model_that_would_say_something_else_is_held(
+    servers: dict[str, Server], name: str
+) -> None:
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    device.speak(said(prompt, '{"m": "seven"}'))
+    message = ask(server, CHATS, **chat_of(prompt, response_format=FORM))["choices"][0]["message"]
+    assert json.loads(message["content"]).keys() == {"n"}
+    assert (message.get("reasoning") or "").strip() == prompt.reasoning
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_other_apis(servers: dict[str, Server], name: str) -> None:
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    device.speak(said(prompt, '{"n": 7}'))
+    variables = {"chat_template_kwargs": prompt.variables} if prompt.variables else {}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    response = ask(server, "/v1/responses", input="How many?", text=text, **variables)
+    parts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
+    assert parts.pop("message") == '{"n": 7}'
+    assert parts.pop("reasoning", "").strip() == prompt.reasoning
+    output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    fields = chat_of(prompt, output_config=output)
+    blocks = ask(server, "/v1/messages", **fields)["content"]
+    assert [one["text"] for one in blocks if one["type"] == "text"] == ['{"n": 7}']
+    thoughts = "".join(one["thinking"] for one in blocks if one["type"] == "thinking")
+    assert thoughts.strip() == prompt.reasoning
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("budget", [0, 3])
+def test_a_budget_ends_thoughts_and_nothing_else(
+    servers: dict[str, Server], name: str, budget: int
+) -> None:
+    prompt = PROMPTS[name]
+    server, device = servers[prompt.template]
+    device.speak(prompt.before.replace("hm", "h" * 40) + "one two three")
+    body = chat_of(prompt, thinking_token_budget=budget)
+    message = ask(server, CHATS, **body)["choices"][0]["message"]
+    reasoning = (message.get("reasoning") or "").strip()
+    if prompt.reasoning:
+        assert reasoning == ("h" * 40)[: len(reasoning)] and len(reasoning) <= budget
+    else:
+        assert (reasoning, message["content"]) == ("", "one two three")
