@@ -219,9 +219,11 @@ def request_of(form: Hostile, turn: int) -> tuple[str, Fields]:
 
 
 def _ways_of_schemas(schema: Fields) -> list[tuple[str, Fields]]:
-    function = {"name": "f", "parameters": schema, "strict": True}
+    of_object = schema.get("type", "object") == "object"  # as arguments are
+    parameters = schema if of_object else {"type": "object", "properties": {"value": schema}}
+    function = {"name": "f", "parameters": parameters, "strict": True}
     tool = {"type": "function", "function": function}
-    anthropic_tool = {"name": "f", "input_schema": {"type": "object", **schema}}
+    anthropic_tool = {"name": "f", "input_schema": {"type": "object", **parameters}}
     response = {"type": "json_schema", "name": "n", "schema": schema}
     return [
         (CHAT, {"response_format": _format(schema)}),
