@@ -8,7 +8,8 @@ Chains of references and rules, repetitions, long choices, nested tags and other
 JSON schema, a regex, a choice, a grammar, tags, a pattern of blanks and tools. The report has the
 longest wait for a token of each chat before and during the forms, the growth of the engine's
 memory, and the status and time of each answer. Exits with 1 unless every answer is a 400 within
-3 s, no chat waits longer than 2 s and the engine has grown by at most 300 MiB.
+3 s, no chat waits 2 s longer than chats do without forms and the engine has grown by at most
+300 MiB.
 """
 
 from __future__ import annotations
@@ -219,9 +220,12 @@ def request_of(form: Hostile, turn: int) -> tuple[str, Fields]:
 
 
 def _ways_of_schemas(schema: Fields) -> list[tuple[str, Fields]]:
-    function = {"name": "f", "parameters": schema, "strict": True}
+    of_object = schema.get("type", "object") == "object"  # as arguments are
+    one = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+    parameters = schema if of_object else one
+    function = {"name": "f", "parameters": parameters, "strict": True}
     tool = {"type": "function", "function": function}
-    anthropic_tool = {"name": "f", "input_schema": {"type": "object", **schema}}
+    anthropic_tool = {"name": "f", "input_schema": {"type": "object", **parameters}}
     response = {"type": "json_schema", "name": "n", "schema": schema}
     return [
         (CHAT, {"response_format": _format(schema)}),
@@ -404,10 +408,11 @@ def main() -> None:
     if options.output:
         write_report(options.output, report)
     print(json.dumps(report, indent=1))
+    without_forms = max(report["longest_wait_of_each_chat_before"])
     wrong = (
         set(report["statuses"]) != {400}
         or report["longest_answer_seconds"] > MAX_SECONDS
-        or max(report["longest_wait_of_each_chat"]) > MAX_WAIT
+        or max(report["longest_wait_of_each_chat"]) > MAX_WAIT + without_forms
         or report["engine_growth_mib"] > MAX_GROWTH >> 20
     )
     sys.exit(wrong)

@@ -178,6 +178,8 @@ def _last_error(stderr: str) -> str:
     """pip's last error line, and the cause of a broken connection if pip reports one."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if errors[-1:] == ["Exception:"]:  # and a traceback, which ends with the exception
+        errors = []
     last = (errors or lines or ["no message"])[-1]
     broken = re.search(r"connection broken by '(\w+)", stderr)
     return f"{last}; connection broken by {broken[1]}" if broken else last

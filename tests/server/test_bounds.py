@@ -184,6 +184,28 @@ def test_pipelined_requests_are_counted() -> None:
         wait_until(lambda: not total(server), "they are not counted any more")
 
 
+@pytest.mark.parametrize("is_stream", [b"false", b"true"])
+def test_who_leaves_with_requests_in_the_pipeline_is_noticed(is_stream: bytes) -> None:
+    engine, executor = watched_engine()
+    body = b'{"prompt": "hello", "max_tokens": 2, "stream": %s}' % is_stream
+    with serving(engine) as server, executor.held():
+        with RawClient(server.port) as client:
+            client.post_body(ROUTE, body, "connection: keep-alive").send(head("GET", "/health"))
+            wait_until(lambda: server.service.client.num_open == 1, "it is open")
+        wait_until(lambda: server.service.client.num_open == 0, "it is aborted")
+
+
+def test_bytes_that_are_not_http_do_not_become_a_part_of_a_stream() -> None:
+    engine, executor = watched_engine()
+    body = b'{"prompt": "hello", "max_tokens": 50, "stream": true}'
+    with serving(engine) as server, RawClient(server.port) as client:
+        client.post_body(ROUTE, body, "connection: keep-alive").send(head("GET", "/health")).wait()
+        with executor.held():
+            said = client.send(b"\x16\x03\x01 hello\r\n\r\n").rest()
+            wait_until(lambda: server.service.client.num_open == 0, "it is aborted")
+    assert said.startswith(b"HTTP/1.1 200 ") and b"invalid_http" not in said
+
+
 def test_headers_are_limited_in_number(server: Serving) -> None:
     for count, status in ((protocol.MAX_HEADERS - 2, 200), (protocol.MAX_HEADERS + 1, 431)):
         with RawClient(server.port) as client:
@@ -232,6 +254,16 @@ def test_an_upgrade_is_answered_as_http(server: Serving) -> None:
         upgrade = ("connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13")
         client.send(head("GET", "/health", *upgrade))
         assert client.reply().status == 200
+
+
+@pytest.mark.parametrize("framing", ["content-length: 40", "transfer-encoding: chunked"])
+def test_a_body_after_an_upgrade_is_no_request(server: Serving, framing: str) -> None:
+    """The parser takes it for another protocol, and after that what follows for a request."""
+    with RawClient(server.port) as client:
+        client.send(head("POST", ROUTE, framing, KEY, "connection: upgrade", "upgrade: h2c"))
+        said = client.send(head("GET", "/version", "connection: close", KEY)).rest()
+    assert said.startswith(b"HTTP/1.1 400 ") and said.count(b"HTTP/1.1 ") == 1
+    assert b"upgrade_with_body" in said
 
 
 # connections

@@ -297,6 +297,32 @@ def test_the_bytes_of_waiting_chats_are_bounded(monkeypatch: pytest.MonkeyPatch)
     rendered(use)
 
 
+def test_chats_end_if_their_process_is_killed_and_no_other_can_start(
+    spawned: list[Spawned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is used up: it is not the chat's fault, and none waits for ever."""
+
+    def refused(program: Sequence[str]) -> Spawned:
+        raise OSError("cannot allocate memory")
+
+    async def use(renderer: Renderer) -> None:
+        chats = [renderer.render(request(ENDLESS), is_own=False) for _ in range(3)]
+        waiting = [asyncio.create_task(chat) for chat in chats]
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(rendering, "spawn", refused)
+            spawned[0].process.kill()
+            async with asyncio.timeout(20):
+                ended = await asyncio.gather(*waiting, return_exceptions=True)
+                ended += await asyncio.gather(
+                    renderer.render(request(PLAIN), is_own=False), return_exceptions=True
+                )
+        assert [(type(one), getattr(one, "status", 0)) for one in ended] == [(ApiError, 503)] * 4
+        assert await renderer.render(request(PLAIN), is_own=False) == "hi"
+
+    rendered(use)
+
+
 def test_a_signal_ends_a_server_whose_template_runs() -> None:
     command = (*SIM_SERVE, *sim_arguments(0.0), "--trust-request-chat-template")
     with server_process(*command) as server, RawClient(server.port) as hostile:

@@ -127,6 +127,14 @@ def test_pip_is_missing(tmp_path: Path) -> None:
         fetch(parse_reference(REFERENCE), tmp_path / "cache", NoProgress(), pip=no_pip)
 
 
+def test_pip_fails_with_a_traceback(tmp_path: Path) -> None:
+    """As on a full disk."""
+    said = "ERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device: 'x.whl'"
+    full = ("python3", "-c", f"import sys; print({said!r}, file=sys.stderr); sys.exit(2)")
+    with pytest.raises(SourceError, match=r"exit status 2: OSError.* No space left on device"):
+        fetch(parse_reference(REFERENCE), tmp_path / "cache", NoProgress(), pip=full)
+
+
 def test_unwritable_cache(wheels: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(CacheError, match="cannot write .*cache.*JAXINFER_CACHE_DIR"):

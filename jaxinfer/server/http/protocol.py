@@ -12,7 +12,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from jaxinfer.server.http.buffered import BufferedBytes, RequestBytes
 from jaxinfer.server.http.errors import ApiError
@@ -26,6 +31,7 @@ MAX_HEADERS = 128  # a header takes some 200 bytes of memory besides its text
 # chunk. More are allowed if they have this many bytes on average.
 MAX_PIECES, PIECE_BYTES = 2048, 256
 PIPELINED_BYTES = 4096  # about the memory of a request that waits for the responses before it
+BODY_HEADERS = (b"content-length", b"transfer-encoding")  # one of them announces a body
 RESERVED_CONNECTIONS = 64  # beyond the limit: they get health checks and errors
 # entries of a scope's state
 BYTES, OVER_LIMIT = "request_bytes", "over_connection_limit"
@@ -62,6 +68,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._over_limit = False
         self._bytes = RequestBytes(limits.buffered)  # of the request that is read
+        # that the app runs; ``cycle`` is of the last request, which may wait in the pipeline
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected; a head must arrive within ``HEAD_SECONDS``."""
@@ -78,6 +86,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._bytes.discard()
         for cycle, _ in self.pipeline:
             cast("Any", cycle.scope)["state"][BYTES].discard()
+        self._disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,6 +96,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._unparsed += len(data)
         self._limits.buffered.receive(len(data))
         super().data_received(data)
+        if self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()  # or nobody would notice that the client leaves
         if self._unparsed > self._max_head and not self.transport.is_closing():
             self.send_400_response("")
 
@@ -117,6 +128,8 @@ class BoundedHttp(HttpToolsProtocol):
         """The head is complete; the app starts."""
         self._unparsed = 0
         self._stop_head_timer()
+        if self._has_upgraded_body:
+            raise ValueError("the parser does not read the body")
         if self._over_limit:
             cast("Any", self.scope)["state"][OVER_LIMIT] = True
         super().on_headers_complete()
@@ -148,7 +161,9 @@ class BoundedHttp(HttpToolsProtocol):
 
         If a response has begun, its rest is lost.
         """
-        if self.cycle is not None and self.cycle.response_started:
+        self._disconnect()
+        last = self._running
+        if last and last.response_started and (last.more_body or not last.response_complete):
             self.transport.close()
             return
         error = self._parser_error()
@@ -170,7 +185,29 @@ class BoundedHttp(HttpToolsProtocol):
         if len(self.headers or ()) >= MAX_HEADERS:
             text = f"the request has more than {MAX_HEADERS} headers; send fewer"
             return ApiError(431, text, code="head_too_large")
+        if self._has_upgraded_body:
+            text = "the request has a body and the header Upgrade; leave the header out"
+            return ApiError(400, text, code="upgrade_with_body")
         return ApiError(400, "this is not an HTTP request", code="invalid_http")
+
+    @property
+    def _has_upgraded_body(self) -> bool:
+        """True if the request's body would be left to another protocol, and then be parsed as the
+        next request.
+        """
+        names = {name for name, value in self.headers or () if value != b"0"}
+        upgrades: bool = cast("Any", self.parser).should_upgrade()
+        return upgrades and not names.isdisjoint(BODY_HEADERS)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Tell the app that the client gets no more of the response."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def _add_to_head(self, num_bytes: int) -> None:
         self._head_size += num_bytes

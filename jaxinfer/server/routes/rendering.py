@@ -124,10 +124,13 @@ class _Process(asyncio.Protocol):
             self._unsent.remove(client, chat)
 
     def start(self) -> None:
-        """Start the process unless it runs."""
+        """Start the process unless it runs; raises ``ApiError`` if the system does not let it."""
         if self._spawned is not None:
             return
-        spawned = self._spawned = spawn(program=self._program)
+        try:
+            spawned = self._spawned = spawn(program=self._program)
+        except OSError as error:
+            raise _unavailable(f"cannot start ({error})") from None
         self._ended.clear()
         loop = asyncio.get_running_loop()
         connected = loop.create_unix_connection(lambda: self, sock=spawned.end)
@@ -135,15 +138,19 @@ class _Process(asyncio.Protocol):
 
     async def close(self) -> None:
         """End the process."""
-        waiting = [*self._sent]
-        self._sent.clear()
-        while self._unsent:
-            waiting.append(self._unsent.take())
-        for chat in waiting:
+        for chat in self._take_all():
             chat.prompt.cancel()
         if self._spawned is not None:
             self._spawned.process.kill()
             await self._ended.wait()
+
+    def _take_all(self) -> list[_Chat]:
+        """The chats that wait, which are forgotten."""
+        waiting = [*self._sent]
+        self._sent.clear()
+        while self._unsent:
+            waiting.append(self._unsent.take())
+        return [chat for chat in waiting if not chat.prompt.done()]
 
     # of the protocol
 
@@ -175,8 +182,13 @@ class _Process(asyncio.Protocol):
         self._ended.set()
         if self._sent and spawned.process.returncode != 0:
             self._end_first(spawned.process.returncode)
-        if self._sent or self._unsent:
+        if not self._sent and not self._unsent:
+            return
+        try:
             self.start()
+        except ApiError as unavailable:  # the next chat tries it again
+            for chat in self._take_all():
+                chat.prompt.set_exception(unavailable)
 
     def _end_first(self, answer: bytes | int) -> None:
         """End the oldest chat with the process's answer, or its exit code if it has ended."""
@@ -205,8 +217,20 @@ class _Process(asyncio.Protocol):
         self._transport.write(len(chat.frame).to_bytes(LENGTH_BYTES, "little") + chat.frame)
 
 
-def _killed(code: int, max_seconds: float) -> TokenizerError:
+def _unavailable(why: str) -> ApiError:
+    return ApiError(
+        503,
+        f"the process that renders chats {why}, perhaps because the system has run out of memory; "
+        "send the request again",
+        code="renderer_unavailable",
+        headers={"Retry-After": "1"},
+    )
+
+
+def _killed(code: int, max_seconds: float) -> TokenizerError | ApiError:
     """The error for a chat whose process has ended with this code."""
+    if -code in (signal.SIGKILL, signal.SIGTERM):  # which no template brings about
+        return _unavailable("was ended")
     times: dict[int, float] = {signal.SIGPROF: 1.0, signal.SIGALRM: WALL_TIMES}
     if -code in times:
         return TokenizerError(
