@@ -165,3 +165,13 @@ def test_a_budget_ends_thoughts_and_nothing_else(
         assert reasoning == ("h" * 40)[: len(reasoning)] and len(reasoning) <= budget
     else:
         assert (reasoning, message["content"]) == ("", "one two three")
+
+
+def test_a_model_that_does_not_think_is_not_led_to_think() -> None:
+    """With a forced parser, whose format has thoughts: a form begins at once."""
+    engine, device = scripted_engine("smollm2")
+    with serving(engine, tool_call_parser="hermes") as server:
+        device.speak('<think>\n{"n": 7}')
+        message = ask(server, CHATS, **chat_of(PROMPTS["qwen3, at once"], response_format=FORM))
+        message = message["choices"][0]["message"]
+        assert json.loads(message["content"]).keys() == {"n"} and not message.get("reasoning")

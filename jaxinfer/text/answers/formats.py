@@ -138,6 +138,8 @@ def answer_format(
         found = None if found is None else found.without_calls()
     elif tool_call_parser is not None:
         found = _read(_known(tool_call_parser, _TOOL_ALIASES, "tool_call_parser"))
+        if not _thinks(found.name, chat_template):  # a form lets no thoughts begin
+            found = replace(found, think_begin="", think_end="")
     if reasoning_parser == NONE:
         found = None if found is None else found.without_reasoning()
     elif reasoning_parser is not None:
@@ -152,9 +154,13 @@ def _found(chat_template: str) -> AnswerFormat | None:
         declared = _declared(name)
         if all(text in chat_template for text in declared["found_by"]):
             found = _read(name)
-            thinks = declared.get("thinks_if", "")
-            return found if thinks in chat_template else found.without_reasoning()
+            return found if _thinks(name, chat_template) else found.without_reasoning()
     return None
+
+
+def _thinks(name: str, chat_template: str) -> bool:
+    """True if a model of this template, with answers in this format, may think."""
+    return _declared(name).get("thinks_if", "") in chat_template
 
 
 def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat:
