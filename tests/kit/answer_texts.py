@@ -19,7 +19,7 @@ class Message(NamedTuple):
     reasoning: str = ""
 
 
-TOOLS = {
+_PROPERTIES = {
     "weather": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "clock": {},
     "save": {
@@ -32,6 +32,7 @@ TOOLS = {
         "owner": {"type": ["string", "null"]},
     },
 }
+TOOLS = {name: {"properties": one} for name, one in _PROPERTIES.items()}
 _NESTED = {"options": {"a": {"b": [1, {"c": None}]}, "on": True}, "tags": ["x", "y z"]}
 _PLAIN = {"path": "a.txt", "size": -2.5, "force": False, "owner": None}
 _ODD = {"path": "C:\\dir\\ß.txt", "text": 'a "quote", {brace}\n  [indent] 日本 🌸\t\\n'}

@@ -164,10 +164,12 @@ def test_required_calls_are_enforced(scripted: Scripted, thinks: bool) -> None:
         ({"type": "function", "function": {"name": "clock"}}, {"clock"}),
         ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
     ):
-        found = scripted.answer(text, tool_choice=choice, max_tokens=400, parallel_tool_calls=False)
+        # a named function is called once in any case
+        parallel = {"parallel_tool_calls": False} if choice == "required" else {}
+        found = scripted.answer(text, tool_choice=choice, max_tokens=400, **parallel)
         ((name, arguments),) = calls_of(found.message)
         assert name in names and (name == "clock" or isinstance(arguments["city"], str))
-        assert found.finish_reason == "tool_calls"
+        assert found.finish_reason == ("tool_calls" if choice == "required" else "stop")
         assert getattr(found.message, "reasoning", "") == ("well" if thinks else "")
 
 
@@ -305,3 +307,27 @@ def test_empty_tools_are_no_tools(telling: Serving, path: str) -> None:
         answer = telling.post(path, model="watched", **fields, **tools)
         assert answer.status_code == 200, answer.text
         assert reduce(getitem, place, answer.json()) == len("hiddddd"), tools
+
+
+def test_a_named_function_is_called_once(scripted: Scripted) -> None:
+    """The model would go on with further calls; in the three APIs, whole and streamed."""
+    pytest.importorskip("llguidance")
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    text = "\n".join([call] * 5)
+    choice: Any = {"type": "function", "function": {"name": "clock"}}
+    found = scripted.answer(text, tool_choice=choice, max_tokens=300)
+    assert calls_of(found.message) == [("clock", {})] and found.finish_reason == "stop"
+    chunks = scripted.streamed(text, tool_choice=choice, max_tokens=300)
+    calls = [one for chunk in chunks for one in chunk.delta.tool_calls or () if one.id]
+    assert len(calls) == 1 and chunks[-1].finish_reason == "stop"
+    function = {"type": "function", "name": "clock", "parameters": {}}
+    named = {"type": "function", "name": "clock"}
+    fields = {"input": "What time?", "tools": [function], "tool_choice": named}
+    output = scripted.server.post("/v1/responses", **fields).json()["output"]
+    assert [item["type"] for item in output] == ["function_call"]
+    anthropic = {"name": "clock", "input_schema": {"type": "object"}}
+    fields = {"messages": QUESTION, "max_tokens": 300, "tools": [anthropic]}
+    chosen = {"type": "tool", "name": "clock"}
+    answer = scripted.server.post("/v1/messages", **fields, tool_choice=chosen).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
+    assert answer["stop_reason"] == "tool_use"

@@ -120,10 +120,8 @@ def random_texts(constraint, num_texts: int = 3):
 
 
 def parts_of(found, text: str, functions=FUNCTIONS):
-    properties = {
-        name: one.get("parameters", {}).get("properties", {}) for name, one in functions.items()
-    }
-    parser = AnswerParser(found.template, "", tools=properties)
+    schemas = {name: one.get("parameters", {}) for name, one in functions.items()}
+    parser = AnswerParser(found.template, "", tools=schemas)
     return [*parser.feed(text), *parser.finish()]
 
 

@@ -149,6 +149,7 @@ class _ChoiceReader:
         self._parts = ChoiceParts(context.reading, context.request_id, choice)
         self._role = context.role
         self._shows_reasoning = request.include_reasoning
+        self._is_named = request.chosen_tools.is_named
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
@@ -181,9 +182,11 @@ class _ChoiceReader:
         return found
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason:
-        """OpenAI's reason: an answer with calls waits for their results."""
+        """OpenAI's reason: an answer with calls waits for their results, but the call of a function
+        that the request names is the answer.
+        """
         assert delta.finish_reason is not None
-        if self._parts.ends_with_calls(delta):
+        if self._parts.ends_with_calls(delta) and not self._is_named:
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 

@@ -30,6 +30,7 @@ class ToolChoice:
 
     mode: Literal["auto", "none", "required"] = "none"
     tools: tuple[Mapping[str, Any], ...] = ()  # as the client sent them, of a named choice one
+    is_named: bool = False  # exactly one call, of the function that the choice names
 
     @property
     def functions(self) -> Mapping[str, Mapping[str, Any]]:
@@ -66,7 +67,7 @@ def tool_choice(tools: Sequence[Any] | None, choice: Any) -> ToolChoice:
                     f"tool_choice names the function {name[:MAX_NAME_CHARACTERS]!r}, which is not "
                     "in tools",
                 )
-            return ToolChoice("required", (named[name],))
+            return ToolChoice("required", (named[name],), is_named=True)
         case _:
             raise field_error(
                 "tool_choice",
@@ -190,8 +191,8 @@ class AnswerReading:
 
     def parser(self) -> AnswerParser:
         """A parser of one answer."""
-        properties = {name: _properties(function) for name, function in self.tools.items()}
-        return AnswerParser(self.format.template, self.prompt, tools=properties, hidden=self.hidden)
+        schemas = {name: _parameters(function) for name, function in self.tools.items()}
+        return AnswerParser(self.format.template, self.prompt, tools=schemas, hidden=self.hidden)
 
     def call_id(self, request_id: str, choice: int, number: int, name: str) -> str:
         """The id of a call, ``number`` in its answer; the same for the same request."""
@@ -202,10 +203,9 @@ class AnswerReading:
         return digest[:ID_CHARACTERS]
 
 
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return cast("Mapping[str, Any]", properties) if isinstance(properties, Mapping) else {}
+    return cast("Mapping[str, Any]", parameters) if isinstance(parameters, Mapping) else {}
 
 
 def num_calls(messages: Sequence[Mapping[str, Any]]) -> int:

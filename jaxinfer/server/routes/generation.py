@@ -84,7 +84,7 @@ def chat_reading(
         prompt.text or "",
         choice.functions,
         service.hidden if request.skip_special_tokens else None,
-        request.parallel_tool_calls,
+        request.parallel_tool_calls and not choice.is_named,
         num_calls(request.messages),
     )
 

@@ -60,7 +60,7 @@ class AnswerParser:
         hidden: regex.Pattern[str] | None = None,
     ) -> None:
         """``prompt`` is the text before the answer, which may have begun it. ``tools``: the
-        properties of each tool's parameters. ``hidden`` matches special tokens, which are left out
+        JSON schema of each tool's parameters. ``hidden`` matches special tokens, which are left out
         of texts where they are no anchors.
         """
         self._template = template

@@ -28,6 +28,16 @@ def read_python_calls(text: str) -> list[dict[str, Any]]:
         raise ValueError(str(error)) from None
 
 
+def read_python_value(text: str) -> Any:
+    """A constant, list or dictionary in Python's syntax; raises ``ValueError`` for others."""
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError("too long")
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+
+
 def is_python_name(name: str) -> bool:
     """True for the name of a function, or of one in a module."""
     return all(part.isidentifier() and not iskeyword(part) for part in name.split("."))

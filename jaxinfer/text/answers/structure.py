@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD
+from jaxinfer.text.answers.argument_types import choices_of, schemas_of, types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
-from jaxinfer.text.answers.values import types_of
 
 _INDEX = "{index}"  # the number of a call
 
@@ -133,13 +133,13 @@ def _tags(calls: CallText, schema: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _argument(
     calls: CallText, name: str, schema: Any, parent: Mapping[str, Any], *, is_required: bool
 ) -> dict[str, Any]:
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    choices = _choices(schema, parent)
     content: dict[str, Any]
-    if isinstance(choices, list) and choices:
+    if choices:
         is_text = all(isinstance(one, str) for one in choices)
         texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
         content = {"type": "or", "elements": [part for one in texts for part in _constant(one)]}
-    elif not (types := types_of(schema)) or "string" in types:
+    elif not (types := types_of(schema, parent)) or "string" in types:
         is_text, content = True, {"type": "any_text"}
     else:
         is_text = False
@@ -155,6 +155,14 @@ def _argument(
         "at_least_one": is_required,
         "stop_after_first": True,
     }
+
+
+def _choices(schema: Any, parent: Mapping[str, Any]) -> list[Any]:
+    """The only values of an argument, also through references; empty: any, or several schemas."""
+    parts = list(schemas_of(schema, parent))
+    if any("anyOf" in one or "oneOf" in one for one in parts):
+        return []
+    return next((found for one in parts if (found := choices_of(one))), [])
 
 
 def _constant(text: str) -> list[dict[str, Any]]:

@@ -8,14 +8,15 @@ the arguments of calls.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import regex
 
+from jaxinfer.text.answers.argument_types import typed
 from jaxinfer.text.answers.python_calls import read_python_calls
+from jaxinfer.text.answers.strict_json import strict_json
 
 
 class Call(NamedTuple):
@@ -47,18 +48,6 @@ def _read_json(text: str, args: Arguments) -> Any:
         if args.get("allow_non_json"):
             return _read_text(text, args)
         raise
-
-
-def strict_json(text: str) -> Any:
-    """The value of JSON text; raises ``ValueError``, also for NaN and too deep nesting."""
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 # a whole string, or a key that has no quotes
@@ -142,8 +131,8 @@ def read_calls(
 ) -> list[Call]:
     """The calls in the text of a part; raises ``ValueError`` if it holds none that is valid.
 
-    ``captures`` are the named groups of the part's anchors, ``tools`` the properties of each tool's
-    parameters: they decide the types of values that are written without quotes.
+    ``captures`` are the named groups of the part's anchors, ``tools`` the schema of each tool's
+    parameters: it decides the types of values that are written without quotes.
     """
     value = READERS[reader](text, args)
     if transform is not None:
@@ -192,65 +181,14 @@ def _call(item: Any, tools: Mapping[str, Mapping[str, Any]], reader: str) -> Cal
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("a call has no name, or its arguments are no object")
-    properties = tools.get(name, {})
     if reader in TEXTUAL:
+        schema = tools.get(name, {})
+        properties = schema.get("properties")
+        described = cast("Mapping[str, Any]", properties) if isinstance(properties, Mapping) else {}
         arguments = {
-            key: typed(value, types_of(properties[key])) if key in properties else value
+            key: typed(value, described[key], schema) if key in described else value
             for key, value in arguments.items()
         }
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # half of a surrogate pair is a ValueError
     return Call(name, text)
-
-
-def types_of(schema: Any) -> tuple[str, ...]:
-    """The types that a JSON schema allows, in its order; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return ()
-    entries = cast("Mapping[str, Any]", schema)
-    declared = entries.get("type")
-    types = [declared] if isinstance(declared, str) else list(declared or ())
-    for union in ("anyOf", "oneOf"):
-        choices = entries.get(union)
-        if isinstance(choices, Sequence):
-            types += [one for choice in choices for one in types_of(choice)]
-    return (*types, "null") if entries.get("nullable") else tuple(types)
-
-
-def typed(value: Any, types: Sequence[str]) -> Any:
-    """A text as the first of these types that fits it, else as it is."""
-    if isinstance(value, list):
-        return [typed(one, types) for one in value] if "array" not in types else value
-    if not isinstance(value, str):
-        return value
-    for name in types:
-        try:
-            return _as_type(value, name)
-        except ValueError:
-            continue
-    return value
-
-
-def _as_type(text: str, name: str) -> Any:
-    word = text.strip()
-    match name:
-        case "integer" | "number":
-            number = float(word)
-            if not math.isfinite(number) or (name == "integer" and not number.is_integer()):
-                raise ValueError(text)
-            return int(word) if regex.fullmatch(r"[-+]?\d+", word) else _whole(number, name)
-        case "boolean" if word.lower() in ("true", "false", "1", "0"):
-            return word.lower() in ("true", "1")
-        case "null" if word in ("null", "None"):
-            return None
-        case "object" | "array":
-            value = strict_json(word)
-            if isinstance(value, dict if name == "object" else list):
-                return value
-        case _:
-            pass
-    raise ValueError(text)
-
-
-def _whole(number: float, name: str) -> float | int:
-    return int(number) if name == "integer" else number
