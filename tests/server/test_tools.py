@@ -309,6 +309,30 @@ def test_empty_tools_are_no_tools(telling: Serving, path: str) -> None:
         assert reduce(getitem, place, answer.json()) == len("hiddddd"), tools
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_strict_holds_in_the_other_apis(scripted: Scripted, streams: bool) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    text = '<tool_call>\n{"name": "f", "arguments": {"n": "many"}}\n</tool_call>'
+    scripted.device.speak(text)
+    for strict in (True, False):
+        function = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
+        fields: Any = {"input": "How many?", "tools": [function], "stream": streams}
+        body = scripted.server.post("/v1/responses", **fields).text
+        assert ('\\"many\\"' in body) == (not strict)
+        anthropic = {"name": "f", "input_schema": schema, "strict": strict}
+        fields = {"messages": QUESTION, "max_tokens": 300, "tools": [anthropic]}
+        body = scripted.server.post("/v1/messages", **fields, stream=streams).text
+        assert ("many" in body) == (not strict)
+
+
+def test_no_prompt_says_strict(scripted: Scripted) -> None:
+    for strict in ({}, {"strict": True}):
+        fields = {"messages": QUESTION, "tools": [tool(**strict)], "return_token_strs": True}
+        found = scripted.server.post("/tokenize", **fields).json()["token_strs"]
+        assert "strict" not in "".join(found)
+
+
 def test_a_named_function_is_called_once(scripted: Scripted) -> None:
     """The model would go on with further calls; in the three APIs, whole and streamed."""
     pytest.importorskip("llguidance")

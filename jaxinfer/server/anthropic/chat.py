@@ -90,7 +90,8 @@ def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
     functions: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
         described = {} if tool.description is None else {"description": tool.description}
-        function = {"name": tool.name, **described, "parameters": tool.input_schema or {}}
+        strict = {} if tool.strict is None else {"strict": tool.strict}
+        function = {"name": tool.name, **described, "parameters": tool.input_schema or {}, **strict}
         check_function(f"tools[{number}]", function, functions)
         functions[tool.name] = function
     return tuple({"type": "function", "function": one} for one in functions.values())

@@ -106,6 +106,9 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     input_schema: Annotated[
         dict[str, Any] | None, Meta(description="The JSON schema of a call's input, an object.")
     ] = None
+    strict: Annotated[
+        bool | None, Meta(description="True: the input of a call follows the schema.")
+    ] = None
     type: Annotated[Annotated[str, one_of("custom")] | None, Meta(description="The only kind.")] = (
         None
     )

@@ -323,12 +323,18 @@ def _template_variables(tools: Sequence[Any], effort: str | None) -> dict[str, A
     """Tools, and the effort of thinking. Templates without efforts know whether to think at all:
     ``enable_thinking`` (Qwen) or ``thinking`` (DeepSeek).
     """
-    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    variables: dict[str, Any] = {"tools": [_shown(tool) for tool in tools]} if tools else {}
     if effort is not None:
         variables["reasoning_effort"] = effort
         if effort == "none":
             variables |= {"enable_thinking": False, "thinking": False}
     return variables
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool without ``strict``, which a grammar enforces: the prompt would have it in vain."""
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
 
 
 def prompt_list(prompt: str | Sequence[Any], field: str = "prompt") -> list[str | tuple[int, ...]]:

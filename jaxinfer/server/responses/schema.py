@@ -204,8 +204,7 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Tools 
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Without ``strict``, which the model's prompt would have for no purpose."""
-    names = ("name", "description", "parameters")
+    names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
