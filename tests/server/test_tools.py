@@ -327,8 +327,8 @@ def test_strict_holds_in_the_other_apis(scripted: Scripted, streams: bool) -> No
 
 
 def test_no_prompt_says_strict(scripted: Scripted) -> None:
-    for strict in ({}, {"strict": True}):
-        fields = {"messages": QUESTION, "tools": [tool(**strict)], "return_token_strs": True}
+    for shown in (tool(), tool(strict=True)):
+        fields = {"messages": QUESTION, "tools": [shown], "return_token_strs": True}
         found = scripted.server.post("/tokenize", **fields).json()["token_strs"]
         assert "strict" not in "".join(found)
 

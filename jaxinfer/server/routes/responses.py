@@ -28,7 +28,7 @@ from jaxinfer.server.responses.writer import ResponseWriter
 from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, json_response
 from jaxinfer.server.routes.generation import chat_reading, open_answer
 from jaxinfer.server.routes.service import Service, run_off_loop
-from jaxinfer.server.routes.tokens import chat_prompt
+from jaxinfer.server.routes.tokens import chat_prompt, knows_developer
 
 
 async def create(call: Call) -> ASGIApp:
@@ -55,7 +55,7 @@ async def create(call: Call) -> ASGIApp:
     chat = await run_off_loop(
         lambda: request.chat(
             before.conversation() if before is not None else (),
-            knows_developer=_knows_developer(service, request),
+            knows_developer=knows_developer(service, service.config.chat_template, request.tools),
         ),
         call.is_small and before is None,
     )
@@ -152,12 +152,6 @@ def _turn_before(call: Call, response_id: str | None) -> Turn | None:
         param="previous_response_id",
         code="previous_response_not_found",
     )
-
-
-def _knows_developer(service: Service, request: ResponsesRequest) -> bool:
-    """True if the chat template has a role for developers."""
-    template = service.config.chat_template
-    return "developer" in service.tokenizer.get_chat_template(template, request.tools or None)
 
 
 async def _fitting(call: Call, chat: ChatCompletionRequest) -> tuple[ChatCompletionRequest, Prompt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,9 @@ async def chat_prompt(
 ) -> Prompt:
     """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
     service = call.service
+    template = chosen_template(service, request)
+    if not knows_developer(service, template, request.template_variables.get("tools")):
+        messages = _without_developers(messages)
     variables = {
         **service.config.default_chat_template_kwargs,
         **request.template_variables,
@@ -45,7 +48,7 @@ async def chat_prompt(
     rendered = service.render(
         messages,
         variables,
-        chosen_template(service, request),
+        template,
         is_own=request.chat_template is None,
         client=call.caller.client,
         add_generation_prompt=request.add_generation_prompt,
@@ -53,6 +56,28 @@ async def chat_prompt(
     )
     text = await call.unless_gone(rendered)
     return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+
+def knows_developer(service: Service, template: str | None, tools: Sequence[Any] | None) -> bool:
+    """True if the chat template has a role for developers."""
+    return "developer" in service.tokenizer.get_chat_template(template, tools or None)
+
+
+def _without_developers(messages: Sequence[Any]) -> list[Any]:
+    """The messages with the developer's as the system's; the first two of them become one, as many
+    templates allow only one.
+    """
+    found: list[Any] = []
+    for message in messages:
+        is_developer = isinstance(message, Mapping) and message.get("role") == "developer"
+        given = {**message, "role": "system"} if is_developer else message
+        texts = [one.get("content") for one in (*found, given) if isinstance(one, Mapping)]
+        both = is_developer and len(found) == 1 and found[0].get("role") == "system"
+        if both and all(isinstance(text, str) for text in texts):
+            found[0] = {**found[0], "content": "\n\n".join(texts)}
+        else:
+            found.append(given)
+    return found
 
 
 async def tokenize(call: Call) -> ASGIApp:
