@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from starlette.types import ASGIApp
 
@@ -69,12 +69,14 @@ def _without_developers(messages: Sequence[Any]) -> list[Any]:
     """
     found: list[Any] = []
     for message in messages:
-        is_developer = isinstance(message, Mapping) and message.get("role") == "developer"
-        given = {**message, "role": "system"} if is_developer else message
-        texts = [one.get("content") for one in (*found, given) if isinstance(one, Mapping)]
-        both = is_developer and len(found) == 1 and found[0].get("role") == "system"
-        if both and all(isinstance(text, str) for text in texts):
-            found[0] = {**found[0], "content": "\n\n".join(texts)}
+        if not isinstance(message, Mapping) or message.get("role") != "developer":
+            found.append(message)
+            continue
+        given = {**cast("Mapping[str, Any]", message), "role": "system"}
+        first = found[0] if len(found) == 1 and found[0].get("role") == "system" else {}
+        texts = [text for one in (first, given) if isinstance(text := one.get("content"), str)]
+        if len(texts) == 2:
+            found[0] = {**first, "content": "\n\n".join(texts)}
         else:
             found.append(given)
     return found
