@@ -23,7 +23,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 class FormLimits(msgspec.Struct, frozen=True):
     """What one form may take: to compile it once and follow it, and then as long as it is used."""
 
-    seconds: float = 1.0  # of CPU time, so that a busy machine refuses nothing else
+    seconds: float = 0.75  # of CPU time, so that a busy machine refuses nothing else
     num_bytes: int = 32 << 20  # that stay; 250 KB of a schema with 600 definitions take 20 MB
 
     @property

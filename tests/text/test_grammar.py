@@ -217,7 +217,7 @@ def test_sources_that_would_take_hours_are_refused_in_two_seconds() -> None:
     compiler = new_compiler()
     patterns = {f"^a{number}[a-z]+$": {"type": "null"} for number in range(3000)}
     begin = cpu_seconds()
-    with pytest.raises(RequestError, match="takes more than 1 s to compile"):
+    with pytest.raises(RequestError, match="takes more than 0.75 s to compile"):
         compiled(compiler, json={"patternProperties": patterns})
     compiler.close()  # the time of processes counts once they have ended
     assert 1 <= cpu_seconds() - begin < 2

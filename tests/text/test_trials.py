@@ -94,7 +94,7 @@ def test_a_hostile_form_is_refused_in_a_sentence(compiler: ConstraintCompiler, n
 def test_an_owner_may_have_other_limits() -> None:
     form, _ = HOSTILE["15,000 items"]
     for limits, reason in (
-        (FormLimits(num_bytes=96 << 20), None),
+        (FormLimits(seconds=5.0, num_bytes=96 << 20), None),
         (FormLimits(num_bytes=4 << 20), "more than 12 MiB to compile"),
         (FormLimits(seconds=0.01), "more than 0.01 s to compile"),
     ):
