@@ -97,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._limits.buffered.receive(len(data))
         super().data_received(data)
         if self.pipeline and len(self.cycle.body) <= HIGH_WATER_LIMIT:
-            self.flow.resume_reading()  # or nobody would notice that the client leaves
+            self.flow.resume_reading()  # or it is not seen that the client leaves
         if self._unparsed > self._max_head and not self.transport.is_closing():
             self.send_400_response("")
 
