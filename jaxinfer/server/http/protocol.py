@@ -153,7 +153,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.more_body and not self.pipeline:  # and whoever sends it may never end
+        if self.cycle.more_body and not self.pipeline:  # and its sender may never end it
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
