@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
 from jaxinfer.text.messages import Message, check_messages
-from jaxinfer.text.template_probes import TemplateProbes
+from jaxinfer.text.template_probes import Renders, TemplateProbes
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 MAX_CHARACTERS = 1 << 26  # of a prompt, where the context's length does not say less
@@ -35,11 +35,18 @@ class ChatTemplate:
         """
         self._special_tokens = special_tokens
         self._probes = TemplateProbes(
-            lambda chat: self._text(chat, {"add_generation_prompt": False}, MAX_CHARACTERS)
+            lambda chat, variables: self._text(
+                chat, {"add_generation_prompt": False, **variables}, MAX_CHARACTERS
+            )
         )
         from jaxinfer.text.jinja import Program  # not at a start: it takes 0.1 s
 
         self._program = Program(source, clock)
+
+    @property
+    def renders(self) -> Renders:
+        """Which parts of a chat with tools the template writes; found by rendering small chats."""
+        return self._probes.renders
 
     def render(
         self,

@@ -6,26 +6,78 @@ content in parts; a model's files do not say which form the template accepts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.messages import Message, arguments_object, arguments_text, join_parts
 
-_QUESTION = MappingProxyType({"role": "user", "content": "a question"})
-_FUNCTION = "probe_function"
+_FUNCTION, _KEY, _VALUE = "probe_function", "probe_key", "probe value"
+_ARGUMENTS = {_KEY: _VALUE}
+_CALL_ID = "probe0000"  # Mistral's templates accept only ids of nine characters
 _WORDS = ("probe words", "further words")
-_ARGUMENTS_TEXT = '{"probe_key": "probe value"}'
+_QUESTION: Message = {"role": "user", "content": "a question"}
+_ANSWER: Message = {"role": "assistant", "content": "an answer"}
+_RESULT: Message = {
+    "role": "tool",
+    "name": _FUNCTION,
+    "tool_call_id": _CALL_ID,
+    "content": _WORDS[0],
+}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {_KEY: {"type": "string", "description": "a key"}},
+    "required": [_KEY],
+}
+_TOOL = {
+    "type": "function",
+    "function": {"name": _FUNCTION, "description": "a probe", "parameters": _PARAMETERS},
+}
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_TOOLS: Mapping[str, Any] = MappingProxyType({"tools": [_TOOL]})
+# the ways to have no content: without the key as in transformers, null, and empty text
+_ABSENT: tuple[Message, ...] = ({}, {"content": None}, {"content": ""})
+
+
+class Renders(NamedTuple):
+    """The parts of a chat with tools that a template writes into the prompt."""
+
+    tools: bool  # the functions that the model may call
+    calls: bool  # of earlier answers, with their arguments
+    results: bool  # messages of the role tool
+
+
+class _CallForm(NamedTuple):
+    """How a message with calls and without text is written."""
+
+    absent: Message  # its content, as ``{}`` or ``{"content": ...}``
+    as_text: bool  # the arguments are text, else an object
 
 
 class TemplateProbes:
     """The forms that one template accepts. Each probe runs once, when a message first needs it."""
 
-    def __init__(self, render: Callable[[Sequence[Message]], str]) -> None:
-        """``render`` renders a chat by the template; it raises ``TokenizerError`` if that fails."""
+    def __init__(self, render: Callable[[Sequence[Message], Mapping[str, Any]], str]) -> None:
+        """``render`` renders a chat with further variables by the template; it raises
+        ``TokenizerError`` if that fails.
+        """
         self._render = render
+
+    @cached_property
+    def renders(self) -> Renders:
+        """Which parts of a chat with tools the prompt contains."""
+        history = (_QUESTION, _call(*self._call_form), _RESULT, _ANSWER, _QUESTION)
+        texts = [self._probe(*history, variables=variables) for variables in (_NONE, _TOOLS)]
+        # a template that refuses calls may write results
+        without_call = self._probe(_QUESTION, _ANSWER, _RESULT, _QUESTION)
+        return Renders(
+            tools=_FUNCTION in (self._probe(_QUESTION, variables=_TOOLS) or ""),
+            calls=any(_shows(text, _VALUE) for text in texts),
+            results=any(_shows(text, _WORDS[0]) for text in (*texts, without_call)),
+        )
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """The result of ``check_messages`` in the form that the template accepts.
@@ -41,7 +93,7 @@ class TemplateProbes:
         message = dict(message)
         calls = message.get("tool_calls")
         if "content" not in message:
-            message |= self._absent_content_with_calls if calls else self._absent_content
+            message |= self._call_form.absent if calls else self._absent_content
         elif isinstance(message["content"], list) and message["role"] not in self._roles_with_parts:
             message["content"] = join_parts(message["content"])
         if calls:
@@ -57,70 +109,69 @@ class TemplateProbes:
         arguments = call.get("arguments")
         if arguments is None:
             return dict(call)
-        if self._needs_arguments_as_text:
+        if self._call_form.as_text:
             return {**call, "arguments": arguments_text(arguments)}
         return {**call, "arguments": arguments_object(f"{where}.arguments", arguments)}
 
     # probes
 
     @cached_property
-    def _needs_arguments_as_text(self) -> bool:
-        """True if the template needs a call's arguments as text, since it concatenates them.
+    def _call_form(self) -> _CallForm:
+        """How a message with tool calls is written.
 
-        Other templates iterate over them or write them by ``tojson``. A template that accepts both
-        gets the object, as in vLLM.
+        Templates that concatenate the arguments need them as text, others iterate over them or
+        write them by ``tojson``; one that accepts both gets the object, as in vLLM. Some templates
+        test whether the content is null before they write the calls.
         """
-        absent = self._absent_content_with_calls
-        as_object = self._probe(_QUESTION, _call(absent, _arguments_object())) or ""
-        as_text = self._probe(_QUESTION, _call(absent, _ARGUMENTS_TEXT)) or ""
-        takes_object = "probe_key" in as_object and "'probe_key'" not in as_object  # Python's repr
-        return "probe_key" in as_text and not takes_object
-
-    @cached_property
-    def _absent_content_with_calls(self) -> Message:
-        """The content of a message with tool calls and no text, as ``{}`` or ``{"content": ...}``.
-
-        Some templates test whether it is null before they write the calls.
-        """
-        return self._best_absent_content(
-            lambda content: (
-                self._probe(_QUESTION, _call(content, _arguments_object()))
-                or self._probe(_QUESTION, _call(content, _ARGUMENTS_TEXT))
-            )
-        )
+        forms = [_CallForm(absent, as_text) for as_text in (False, True) for absent in _ABSENT]
+        return self._best(forms, lambda form: _call(*form), shown=_VALUE)
 
     @cached_property
     def _absent_content(self) -> Message:
-        """The same for an assistant's message that has neither text nor tool calls."""
-        return self._best_absent_content(
-            lambda content: self._probe(_QUESTION, {"role": "assistant", **content})
-        )
+        """The content of an assistant's message that has neither text nor tool calls."""
+        return self._best(_ABSENT, lambda absent: {"role": "assistant", **absent})
 
-    def _best_absent_content(self, probe: Callable[[Message], str | None]) -> Message:
-        """The first way to have no content that writes no null, if possible one with the call."""
-        usual = _nulls(probe({"content": _WORDS[0]}))
-        # without the key as in transformers, null, and empty text
-        probes = [(absent, probe(absent)) for absent in ({}, {"content": None}, {"content": ""})]
-        clean = [(absent, text) for absent, text in probes if text and _nulls(text) <= usual]
-        showing = [absent for absent, text in clean if _FUNCTION in text]
-        return [*showing, *(absent for absent, _ in clean), {"content": ""}][0]
+    def _best[F](
+        self, forms: Sequence[F], written: Callable[[F], Message], *, shown: str = ""
+    ) -> F:
+        """The first of the forms that is right in most chats: one that writes no null, and if
+        possible ``shown``. The message is the last one, or others follow: QwQ's template reads
+        other fields then.
+        """
+
+        def score(form: F) -> tuple[int, int]:
+            message = written(form)
+            as_usual = self._in_chats({**message, "content": _WORDS[0]})
+            texts = zip(self._in_chats(message), as_usual, strict=True)
+            clean = [text for text, usual in texts if text and _nulls(text) <= _nulls(usual)]
+            return sum(_shows(text, shown) for text in clean), len(clean)
+
+        return max(forms, key=score)
+
+    def _in_chats(self, message: Message) -> list[str | None]:
+        """The chats with an assistant's message, rendered."""
+        answered = [_RESULT, _ANSWER] if "tool_calls" in message else []
+        followed = (_QUESTION, message, *answered, _QUESTION)
+        return [
+            self._probe(_QUESTION, message),
+            self._probe(*followed),
+            self._probe(*followed, variables=_TOOLS),
+        ]
 
     @cached_property
     def _roles_with_parts(self) -> frozenset[str]:
         """The roles whose content the template accepts as parts and writes in full."""
-        arguments = _ARGUMENTS_TEXT if self._needs_arguments_as_text else _arguments_object()
-        call = _call(self._absent_content_with_calls, arguments)
         before: dict[str, list[Message]] = {
             "system": [],
             "user": [],
-            "assistant": [dict(_QUESTION)],
-            "tool": [dict(_QUESTION), call],
+            "assistant": [_QUESTION],
+            "tool": [_QUESTION, _call(*self._call_form)],
         }
-        after = {"system": [dict(_QUESTION)]}
+        after = {"system": [_QUESTION]}
         parts = [{"type": "text", "text": words} for words in _WORDS]
         roles = set[str]()
         for role, earlier in before.items():
-            names = {"name": _FUNCTION, "tool_call_id": "probe0000"} if role == "tool" else {}
+            names = {"name": _FUNCTION, "tool_call_id": _CALL_ID} if role == "tool" else {}
             message = {"role": role, "content": parts, **names}
             text = self._probe(*earlier, message, *after.get(role, [])) or ""
             # a list that was printed by its repr shows its keys
@@ -129,25 +180,28 @@ class TemplateProbes:
                 roles.add(role)
         return frozenset(roles)
 
-    def _probe(self, *messages: Mapping[str, Any]) -> str | None:
+    def _probe(self, *messages: Message, variables: Mapping[str, Any] = _NONE) -> str | None:
         """The chat rendered by the template; None if it refuses or fails."""
         try:
-            return self._render([dict(message) for message in messages])
+            return self._render(messages, variables)
         except TokenizerError:
             return None
 
 
-def _arguments_object() -> dict[str, str]:
-    return {"probe_key": "probe value"}
-
-
-def _call(absent: Message, arguments: str | Mapping[str, str]) -> Message:
+def _call(absent: Message, as_text: bool) -> Message:
+    arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     function = {"name": _FUNCTION, "arguments": arguments}
-    # Mistral's templates accept only ids of nine characters
-    call = {"id": "probe0000", "type": "function", "function": function}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
     return {"role": "assistant", **absent, "tool_calls": [call]}
 
 
 def _nulls(text: str | None) -> int:
     """How many nulls the text contains, in Python's or JSON's spelling."""
     return 0 if text is None else text.count("None") + text.count("null")
+
+
+def _shows(text: str | None, words: str) -> bool:
+    """True if the text has the words, and no object in Python's form or as text within text."""
+    return (
+        text is not None and words in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
+    )
