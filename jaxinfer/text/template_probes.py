@@ -13,7 +13,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.messages import Message, arguments_object, arguments_text, join_parts
+from jaxinfer.text.messages import (
+    Message,
+    arguments_object,
+    arguments_text,
+    content_text,
+    join_parts,
+)
 
 _FUNCTION, _KEY, _VALUE = "probe_function", "probe_key", "probe value"
 _ARGUMENTS = {_KEY: _VALUE}
@@ -89,6 +95,19 @@ class TemplateProbes:
             self._adapted(f"messages[{index}]", message) for index, message in enumerate(messages)
         ]
 
+    def with_system(self, messages: list[Message], given: Sequence[Message]) -> list[Message]:
+        """The messages, whose first one may be a system message that the ``given`` ones have not:
+        a template without one gets its text in the user's first message.
+        """
+        is_new = messages[0]["role"] == "system" != given[0]["role"]
+        if not is_new or messages[1:2] == [] or self._takes_system:
+            return messages
+        system, first, *others = messages
+        if first["role"] != "user":
+            return [{**system, "role": "user"}, first, *others]
+        text = f"{system['content']}\n\n{content_text(first)}"
+        return [{**first, "content": text}, *others]
+
     def _adapted(self, where: str, message: Message) -> Message:
         message = dict(message)
         calls = message.get("tool_calls")
@@ -125,6 +144,12 @@ class TemplateProbes:
         """
         forms = [_CallForm(absent, as_text) for as_text in (False, True) for absent in _ABSENT]
         return self._best(forms, lambda form: _call(*form), shown=_VALUE)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """True if the template writes a system message."""
+        system = {"role": "system", "content": _WORDS[0]}
+        return _shows(self._probe(system, _QUESTION), _WORDS[0])
 
     @cached_property
     def _absent_content(self) -> Message:

@@ -163,20 +163,24 @@ class Service:
     # texts
 
     @property
-    def _parsers(self) -> dict[str, str | None]:
-        config = self.config
-        return {
-            "tool_call_parser": config.tool_call_parser,
-            "reasoning_parser": config.reasoning_parser,
-        }
+    def _parsers(self) -> dict[str, Any]:
+        names = ("tool_call_parser", "reasoning_parser")
+        return {name: getattr(self.config, name) for name in names}
+
+    @property
+    def form_of_calls(self) -> str | None:
+        """The name of the form of tool calls; None: the model cannot be given tools."""
+        found = self.answer_format(self.config.chat_template, ("any",)) if self.has_chats else None
+        return found.name if found is not None and found.has_calls else None
 
     def answer_format(self, chat_template: str | None, tools: Sequence[Any]) -> AnswerFormat | None:
         """The format of answers to a chat with this template (None: the model's own) and tools."""
-        return self._format(self.tokenizer.get_chat_template(chat_template, tools or None))
+        template = self.tokenizer.get_chat_template(chat_template, tools or None)
+        return self._format(template, bool(tools))
 
-    def _format_of(self, chat_template: str) -> AnswerFormat | None:
+    def _format_of(self, chat_template: str, with_tools: bool) -> AnswerFormat | None:
         declared = self.tokenizer.response_template
-        return answer_format(chat_template, declared, **self._parsers)
+        return answer_format(chat_template, declared, with_tools=with_tools, **self._parsers)
 
     @cached_property
     def hidden(self) -> Pattern[str] | None:
@@ -236,14 +240,17 @@ class Service:
     ) -> str:
         """A chat as text; see ``Renderer``."""
         tokenizer, most = self.tokenizer, RENDERED_CONTEXTS * self.max_characters
+        source = tokenizer.get_chat_template(chat_template, variables.get("tools"))
+        found = self._format(source, True)
         request = RenderRequest(
-            tokenizer.get_chat_template(chat_template, variables.get("tools")),
+            source,
             tuple(messages),
             max_characters=most,
             special_tokens=tokenizer.special_tokens_map,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=dict(variables),
+            calls=None if found is None else found.calls,
             max_seconds=self.config.max_template_seconds,
         )
         try:

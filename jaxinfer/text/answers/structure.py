@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD
+from jaxinfer.core.structured import FIELD, KINDS, StructuredOutputsParams
 from jaxinfer.text.answers.argument_types import choices_of, schemas_of, types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
+from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
 
@@ -24,16 +27,30 @@ def calls_tag(
     return {"format": _section(calls, functions, parallel=parallel)}
 
 
+def calls_or(
+    form: Mapping[str, Any],
+    calls: CallText,
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+) -> dict[str, Any]:
+    """The structural tag of an answer that calls these functions, or whose text has the ``form``
+    of a structural tag.
+    """
+    section = _section(calls, functions, parallel=parallel, only_strict=not calls.is_generic)
+    return {"format": {"type": "or", "elements": [form, section]}}
+
+
 def strict_tag(
     calls: CallText, functions: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> dict[str, Any]:
     """The structural tag of an answer that may call these functions: once it begins a call, a
     function's name follows, and with ``strict`` arguments of its schema.
     """
-    section = _section(calls, functions, parallel=parallel, only_strict=True)
+    if calls.is_generic:
+        return calls_or(_answer(calls), calls, functions, parallel=parallel)
     if not calls.triggers:
-        text = _sequence(calls.without_calls)
-        return {"format": {"type": "or", "elements": [text, section]}}
+        return calls_or(_sequence(calls.without_calls), calls, functions, parallel=parallel)
     if calls.before:
         several = _several(calls, functions, parallel=parallel, only_strict=True)
         tags = [{"type": "tag", "begin": calls.before, "content": several, "end": calls.after}]
@@ -47,6 +64,44 @@ def strict_tag(
             "stop_after_first": not parallel,
         }
     }
+
+
+def as_element(form: StructuredOutputsParams) -> Mapping[str, Any]:
+    """A form of a text as a part of a structural tag; raises ``RequestError`` for a grammar."""
+    match form.kind:
+        case "json":
+            schema = json.loads(form.json or "{}")
+            return {"type": "json_schema", "json_schema": {} if schema is True else schema}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": form.regex}
+        case "choice":
+            texts = [part for one in form.choice or () for part in _constant(one)]
+            return {"type": "or", "elements": texts}
+        case "structural_tag":
+            return format_of(json.loads(form.structural_tag or "{}"))
+        case _:
+            raise RequestError(
+                f"{FIELD}.grammar cannot be combined with tools; leave the tools out, set "
+                "tool_choice to none, or use a schema or a regex"
+            )
+
+
+def form_of_tag(
+    tag: Mapping[str, Any], content: StructuredOutputsParams | None
+) -> StructuredOutputsParams:
+    """The form with this structural tag, and the options of the ``content``'s own."""
+    if content is None:
+        return StructuredOutputsParams(structural_tag=cast("Any", tag))
+    kinds = dict.fromkeys(KINDS)
+    return msgspec.structs.replace(content, **{**kinds, "structural_tag": tag})
+
+
+def _answer(calls: CallText) -> dict[str, Any]:
+    """An answer to the user that is a JSON string between marks."""
+    text = {"type": "json_schema", "json_schema": {"type": "string"}}
+    return _sequence(_constant(calls.answer_begin), [text], _constant(calls.answer_end))
 
 
 def _section(
@@ -69,7 +124,7 @@ def _several(
         "tags": [_call(calls, function, only_strict=only_strict) for function in functions],
         "separator": calls.separator,
         "at_least_one": True,
-        "stop_after_first": not parallel,
+        "stop_after_first": calls.is_generic or not parallel,
     }
 
 

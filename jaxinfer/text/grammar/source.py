@@ -23,13 +23,13 @@ MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeat
 
 
 def load_llguidance() -> ModuleType:
-    """The library, an optional extra; raises ``RequestError`` if it is not installed."""
+    """The library, imported when the first form needs it; ``RequestError`` if it is missing."""
     try:
         import llguidance
     except ImportError:
         raise RequestError(
             f"{FIELD} needs the package llguidance, which is not installed on this machine; "
-            "install jaxinfer with the extra 'structured'"
+            "install it with pip install 'llguidance>=1.9,<2'"
         ) from None
     return llguidance
 

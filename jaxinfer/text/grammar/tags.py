@@ -29,21 +29,26 @@ def tags_as_lark(
     options: Mapping[str, Any],  # llguidance's options of JSON schemas
 ) -> str:
     """The Lark grammar; raises ``RequestError`` for a tag of an unknown or incomplete form."""
+    writer = _LarkWriter(special, regex_to_lark, options)
+    start = writer.expression(format_of(tag))
+    return "\n".join(("%llguidance {}", f"start: {start}", *writer.rules, ""))
+
+
+def format_of(tag: Any) -> Any:
+    """The format of a tag in either shape; raises ``RequestError`` for one that is no object."""
     if not isinstance(tag, Mapping):
         raise RequestError(f"{_NAME} must be an object")
-    writer = _LarkWriter(special, regex_to_lark, options)
-    if "structures" in tag:
-        tags = [
-            {
-                "begin": one.get("begin"),
-                "content": {"type": "json_schema", "json_schema": one.get("schema")},
-                "end": one.get("end"),
-            }
-            for one in _objects(tag, "structures")
-        ]
-        tag = {"format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
-    start = writer.expression(tag.get("format"))
-    return "\n".join(("%llguidance {}", f"start: {start}", *writer.rules, ""))
+    if "structures" not in tag:
+        return tag.get("format")
+    tags = [
+        {
+            "begin": one.get("begin"),
+            "content": {"type": "json_schema", "json_schema": one.get("schema")},
+            "end": one.get("end"),
+        }
+        for one in _objects(tag, "structures")
+    ]
+    return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
 
 
 @cache
