@@ -242,6 +242,8 @@ class Service:
         tokenizer, most = self.tokenizer, RENDERED_CONTEXTS * self.max_characters
         source = tokenizer.get_chat_template(chat_template, variables.get("tools"))
         found = self._format(source, True)
+        if found is not None and found.calls is not None and found.calls.is_generic:
+            source = tokenizer.get_chat_template(chat_template)  # a tool_use template needs tools
         request = RenderRequest(
             source,
             tuple(messages),
