@@ -84,6 +84,8 @@ class Service:
             exporter = otlp_exporter(config.otlp_traces_endpoint, config.otlp_traces_protocol)
             self.traces = Traces(exporter)
         self._format = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(self._format_of)
+        names = ("tool_call_parser", "reasoning_parser")
+        self._parsers: dict[str, Any] = {name: getattr(config, name) for name in names}
         answer_format("", **self._parsers)  # a wrong name is an error before the model is loaded
 
     def attach(self, client: EngineClient, metrics: Metrics) -> None:
@@ -161,11 +163,6 @@ class Service:
             )
 
     # texts
-
-    @property
-    def _parsers(self) -> dict[str, Any]:
-        names = ("tool_call_parser", "reasoning_parser")
-        return {name: getattr(self.config, name) for name in names}
 
     @property
     def form_of_calls(self) -> str | None:
