@@ -26,7 +26,7 @@ def check_schema(schema: Any, name: str = "json") -> None:
     """
     check_depth(name, schema)
     deepest = 0
-    for depth, one in _reached(schema):
+    for depth, one in reached(schema):
         deepest = max(deepest, depth)
         _check_patterns(name, one)
     if deepest > MAX_REFERENCE_DEPTH:
@@ -57,7 +57,7 @@ def _inner(value: Any) -> Iterable[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-def _reached(root: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def reached(root: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The schemas that llguidance compiles, each once, with its depth where it is reached first."""
     found: set[int] = set()  # by id, since a schema has several references
     waiting = [(1, root)]
@@ -173,14 +173,14 @@ class _Endings:
         """The gates that all have to be open."""
         ref = schema.get("$ref")
         parts = [self._gate_of(resolved(self._root, ref))] if isinstance(ref, str) else []
-        parts += self._gates_of(_listed(schema.get("allOf")))
+        parts += self._gates_of(listed(schema.get("allOf")))
         for name in ("anyOf", "oneOf"):
-            if choices := _listed(schema.get(name)):
+            if choices := listed(schema.get(name)):
                 parts.append(self._any_of(self._gates_of(choices)))
         if "enum" in schema or "const" in schema:
             return parts
         types = schema.get("type")
-        kinds = [types] if isinstance(types, str) else _listed(types)
+        kinds = [types] if isinstance(types, str) else listed(types)
         # without a type a string fits, whatever the other keywords demand
         if not kinds or any(kind not in ("object", "array") for kind in kinds):
             return parts
@@ -196,14 +196,14 @@ def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the properties that each object has."""
     properties, others = schema.get("properties"), schema.get("additionalProperties", True)
     named = cast("Mapping[str, Any]", properties if isinstance(properties, Mapping) else {})
-    required = [name for name in _listed(schema.get("required")) if isinstance(name, str)]
+    required = [name for name in listed(schema.get("required")) if isinstance(name, str)]
     return [named.get(name, others) for name in required]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the items that each array has, of equal ones one."""
     least = schema.get("minItems", 0)
-    first = _listed(schema.get("prefixItems"))
+    first = listed(schema.get("prefixItems"))
     if not isinstance(least, (int, float)) or least <= 0:
         return []
     needed = first[: int(least)]
@@ -233,5 +233,6 @@ def _item(items: list[Any], name: str) -> list[Any]:
     return items[int(name) : int(name) + 1]
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A list, or an empty one for any other value."""
     return cast("list[Any]", value) if isinstance(value, list) else []

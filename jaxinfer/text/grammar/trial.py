@@ -21,7 +21,8 @@ import msgspec
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, FormLimits, StructuredOutputsParams
-from jaxinfer.text.grammar.source import grammar_source, limits, load_llguidance, unusable
+from jaxinfer.text.grammar.library import load_llguidance
+from jaxinfer.text.grammar.source import grammar_source, limits, unusable
 from jaxinfer.text.grammar.tags import splitter
 
 BYTES_OF_TRIAL = 200 << 10  # that every trial takes, for its threads
