@@ -23,6 +23,7 @@ from jaxinfer.text.grammar.schema import listed, reached, resolved
 
 type Schema = Mapping[str, Any]
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas")
+_SEE_OTHERS = ("unevaluatedProperties", "unevaluatedItems")  # what other schemas have seen
 _ALL = (True, {})  # schemas that every value fits
 # keywords that llguidance does not know, and when they demand nothing
 _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType(
@@ -37,7 +38,7 @@ _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType
         "unevaluatedProperties": lambda value, _: value in _ALL,
         "unevaluatedItems": lambda value, _: value in _ALL,
         "propertyNames": lambda value, _: value in _ALL,
-        "if": lambda _, schema: "then" not in schema and "else" not in schema,
+        "if": lambda _, schema: not schema.keys() & {"then", "else", *_SEE_OTHERS},
         "then": lambda value, schema: "if" not in schema or value in _ALL,
         "else": lambda value, schema: "if" not in schema or value in _ALL,
         "not": lambda value, _: value is False,

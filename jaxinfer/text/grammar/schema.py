@@ -19,6 +19,15 @@ _OF_ONE = ("items", "additionalProperties", "additionalItems")  # keywords whose
 _OF_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of schemas
 _OF_NAMED = ("properties", "patternProperties")  # an object of schemas
 
+# keywords that limit the values of a schema and that llguidance does not follow
+NOT_FOLLOWED = frozenset(
+    {
+        *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    }
+)
+
 
 def check_schema(schema: Any, name: str = "json") -> None:
     """Raise ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
