@@ -14,8 +14,9 @@ from keyword import iskeyword
 from typing import Any, Protocol, cast
 
 from jaxinfer.text.grammar.patterns import ANY_TEXT
+from jaxinfer.text.grammar.prepared import not_followed
 from jaxinfer.text.grammar.raw_text import text_expression
-from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, reached, resolved
+from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, resolved
 
 MAX_REFERENCES = 64  # of one to another
 _BY_TEXT = frozenset({"minLength", "maxLength", "pattern", "format"})
@@ -160,9 +161,8 @@ class ArgumentsWriter:
         """A value in JSON."""
         names = ("$defs", "definitions") if "$ref" in str(schema) else ()
         schema = {**{name: self.root[name] for name in names if name in self.root}, **schema}
-        if self.strict:
-            for _, one in reached(schema):
-                self._check(one, one.keys() - NOT_FOLLOWED)
+        if self.strict and (keywords := not_followed(schema)):
+            raise ValueError(f"the schema's keyword {keywords[0]} is not supported")
         return self.rules.json(schema, lenient=not self.strict)
 
     def _merged(self, schema: Mapping[str, Any], parts: list[Any]) -> Mapping[str, Any]:
@@ -213,7 +213,7 @@ class ArgumentsWriter:
         if most == 0:
             return '"[" "]"'
         further = _times(max(least - 1, 0), None if most is None else most - 1)
-        several = f'{item} ("," {item}){further}'
+        several = item if most == 1 else f'{item} ("," {item}){further}'
         return f'"[" {several if least else f"({several})?"} "]"'
 
     def _listed(self, item: str) -> str:

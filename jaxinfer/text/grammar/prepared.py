@@ -19,7 +19,7 @@ from jaxinfer.text.grammar.patterns import (
     literal,
     search_expression,
 )
-from jaxinfer.text.grammar.schema import listed, reached, resolved
+from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, reached, resolved
 
 type Schema = Mapping[str, Any]
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas")
@@ -61,6 +61,15 @@ def prepared(
     groups = dict(_groups(schema)) if closed else {}
     writer = _Writer(schema, schemas, groups, closed=closed, lenient=lenient)
     return cast("dict[str, Any]", writer.written(schema))
+
+
+def not_followed(schema: Schema) -> list[str]:
+    """The keywords of a prepared schema that limit its values and are not followed."""
+    found = {name for _, one in reached(schema) for name in one.keys() & NOT_FOLLOWED}
+    patterns = [one.get("pattern") for _, one in reached(schema)]
+    if any(isinstance(one, str) and not is_pattern(one) for one in patterns):
+        found.add("pattern")
+    return sorted(found)
 
 
 @dataclass(frozen=True)

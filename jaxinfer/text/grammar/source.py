@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
+from jaxinfer.text.grammar.gbnf import grammar_as_lark
 from jaxinfer.text.grammar.library import load_llguidance
 from jaxinfer.text.grammar.prepared import prepared
 from jaxinfer.text.grammar.schema import check_depth, check_schema
@@ -59,7 +61,8 @@ def _source(
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
         return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
     if params.grammar is not None:
-        return library.grammar_from("grammar", params.grammar)
+        of_gbnf = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+        return matcher.grammar_from_lark(grammar_as_lark(params.grammar, of_gbnf))
     assert params.structural_tag is not None
     tag = _parsed("structural_tag", params.structural_tag)
     check_depth("structural_tag", tag)

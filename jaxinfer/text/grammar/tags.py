@@ -16,10 +16,10 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD
 from jaxinfer.text.grammar.arguments import ArgumentsWriter, Form
 from jaxinfer.text.grammar.patterns import ANY_TEXT, containing, either, is_empty, literal
-from jaxinfer.text.grammar.prepared import prepared
+from jaxinfer.text.grammar.prepared import not_followed, prepared
 from jaxinfer.text.grammar.raw_text import text_expression
 from jaxinfer.text.grammar.rules import RuleWriter
-from jaxinfer.text.grammar.schema import NOT_FOLLOWED, check_schema, reached
+from jaxinfer.text.grammar.schema import check_schema
 
 _NAME = f"{FIELD}.structural_tag"
 _KINDS = (
@@ -102,10 +102,8 @@ class _TagWriter(RuleWriter):
         is_lenient = form.get("strict") is False
         closed = form.get("closed") is True
         schema = prepared(cast("Mapping[str, Any]", schema), closed=closed, lenient=is_lenient)
-        if form.get("strict") is True:
-            keywords = {name for _, one in reached(schema) for name in one.keys() & NOT_FOLLOWED}
-            if keywords:
-                raise _unusable(form, f"its keyword {min(keywords)} is not supported")
+        if form.get("strict") is True and (keywords := not_followed(schema)):
+            raise _unusable(form, f"the schema's keyword {keywords[0]} is not supported")
         return self.json(schema, lenient=is_lenient)
 
     # texts
