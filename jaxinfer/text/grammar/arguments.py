@@ -104,7 +104,7 @@ class ArgumentsWriter:
         rest, first = "", ""  # the rules of what follows a pair, and of what follows nothing
         for key in reversed(named):
             is_required = key in required
-            if not self.form.can_write(key):
+            if named[key] is False or not self.form.can_write(key):
                 if is_required:
                     raise ValueError(f"an argument named {key[:60]!r} cannot be written")
                 continue
@@ -210,7 +210,7 @@ class ArgumentsWriter:
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self.rules.rule(self._value(schema.get("items")))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if most == 0:
+        if most == 0 or schema.get("items") is False:
             return '"[" "]"'
         further = _times(max(least - 1, 0), None if most is None else most - 1)
         several = item if most == 1 else f'{item} ("," {item}){further}'

@@ -19,7 +19,7 @@ from jaxinfer.text.grammar.patterns import (
     literal,
     search_expression,
 )
-from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, reached, resolved
+from jaxinfer.text.grammar.schema import NOT_FOLLOWED, endless, listed, reached, resolved
 
 type Schema = Mapping[str, Any]
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas")
@@ -57,9 +57,10 @@ def prepared(
     ``closed``: objects have no properties but those that they name, unless they say so.
     ``lenient``: without patterns that cannot be followed; llguidance has such an option for others.
     """
-    schemas = {id(one) for _, one in reached(schema)}
+    found = [one for _, one in reached(schema)]
+    schemas, without_end = set(map(id, found)), endless(schema, found)
     groups = dict(_groups(schema)) if closed else {}
-    writer = _Writer(schema, schemas, groups, closed=closed, lenient=lenient)
+    writer = _Writer(schema, schemas, without_end, groups, closed=closed, lenient=lenient)
     return cast("dict[str, Any]", writer.written(schema))
 
 
@@ -76,6 +77,7 @@ def not_followed(schema: Schema) -> list[str]:
 class _Writer:
     root: Schema
     schemas: set[int] = field(repr=False)  # by id; what else is in the document is data
+    endless: set[int]
     groups: Mapping[int, list[Schema]]  # by id: those that a value has to fit as well
     closed: bool
     lenient: bool
@@ -94,6 +96,8 @@ class _Writer:
         entries = cast("Schema", value)
         if id(value) not in self.schemas:
             return {name: self.written(one) for name, one in entries.items()}
+        if id(value) in self.endless:  # a value that begins like one would never end
+            return False
         kept = _demanding(entries)
         if self.lenient and isinstance(pattern := kept.get("pattern"), str):
             kept = kept if is_pattern(pattern) else _without(kept, "pattern")

@@ -112,8 +112,16 @@ def _ends(root: Any) -> bool:
 
     Schemas that are wrong in another way count as ending: llguidance reports them.
     """
-    circuit = _Endings(root)
-    return circuit.opened()[circuit.root_gate]
+    return id(root) not in endless(root, [root])
+
+
+def endless(root: Any, schemas: Iterable[Any]) -> set[int]:
+    """The ids of those schemas of a document, and of others that they need, that no finite value
+    fits.
+    """
+    circuit = _Endings(root, schemas)
+    opened = circuit.opened()
+    return {one for one, gate in circuit.gates.items() if not opened[gate]}
 
 
 class _Endings:
@@ -124,17 +132,17 @@ class _Endings:
     the satisfiability of propositional Horn formulae, 1984).
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, schemas: Iterable[Any]) -> None:
         self._root = root
         self._num_needed: list[int] = []  # inputs of each gate that have to open first
         self._outputs: list[list[int]] = []  # the gates that each one is an input of
         self._open = self._all_of([])
-        self._gates: dict[int, int] = {}  # by the id of a schema
+        self.gates: dict[int, int] = {}  # by the id of a schema
         self._unread: list[Mapping[str, Any]] = []
-        self.root_gate = self._gate_of(root)
+        self._gates_of(schemas)
         while self._unread:
             schema = self._unread.pop()
-            self._connect(self._gates[id(schema)], self._parts(schema))
+            self._connect(self.gates[id(schema)], self._parts(schema))
 
     def opened(self) -> list[bool]:
         """Which gates open. Called once."""
@@ -169,9 +177,9 @@ class _Endings:
     def _gate_of(self, schema: Any) -> int:
         if not isinstance(schema, Mapping):
             return self._open
-        gate = self._gates.get(id(schema))
+        gate = self.gates.get(id(schema))
         if gate is None:
-            gate = self._gates[id(schema)] = self._all_of([])
+            gate = self.gates[id(schema)] = self._all_of([])
             self._unread.append(cast("Mapping[str, Any]", schema))
         return gate
 
