@@ -190,7 +190,10 @@ CLOSED: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
         {"properties": {"a": {"type": "array", "items": {"properties": {"b": WHOLE}}}}},
         {'{"a": [{"b": 1}]}': True, '{"a": [{"c": 1}]}': False},
     ),
-    "required": ({"properties": {}, "required": ["b"]}, {'{"b": 1}': True, '{"b": 1, "c": 1}': False}),
+    "required": (
+        {"properties": {}, "required": ["b"]},
+        {'{"b": 1}': True, '{"b": 1, "c": 1}': False},
+    ),
     "parts": (
         {"properties": {"a": WHOLE}, "allOf": [{"properties": {"b": WHOLE}}]},
         {'{"a": 1, "b": 1}': True, '{"a": 1, "c": 1}': False},
@@ -203,7 +206,10 @@ CLOSED: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
         {"allOf": [{"$ref": "#/$defs/d"}], "$defs": {"d": {"properties": {"a": WHOLE}}}},
         {'{"a": 1}': True, '{"c": 1}': False},
     ),
-    "data": ({"properties": {"a": {"const": {"properties": 1}}}}, {'{"a": {"properties": 1}}': True}),
+    "data": (
+        {"properties": {"a": {"const": {"properties": 1}}}},
+        {'{"a": {"properties": 1}}': True},
+    ),
 }
 
 
@@ -262,7 +268,10 @@ def check_random_schema(seed: int) -> bool:
     rng = random.Random(seed)
     tree = {"type": "object", "properties": {"a": {"$ref": "#/$defs/y"}}}
     root = random_schema(rng)
-    schema = {**(root if isinstance(root, dict) else {}), "$defs": {"x": random_schema(rng, 2), "y": tree}}
+    schema = {
+        **(root if isinstance(root, dict) else {}),
+        "$defs": {"x": random_schema(rng, 2), "y": tree},
+    }
     try:
         form = Form(json=schema, disable_additional_properties=seed % 4 == 0)
     except RequestError:

@@ -106,9 +106,7 @@ def _call(
     return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
 
 
-def _pairs(
-    calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]
-) -> dict[str, Any]:
+def _pairs(calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as pairs of a key and a value."""
     return {
         "type": "arguments",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any, Protocol, cast
 
-from jaxinfer.text.grammar.patterns import ANY_TEXT
+from jaxinfer.text.grammar.patterns import ANY_TEXT, fits
 from jaxinfer.text.grammar.prepared import not_followed
 from jaxinfer.text.grammar.raw_text import text_expression
 from jaxinfer.text.grammar.schema import NOT_FOLLOWED, listed, resolved
@@ -53,7 +53,7 @@ class Rules(Protocol):
         ...
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """A JSON value of a schema; ``lenient``: its keywords that are not supported are ignored."""
+        """A JSON value of a schema; ``lenient``: without keywords that are not supported."""
         ...
 
     def text_until(self, end: str, text: str = ANY_TEXT) -> str:
@@ -136,8 +136,8 @@ class ArgumentsWriter:
         if "$ref" in schema:
             return self._referenced(schema)
         if "enum" in schema or "const" in schema:
-            values = schema.get("enum", [schema.get("const")])
-            return f"({' | '.join(self.rules.literal(self._text_of(one)) for one in values)})"
+            values = map(self._text_of, self._constants(schema))
+            return f"({' | '.join(map(self.rules.literal, values))})"
         if parts := listed(schema.get("allOf")):
             return self._value(self._merged(schema, parts))
         for name in ("anyOf", "oneOf"):
@@ -157,6 +157,18 @@ class ArgumentsWriter:
             return self._any_value()
         return f"({' | '.join(self._of_type(kind, schema) for kind in dict.fromkeys(types))})"
 
+    def _constants(self, schema: Mapping[str, Any]) -> list[Any]:
+        """The values of ``enum`` or ``const``, without texts that other keywords exclude."""
+        values = schema.get("enum", [schema.get("const")])
+        if own := {name: schema[name] for name in _BY_TEXT if name in schema}:
+            texts = text_expression({"type": "string", **own}, {}, strict=self.strict)
+            values = [
+                one for one in values if not (isinstance(one, str) and texts) or fits(texts, one)
+            ]
+        if not values:
+            raise ValueError("no text fits its keyword enum")
+        return values
+
     def _json(self, schema: Mapping[str, Any]) -> str:
         """A value in JSON."""
         names = ("$defs", "definitions") if "$ref" in str(schema) else ()
@@ -170,9 +182,9 @@ class ArgumentsWriter:
         found = {name: value for name, value in schema.items() if name != "allOf"}
         for part in parts:
             one = self._target(part)
-            if self.strict and (twice := found.keys() & one.keys() & (_OF_VALUES | _OTHERS)):
-                if any(found[name] != one[name] for name in twice):
-                    raise ValueError("the schema's keyword allOf is not supported")
+            twice = found.keys() & one.keys() & (_OF_VALUES | _OTHERS)
+            if self.strict and any(found[name] != one[name] for name in twice):
+                raise ValueError("the schema's keyword allOf is not supported")
             found = {**one, **found}
         return found
 

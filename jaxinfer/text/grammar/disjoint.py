@@ -84,9 +84,7 @@ def _exclude(one: list[Schema], other: list[Schema], root: Any, depth: int) -> b
     )
 
 
-def _some_choices_exclude(
-    one: list[Schema], other: list[Schema], root: Any, depth: int
-) -> bool:
+def _some_choices_exclude(one: list[Schema], other: list[Schema], root: Any, depth: int) -> bool:
     """``_exclude`` for each of the choices that one of the schemas in ``one`` has."""
     for part in one:
         for name in ("anyOf", "oneOf"):

@@ -1,4 +1,4 @@
-"""Grammars of clients: whether they are Lark's or GBNF, and GBNF as llguidance's reader takes it."""
+"""Grammars of clients, in Lark's syntax or GBNF, and GBNF as llguidance's reader takes it."""
 
 from __future__ import annotations
 

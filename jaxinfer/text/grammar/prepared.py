@@ -29,7 +29,9 @@ _ALL = (True, {})  # schemas that every value fits
 _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType(
     {
         "uniqueItems": lambda value, _: value is False,
-        "contains": lambda _, schema: schema.get("minContains") == 0 and "maxContains" not in schema,
+        "contains": lambda _, schema: (
+            schema.get("minContains") == 0 and "maxContains" not in schema
+        ),
         "minContains": lambda value, schema: value == 0 or "contains" not in schema,
         "maxContains": lambda _, schema: "contains" not in schema,
         "dependentRequired": lambda value, _: not any(_values(value)),
@@ -48,9 +50,7 @@ _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType
 )
 
 
-def prepared(
-    schema: Schema, *, closed: bool = False, lenient: bool = False
-) -> dict[str, Any]:
+def prepared(schema: Schema, *, closed: bool = False, lenient: bool = False) -> dict[str, Any]:
     """The schema, without keywords that demand nothing and with others in words that llguidance
     follows. Its depth must have been checked.
 
@@ -155,7 +155,7 @@ def _demanding(schema: Schema) -> dict[str, Any]:
 
 
 def _with_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """``propertyNames`` and ``unevaluated...`` in other words, where no other keyword is between."""
+    """``propertyNames`` and ``unevaluated...`` in other words, where other keywords allow it."""
     if any(name in schema for name in _IN_PLACE):
         return schema
     if schema.get("unevaluatedProperties") is False:

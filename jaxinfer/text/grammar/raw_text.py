@@ -1,4 +1,4 @@
-"""Values of a schema as text without quotes, as arguments between tags or in quotes of their own."""
+"""Values of a schema as text without JSON's quotes, as between tags or in quotes of a format."""
 
 from __future__ import annotations
 

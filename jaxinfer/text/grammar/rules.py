@@ -47,7 +47,7 @@ class RuleWriter:
         return name
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """A JSON value of a schema; ``lenient``: its keywords that are not supported are ignored."""
+        """A JSON value of a schema; ``lenient``: without keywords that are not supported."""
         options = {**self._options, "lenient": True} if lenient else self._options
         return f"%json {json.dumps({**schema, 'x-guidance': dict(options)})}"
 

@@ -8,20 +8,27 @@ Both of vLLM's shapes are read: ``{"structures": [...], "triggers": [...]}``, an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD
 from jaxinfer.text.grammar.arguments import ArgumentsWriter, Form
 from jaxinfer.text.grammar.patterns import ANY_TEXT, containing, either, is_empty, literal
 from jaxinfer.text.grammar.prepared import not_followed, prepared
 from jaxinfer.text.grammar.raw_text import text_expression
 from jaxinfer.text.grammar.rules import RuleWriter
 from jaxinfer.text.grammar.schema import check_schema
+from jaxinfer.text.grammar.tag_fields import (
+    NAME,
+    endless_text,
+    form_of,
+    objects_of,
+    text_of,
+    texts_of,
+    triggers_of,
+    unusable_schema,
+)
 
-_NAME = f"{FIELD}.structural_tag"
 _KINDS = (
     "const_string, json_schema, regex, any_text, sequence, or, tag, triggered_tags and "
     "tags_with_separator"
@@ -36,7 +43,7 @@ def tags_as_lark(
 ) -> str:
     """The Lark grammar; raises ``RequestError`` for a tag of an unknown or incomplete form."""
     if not isinstance(tag, Mapping):
-        raise RequestError(f"{_NAME} must be an object")
+        raise RequestError(f"{NAME} must be an object")
     writer = _TagWriter(special, regex_to_lark, options)
     if "structures" in tag:
         tags = [
@@ -45,7 +52,7 @@ def tags_as_lark(
                 "content": {"type": "json_schema", "json_schema": one.get("schema")},
                 "end": one.get("end"),
             }
-            for one in _objects(tag, "structures")
+            for one in objects_of(tag, "structures")
         ]
         tag = {"format": {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}}
     start = writer.expression(tag.get("format"))
@@ -71,10 +78,10 @@ class _TagWriter(RuleWriter):
 
     def expression(self, form: Any) -> str:
         """The Lark expression of a format; rules that it needs are added to ``rules``."""
-        form = _form(form)
+        form = form_of(form)
         match form.get("type"):
             case "const_string":
-                return self.literal(_text(form, "value"))
+                return self.literal(text_of(form, "value"))
             case "json_schema":
                 return self._json_of(form)
             case "regex" | "any_text":
@@ -84,7 +91,7 @@ class _TagWriter(RuleWriter):
             case "sequence":
                 return self._sequence(self._elements(form), "")
             case "or":
-                return self.rule(either(map(self.expression, _objects(form, "elements"))))
+                return self.rule(either(map(self.expression, objects_of(form, "elements"))))
             case "tag":
                 return self._tag(form)
             case "triggered_tags":
@@ -92,34 +99,34 @@ class _TagWriter(RuleWriter):
             case "tags_with_separator":
                 return self._separated(form)
             case kind:
-                raise RequestError(f"{_NAME} has the type {str(kind)[:40]!r}; {_KINDS} are known")
+                raise RequestError(f"{NAME} has the type {str(kind)[:40]!r}; {_KINDS} are known")
 
     def _json_of(self, form: Mapping[str, Any]) -> str:
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping):
-            raise RequestError(f"{_NAME} has a json_schema that is not an object")
+            raise RequestError(f"{NAME} has a json_schema that is not an object")
         check_schema(schema, "structural_tag")
         is_lenient = form.get("strict") is False
         closed = form.get("closed") is True
         schema = prepared(cast("Mapping[str, Any]", schema), closed=closed, lenient=is_lenient)
         if form.get("strict") is True and (keywords := not_followed(schema)):
-            raise _unusable(form, f"the schema's keyword {keywords[0]} is not supported")
+            raise unusable_schema(form, f"the schema's keyword {keywords[0]} is not supported")
         return self.json(schema, lenient=is_lenient)
 
     # texts
 
     def _text_of(self, form: Any) -> str | None:
         """The expression of a format that is a text; None for any other."""
-        form = _form(form)
+        form = form_of(form)
         match form.get("type"):
-            case "const_string" if not self.has_special(value := _text(form, "value")):
+            case "const_string" if not self.has_special(value := text_of(form, "value")):
                 return literal(value)
             case "regex":
-                return f"/{self._regex_to_lark(_text(form, 'pattern'))}/"
+                return f"/{self._regex_to_lark(text_of(form, 'pattern'))}/"
             case "any_text":
-                return self._text_without(_texts(form, "excludes"))
+                return self._text_without(texts_of(form, "excludes"))
             case "sequence" | "or":
-                parts = [self._text_of(one) for one in _objects(form, "elements")]
+                parts = [self._text_of(one) for one in objects_of(form, "elements")]
                 if None in parts:
                     return None
                 texts = [str(one) for one in parts]
@@ -158,7 +165,7 @@ class _TagWriter(RuleWriter):
 
     def _argument_text(self, form: Mapping[str, Any], end: str) -> str:
         """The text of one argument, and the ``end`` of it."""
-        schema, excluded = form["json_schema"], _texts(form, "excludes")
+        schema, excluded = form["json_schema"], texts_of(form, "excludes")
         check_schema(schema, "structural_tag")
         schema = prepared(schema)
         try:
@@ -169,18 +176,18 @@ class _TagWriter(RuleWriter):
             if is_empty(text):
                 raise ValueError("its texts contain the marks of arguments")
         except ValueError as error:
-            raise _unusable(form, str(error)) from None
+            raise unusable_schema(form, str(error)) from None
         return self.text_until(end, text)
 
     # sequences
 
     def _elements(self, form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The elements of a sequence, those of inner ones too; constants without special tokens."""
-        for one in _objects(form, "elements"):
+        for one in objects_of(form, "elements"):
             if one.get("type") == "sequence":
                 yield from self._elements(one)
             elif one.get("type") == "const_string":
-                parts = self.parts_of(_text(one, "value"))
+                parts = self.parts_of(text_of(one, "value"))
                 yield from ({"type": "const_string", "value": part} for part in parts)
             else:
                 yield one
@@ -205,7 +212,7 @@ class _TagWriter(RuleWriter):
             elif [last.get("type")] == ["any_text"] * len(run):
                 parts.append(self._before_tags(last, waiting.pop(0), "" if waiting else end))
             else:
-                raise _endless(last)
+                raise endless_text(last)
         return self.rule(" ".join(parts)) if len(parts) > 1 else parts[0]
 
     def _part(self, waiting: list[Mapping[str, Any]], end: str) -> str:
@@ -214,8 +221,8 @@ class _TagWriter(RuleWriter):
         if not waiting or self._begins_special(waiting[0]) or not self._is_open(one):
             return self._ended(one, "" if waiting else end)
         if waiting[0].get("type") != "const_string" or one.get("type") == "tags_with_separator":
-            raise _endless(one)
-        value = _text(waiting.pop(0), "value")
+            raise endless_text(one)
+        value = text_of(waiting.pop(0), "value")
         ended = self._ended(one, value)
         return f"{ended} {self.literal(end)}" if end and not waiting else ended
 
@@ -227,13 +234,13 @@ class _TagWriter(RuleWriter):
             case "regex":
                 return self._goes_on(self._text_of(form) or "")
             case "sequence":
-                return self._is_open(_objects(form, "elements")[-1])
+                return self._is_open(objects_of(form, "elements")[-1])
             case "or":
-                return any(map(self._is_open, _objects(form, "elements")))
+                return any(map(self._is_open, objects_of(form, "elements")))
             case "tag":
-                return not form.get("end") and self._is_open(_form(form.get("content")))
+                return not form.get("end") and self._is_open(form_of(form.get("content")))
             case "tags_with_separator":
-                return any(map(self._is_open, _objects(form, "tags")))
+                return any(map(self._is_open, objects_of(form, "tags")))
             case _:
                 return False
 
@@ -264,11 +271,11 @@ class _TagWriter(RuleWriter):
         """Any text, and the tag that ends it."""
         tags = [after]
         if after.get("type") == "or":
-            tags = list(_objects(after, "elements"))
+            tags = list(objects_of(after, "elements"))
         if any(one.get("type") != "tag" for one in tags):
-            raise _endless(text)
+            raise endless_text(text)
         form = {
-            "triggers": [_text(one, "begin") for one in tags],
+            "triggers": [text_of(one, "begin") for one in tags],
             "excludes": text.get("excludes"),
             "tags": tags,
             "at_least_one": True,
@@ -289,7 +296,7 @@ class _TagWriter(RuleWriter):
         if kind == "sequence":
             return self._sequence(self._elements(form), end)
         if kind == "or":
-            elements = _objects(form, "elements")
+            elements = objects_of(form, "elements")
             return self.rule(either(self._ended(one, end) for one in elements))
         if kind == "triggered_tags":
             return self._triggered(form, end)
@@ -312,25 +319,25 @@ class _TagWriter(RuleWriter):
         try:
             return ArgumentsWriter(self, how, schema, strict=strict).arguments()
         except ValueError as error:
-            raise _unusable(form, str(error)) from None
+            raise unusable_schema(form, str(error)) from None
 
     def _tag(self, form: Mapping[str, Any], begin: str | None = None) -> str:
         """A tag; ``begin`` is the rest of its beginning after a trigger."""
-        begin = _text(form, "begin") if begin is None else begin
-        inner = self._ended(_form(form.get("content")), _text(form, "end", empty=True))
+        begin = text_of(form, "begin") if begin is None else begin
+        inner = self._ended(form_of(form.get("content")), text_of(form, "end", empty=True))
         return self.rule(f"{self.literal(begin)} {inner}")
 
     def _triggered(self, form: Mapping[str, Any], end: str = "") -> str:
         """Free text in which a trigger begins one of the tags, and the first ``end`` after it."""
-        triggers = _triggers(form)
-        excluded = [*_texts(form, "excludes"), *([end] if end else [])]
+        triggers = triggers_of(form)
+        excluded = [*texts_of(form, "excludes"), *([end] if end else [])]
         free = self._text_without([*triggers, *excluded])
         tags: dict[str, list[str]] = {}
-        for tag in _objects(form, "tags"):
-            begin = _text(tag, "begin")
+        for tag in objects_of(form, "tags"):
+            begin = text_of(tag, "begin")
             trigger = next((one for one in triggers if begin.startswith(one)), None)
             if trigger is None:
-                raise RequestError(f"{_NAME} has the tag {begin[:80]!r}, which no trigger begins")
+                raise RequestError(f"{NAME} has the tag {begin[:80]!r}, which no trigger begins")
             tags.setdefault(trigger, []).append(self._tag(tag, begin.removeprefix(trigger)))
         choices: list[str] = []
         for trigger, several in tags.items():
@@ -352,73 +359,13 @@ class _TagWriter(RuleWriter):
 
     def _separated(self, form: Mapping[str, Any]) -> str:
         """Tags with a separator between them."""
-        tags = self.rule(" | ".join(self._tag(tag) for tag in _objects(form, "tags")))
+        tags = self.rule(" | ".join(self._tag(tag) for tag in objects_of(form, "tags")))
         if form.get("stop_after_first"):
             several = tags
         else:
-            several = f"{tags} ({self.literal(_text(form, 'separator', empty=True))} {tags})*"
+            several = f"{tags} ({self.literal(text_of(form, 'separator', empty=True))} {tags})*"
         return self.rule(several if form.get("at_least_one") else f"({several})?")
-
-
-def _triggers(form: Mapping[str, Any]) -> list[str]:
-    """The triggers, without those that begin like a shorter one."""
-    triggers = _texts(form, "triggers")
-    if not triggers:
-        raise RequestError(f"{_NAME} needs triggers, a list of texts")
-    found = [
-        one
-        for one in dict.fromkeys(triggers)
-        if not any(one.startswith(other) for other in triggers if other != one)
-    ]
-    for one in found:
-        if inner := next((other for other in found if other != one and other in one), None):
-            raise RequestError(f"{_NAME} has the trigger {inner[:40]!r} within {one[:40]!r}")
-    return found
 
 
 def _joined(texts: Sequence[str]) -> str:
     return f"({' '.join(texts)})" if len(texts) > 1 else texts[0]
-
-
-def _endless(text: Mapping[str, Any]) -> RequestError:
-    return RequestError(
-        f"{_NAME} has a text that nothing ends: {text.get('type')} is possible at the end, or "
-        "before a const_string, regex or tag"
-    )
-
-
-def _unusable(form: Mapping[str, Any], reason: str) -> RequestError:
-    """The error for a schema, with the names of the function and the argument that it is of."""
-    names = [f"the {one} {form[one][:60]!r}" for one in ("argument", "function") if one in form]
-    where = f" for {' of '.join(names)}" if names else ""
-    return RequestError(f"{_NAME} cannot be used{where}: {reason}")
-
-
-def _form(form: Any) -> Mapping[str, Any]:
-    if not isinstance(form, Mapping):
-        raise RequestError(f"{_NAME} needs a format, which is an object with a type")
-    return cast("Mapping[str, Any]", form)
-
-
-def _text(form: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
-    """A field that is text."""
-    value = form.get(name)
-    if not isinstance(value, str) or not (value or empty):
-        raise RequestError(f"{_NAME} needs {name}, a text, in each {form.get('type', 'structure')}")
-    return value
-
-
-def _texts(form: Mapping[str, Any], name: str) -> list[str]:
-    """A field that is a list of texts, or left out."""
-    value = form.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise RequestError(f"{_NAME} needs {name}, a list of texts that are not empty")
-    return cast("list[str]", value)
-
-
-def _objects(form: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """A field that is a list of objects, not empty."""
-    value = form.get(name)
-    if not isinstance(value, list) or not value or not all(isinstance(v, Mapping) for v in value):
-        raise RequestError(f"{_NAME} needs {name}, a list of objects that is not empty")
-    return value

@@ -22,8 +22,8 @@ import msgspec
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, FormLimits, StructuredOutputsParams
 from jaxinfer.text.grammar.library import load_llguidance
-from jaxinfer.text.grammar.source import grammar_source, limits, unusable
 from jaxinfer.text.grammar.rules import splitter
+from jaxinfer.text.grammar.source import grammar_source, limits, unusable
 
 BYTES_OF_TRIAL = 200 << 10  # that every trial takes, for its threads
 MAX_TOKEN_SECONDS = 0.1  # of CPU time for a mask and the token before it; all rows wait for it
