@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
@@ -49,19 +49,32 @@ _DEMANDS_NOTHING: Mapping[str, Callable[[Any, Schema], bool]] = MappingProxyType
     }
 )
 
+# keywords of schemas that may have to be written in another way
+_CHANGED = frozenset(
+    {
+        *(*_DEMANDS_NOTHING, "format", "oneOf", "pattern", "properties", "patternProperties"),
+        *("allOf", "anyOf", "required", "$ref"),
+    }
+)
 
-def prepared(schema: Schema, *, closed: bool = False, lenient: bool = False) -> dict[str, Any]:
+
+def prepared(
+    schema: Schema, schemas: list[Schema], *, closed: bool = False, lenient: bool = False
+) -> Schema:
     """The schema, without keywords that demand nothing and with others in words that llguidance
-    follows. Its depth must have been checked.
+    follows. ``schemas``: those within it, which ``check_schema`` has found.
 
     ``closed``: objects have no properties but those that they name, unless they say so.
     ``lenient``: without patterns that cannot be followed; llguidance has such an option for others.
     """
-    found = [one for _, one in reached(schema)]
-    schemas, without_end = set(map(id, found)), endless(schema, found)
-    groups = dict(_groups(schema)) if closed else {}
-    writer = _Writer(schema, schemas, without_end, groups, closed=closed, lenient=lenient)
-    return cast("dict[str, Any]", writer.written(schema))
+    changed = {id(one): not one.keys().isdisjoint(_CHANGED) for one in schemas}
+    if not any(changed.values()):
+        return schema
+    refers = any("$ref" in one for one in schemas)
+    without_end: set[int] = endless(schema, schemas) if refers else set()
+    groups = dict(_groups(schema, schemas)) if closed else {}
+    writer = _Writer(schema, changed, without_end, groups, closed=closed, lenient=lenient)
+    return cast("Schema", writer.written(schema))
 
 
 def not_followed(schema: Schema) -> list[str]:
@@ -76,7 +89,7 @@ def not_followed(schema: Schema) -> list[str]:
 @dataclass(frozen=True)
 class _Writer:
     root: Schema
-    schemas: set[int] = field(repr=False)  # by id; what else is in the document is data
+    schemas: Mapping[int, bool]  # by id, whether they may change; what else there is is data
     endless: set[int]
     groups: Mapping[int, list[Schema]]  # by id: those that a value has to fit as well
     closed: bool
@@ -94,10 +107,13 @@ class _Writer:
         if not isinstance(value, Mapping):
             return value
         entries = cast("Schema", value)
-        if id(value) not in self.schemas:
-            return {name: self.written(one) for name, one in entries.items()}
         if id(value) in self.endless:  # a value that begins like one would never end
             return False
+        if not self.schemas.get(id(value)):
+            return {
+                name: self.written(one) if isinstance(one, (list, dict)) else one
+                for name, one in entries.items()
+            }
         kept = _demanding(entries)
         if self.lenient and isinstance(pattern := kept.get("pattern"), str):
             kept = kept if is_pattern(pattern) else _without(kept, "pattern")
@@ -204,9 +220,9 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _groups(root: Any) -> Iterator[tuple[int, list[Schema]]]:
+def _groups(root: Any, schemas: list[Schema]) -> Iterator[tuple[int, list[Schema]]]:
     """Schemas, by id, that a value fits together with others, and these others."""
-    for _, schema in reached(root):
+    for schema in schemas:
         inner = list(_inner(schema))
         names_some = any(one in schema for one in ("properties", "patternProperties", "required"))
         if len(inner) + names_some > 1:
@@ -244,6 +260,8 @@ def _with_own_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     properties = dict(cast("Schema", named))
     required = (name for name in listed(schema.get("required")) if isinstance(name, str))
     names = dict.fromkeys([*properties, *required])
+    if not names:
+        return schema
     kept: dict[str, Any] = {}
     for pattern, one in cast("Schema", patterns).items():
         try:

@@ -29,14 +29,17 @@ NOT_FOLLOWED = frozenset(
 )
 
 
-def check_schema(schema: Any, name: str = "json") -> None:
-    """Raise ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
+def check_schema(schema: Any, name: str = "json") -> list[Mapping[str, Any]]:
+    """The schemas within a schema, those of its references too.
+
+    Raises ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
     finite text fits; ``name`` is the part of ``structured_outputs`` that it belongs to.
     """
     check_depth(name, schema)
-    deepest = 0
+    deepest, found = 0, []
     for depth, one in reached(schema):
         deepest = max(deepest, depth)
+        found.append(one)
         _check_patterns(name, one)
     if deepest > MAX_REFERENCE_DEPTH:
         raise RequestError(
@@ -48,6 +51,7 @@ def check_schema(schema: Any, name: str = "json") -> None:
             f"{FIELD}.{name} never ends: every value of the schema contains another one of its "
             "kind; make the property that leads back to it optional, or allow null"
         )
+    return found
 
 
 def check_depth(name: str, value: Any) -> None:

@@ -85,8 +85,7 @@ def _schema_text(text: str, params: StructuredOutputsParams) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise RequestError(f"{FIELD}.json must be a JSON schema, which is an object")
-    check_schema(schema)
-    schema = prepared(schema, closed=params.disable_additional_properties)
+    schema = prepared(schema, check_schema(schema), closed=params.disable_additional_properties)
     return json.dumps(schema, ensure_ascii=False)
 
 

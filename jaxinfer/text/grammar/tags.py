@@ -9,7 +9,7 @@ Both of vLLM's shapes are read: ``{"structures": [...], "triggers": [...]}``, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.text.grammar.arguments import ArgumentsWriter, Form
@@ -105,10 +105,10 @@ class _TagWriter(RuleWriter):
         schema = form.get("json_schema")
         if not isinstance(schema, Mapping):
             raise RequestError(f"{NAME} has a json_schema that is not an object")
-        check_schema(schema, "structural_tag")
+        found = check_schema(schema, "structural_tag")
         is_lenient = form.get("strict") is False
         closed = form.get("closed") is True
-        schema = prepared(cast("Mapping[str, Any]", schema), closed=closed, lenient=is_lenient)
+        schema = prepared(schema, found, closed=closed, lenient=is_lenient)
         if form.get("strict") is True and (keywords := not_followed(schema)):
             raise unusable_schema(form, f"the schema's keyword {keywords[0]} is not supported")
         return self.json(schema, lenient=is_lenient)
@@ -166,8 +166,7 @@ class _TagWriter(RuleWriter):
     def _argument_text(self, form: Mapping[str, Any], end: str) -> str:
         """The text of one argument, and the ``end`` of it."""
         schema, excluded = form["json_schema"], texts_of(form, "excludes")
-        check_schema(schema, "structural_tag")
-        schema = prepared(schema)
+        schema = prepared(schema, check_schema(schema, "structural_tag"))
         try:
             text = text_expression(schema, schema, strict=form["strict"])
             if not text:
@@ -314,8 +313,9 @@ class _TagWriter(RuleWriter):
         quotes = form.get("quotes")
         how = Form(form["key_end"], form["separator"], tuple(quotes) if quotes else None)
         strict = form["strict"]
-        check_schema(form["json_schema"], "structural_tag")
-        schema = prepared(form["json_schema"], closed=True, lenient=not strict)
+        schema = form["json_schema"]
+        found = check_schema(schema, "structural_tag")
+        schema = prepared(schema, found, closed=True, lenient=not strict)
         try:
             return ArgumentsWriter(self, how, schema, strict=strict).arguments()
         except ValueError as error:
