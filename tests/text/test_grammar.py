@@ -114,6 +114,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "undefined GBNF rule": ({"grammar": 'root ::= foo "a"'}, "Rule 'foo' not found"),
     "no start": ({"grammar": 'foo: "a"'}, "no start rule found"),
     "endless grammar": ({"grammar": 'start: start "a"'}, "fits no text"),
+    "dead end": (
+        {"grammar": 'start: "a" ("," NONE)?\nNONE: /x/ & /y/'},
+        "has a beginning after which no text fits",
+    ),
     "unknown tag": ({"structural_tag": {"format": {"type": "x"}}}, "the type 'x'"),
     "no trigger": (
         {

@@ -241,6 +241,11 @@ def _rehearse(
         begun = time.thread_time()
         matcher.consume_token(max(drawn, key=table.lengths.__getitem__))
         mask, reason = _mask(matcher)
+        if reason == NO_TOKEN:
+            raise RequestError(
+                f"{FIELD}.{kind} has a beginning after which no text fits; check it for "
+                "contradictions"
+            )
         if reason is not None:
             raise unusable(kind, f"it is too complex: {reason}")
         if (seconds := time.thread_time() - begun) > MAX_TOKEN_SECONDS:
