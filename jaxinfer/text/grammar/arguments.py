@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from keyword import iskeyword
 from typing import Any, Protocol, cast
 
+from jaxinfer.text.grammar.disjoint import types_of_value
 from jaxinfer.text.grammar.patterns import ANY_TEXT, fits
 from jaxinfer.text.grammar.prepared import not_followed
 from jaxinfer.text.grammar.raw_text import text_expression
@@ -143,6 +144,8 @@ class ArgumentsWriter:
         for name in ("anyOf", "oneOf"):
             if choices := listed(schema.get(name)):
                 self._check(schema, {name, "type"} if name == "anyOf" else {"type"})
+                if types := self._types(schema):
+                    choices = [self._of_types(one, types) for one in choices]
                 return f"({' | '.join(map(self._value, choices))})"
         self._check(schema, _OF_VALUES)
         declared = schema.get("type")
@@ -157,9 +160,25 @@ class ArgumentsWriter:
             return self._any_value()
         return f"({' | '.join(self._of_type(kind, schema) for kind in dict.fromkeys(types))})"
 
+    def _types(self, schema: Mapping[str, Any]) -> set[str]:
+        """The types that a schema names."""
+        declared = schema.get("type")
+        return {declared} if isinstance(declared, str) else set(map(str, listed(declared)))
+
+    def _of_types(self, schema: Any, types: set[str]) -> Any:
+        """A schema with these types, if it has no others."""
+        entries = self._target(schema)
+        own = self._types(entries)
+        if self.strict and (own - types if own else entries.keys() & (_OTHERS | {"properties"})):
+            raise ValueError("the schema's keyword type next to choices is not supported")
+        return schema if own else {**entries, "type": sorted(types)}
+
     def _constants(self, schema: Mapping[str, Any]) -> list[Any]:
         """The values of ``enum`` or ``const``, without texts that other keywords exclude."""
+        self._check(schema, {"enum", "const", "type", *_BY_TEXT})
         values = schema.get("enum", [schema.get("const")])
+        if types := self._types(schema):
+            values = [one for one in values if not types.isdisjoint(types_of_value(one))]
         if own := {name: schema[name] for name in _BY_TEXT if name in schema}:
             texts = text_expression({"type": "string", **own}, {}, strict=self.strict)
             values = [
@@ -222,6 +241,8 @@ class ArgumentsWriter:
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self.rules.rule(self._value(schema.get("items")))
         least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most is not None and most < least:
+            raise ValueError("no list fits its keyword minItems")
         if most == 0 or schema.get("items") is False:
             return '"[" "]"'
         further = _times(max(least - 1, 0), None if most is None else most - 1)

@@ -117,10 +117,15 @@ def _types(parts: list[Schema]) -> set[str]:
         if "type" in part:
             found &= names | ({"integer"} if "number" in names else set())
     constants = _constants(parts)
-    return found if constants is None else found & {t for one in constants for t in _types_of(one)}
+    return (
+        found
+        if constants is None
+        else found & {t for one in constants for t in types_of_value(one)}
+    )
 
 
-def _types_of(value: Any) -> tuple[str, ...]:
+def types_of_value(value: Any) -> tuple[str, ...]:
+    """The types of a value, in JSON schemas."""
     match value:
         case None:
             return ("null",)

@@ -37,6 +37,7 @@ class _Case:
     limits: tuple[str, ...] = ()  # expressions of texts
     keywords: tuple[str, ...] = ()  # that the limits are of
     unknown: tuple[str, ...] = ()  # keywords whose limits have no expression
+    of_others: tuple[str, ...] = ()  # keywords that limit what are no strings
     least: int = 0  # characters
     most: int | None = None
 
@@ -56,9 +57,19 @@ class _Case:
             self.limits + other.limits,
             self.keywords + other.keywords,
             self.unknown + other.unknown,
+            self.of_others + other.of_others,
             least,
             most,
         )
+
+    @property
+    def not_held(self) -> tuple[str, ...]:
+        """Keywords that a text of the case, which may be read as another type, may not follow."""
+        if self.constants is None:
+            is_read = self.types != _TYPES and bool(self.types - {"string", "null"})
+        else:
+            is_read = any(one is not None for one in self.others)
+        return self.unknown + (self.of_others if is_read else ())
 
     @property
     def has_texts(self) -> bool:
@@ -100,7 +111,7 @@ def text_expression(schema: Any, root: Any, *, strict: bool) -> str:
     cases = _cases(schema, root, ())
     texts = [case for case in cases if case.has_texts]
     limited = [name for case in texts for name in case.keywords if case.expression]
-    if strict and (unknown := [name for case in cases for name in case.unknown]):
+    if strict and (unknown := [name for case in cases for name in case.not_held]):
         raise ValueError(f"the keyword {unknown[0]} is not possible for a text")
     if any(case.is_of_others for case in cases) and limited:
         # any text may be meant as a string
@@ -169,8 +180,6 @@ def _own(schema: Mapping[str, Any]) -> _Case:
     types = frozenset({declared} if isinstance(declared, str) else map(str, listed(declared)))
     types = (types | {"null"} if schema.get("nullable") else types) if types else _TYPES
     unknown = [name for name in _UNKNOWN if name in schema]
-    if len(types - {"null"}) > 1 and types != _TYPES or "string" not in types:
-        unknown += [name for name in _OF_OTHERS if name in schema]  # a text may be read as one
     limits: list[str] = []
     if isinstance(pattern := schema.get("pattern"), str):
         try:
@@ -192,6 +201,7 @@ def _own(schema: Mapping[str, Any]) -> _Case:
         tuple(limits),
         tuple(name for name in _BY_VALUE if name in schema),
         tuple(unknown),
+        tuple(name for name in _OF_OTHERS if name in schema),
         _length(schema.get("minLength")) or 0,
         _length(schema.get("maxLength")),
     )
