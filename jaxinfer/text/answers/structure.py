@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -16,6 +17,10 @@ from jaxinfer.text.answers.python_calls import is_python_name
 from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
+# calls that are whole JSON objects: no undeclared properties, and the blanks that models write
+_AS_WRITTEN: Mapping[str, Any] = MappingProxyType({"closed": True, "spaced": True})
+
+_NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"additionalProperties": False})
 
 
 def calls_tag(
@@ -101,7 +106,8 @@ def form_of_tag(
 def _answer(calls: CallText) -> dict[str, Any]:
     """An answer to the user that is a JSON string between marks."""
     marks = json.loads(f"{calls.answer_begin}null{calls.answer_end}")
-    return {"type": "json_schema", "json_schema": _schema_of(marks, {"type": "string"})}
+    schema = _schema_of(marks, {"type": "string"})
+    return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN}
 
 
 def _section(
@@ -143,14 +149,14 @@ def _call(
     begin, index, rest = calls.begin.replace("{name}", name).partition(_INDEX)
     is_strict = function.get("strict") is True
     is_free = only_strict and not is_strict
-    schema = {} if is_free else function.get("parameters") or {}
+    schema = {} if is_free else function.get("parameters") or _NO_PARAMETERS
     how = {"function": name, "strict": is_strict}
-    if calls.style == "json" and not calls.triggers:
+    if begin.startswith("{") and not calls.triggers:
         # as a schema, since the answer may be other JSON: llguidance's lexer would take the
         # beginning of that for the text around the arguments
         written = json.loads(f"{begin}null{calls.end}")
         schema = _schema_of(written, {**schema, "type": "object"})
-        return {"type": "json_schema", "json_schema": schema, "closed": True, **how}
+        return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN, **how}
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     match calls.style:
         case "tags":

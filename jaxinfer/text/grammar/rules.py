@@ -46,10 +46,17 @@ class RuleWriter:
         self.rules[number] = f"{name}: {body(name)}"
         return name
 
-    def json(self, schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-        """A JSON value of a schema; ``lenient``: without keywords that are not supported."""
-        options = {**self._options, "lenient": True} if lenient else self._options
-        return f"%json {json.dumps({**schema, 'x-guidance': dict(options)})}"
+    def json(
+        self, schema: Mapping[str, Any], *, lenient: bool = False, spaced: bool = False
+    ) -> str:
+        """A JSON value of a schema; ``lenient``: without keywords that are not supported;
+        ``spaced``: with the blanks of Python's ``json.dumps`` and no others.
+        """
+        options = {**self._options, "lenient": True} if lenient else dict(self._options)
+        if spaced:
+            options |= {"whitespace_flexible": False, "whitespace_pattern": None}
+            options |= {"item_separator": ", ", "key_separator": ": "}
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
     def is_special(self, text: str) -> bool:
         """True if a text is a special token."""

@@ -116,7 +116,7 @@ class _TagWriter(RuleWriter):
         schema = prepared(schema, found, closed=closed, lenient=is_lenient)
         if form.get("strict") is True and (keywords := not_followed(schema)):
             raise unusable_schema(form, f"the schema's keyword {keywords[0]} is not supported")
-        return self.json(schema, lenient=is_lenient)
+        return self.json(schema, lenient=is_lenient, spaced=form.get("spaced") is True)
 
     # texts
 
