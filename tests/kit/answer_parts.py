@@ -56,4 +56,6 @@ def message_of(parts: Iterable[Part]) -> Message:
     calls = calls_of(listed)
     assert all(one.is_whole for one in calls), calls
     content, reasoning = texts_of(listed)
-    return Message(content, tuple((one.name, json.loads(one.arguments)) for one in calls), reasoning)
+    return Message(
+        content, tuple((one.name, json.loads(one.arguments)) for one in calls), reasoning
+    )

@@ -24,7 +24,11 @@ def tool(name: str = "weather", **fields: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
 
 
-TOOLS = [tool(), tool("clock", parameters={"type": "object", "properties": {}})]
+TOOLS = [
+    tool(),
+    tool("clock", parameters={"type": "object", "properties": {}}),
+    tool("save", parameters={"type": "object"}),
+]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
 
@@ -90,15 +94,18 @@ def test_whole_and_streamed_answers(scripted: Scripted, name: str) -> None:
 def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
     choices = scripted.streamed(WRITERS["hermes"](MESSAGES["two calls"]))
     sent = [choice.delta.tool_calls[0] for choice in choices if choice.delta.tool_calls]
-    names = [(one.index, one.function.name, one.function.arguments) for one in sent]
-    assert names == [
+    heads = [one for one in sent if one.function.name]
+    assert [(one.index, one.function.name, one.function.arguments) for one in heads] == [
         (0, "weather", ""),
-        (0, None, '{"city": "Zürich"}'),
         (1, "clock", ""),
-        (1, None, "{}"),
     ]
-    assert [(one.type, len(one.id or "")) for one in sent] == [("function", 9), (None, 0)] * 2
-    assert sent[0].id != sent[2].id
+    assert [(one.type, len(one.id or "")) for one in heads] == [("function", 9)] * 2
+    assert heads[0].id != heads[1].id
+    more = [one for one in sent if not one.function.name]
+    assert {(one.type, one.id) for one in more} == {(None, None)}
+    pieces = [[one.function.arguments for one in more if one.index == number] for number in (0, 1)]
+    assert ["".join(one) for one in pieces] == ['{"city": "Zürich"}', "{}"]
+    assert len(pieces[0]) > 4  # as they are generated
     assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
 
 
@@ -221,7 +228,7 @@ def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-        ({"tools": [*TOOLS, tool("clock")]}, "tools[2].function.name"),
+        ({"tools": [*TOOLS, tool("clock")]}, "tools[3].function.name"),
         ({"tools": [tool(parameters=[1])]}, "tools[0].function.parameters"),
         ({"tools": [tool(description=1)]}, "tools[0].function.description"),
         ({"tools": "weather"}, "tools"),

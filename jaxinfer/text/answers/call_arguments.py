@@ -148,8 +148,11 @@ def _pair(source: Source, key: str, form: PairForm, arguments: _Arguments) -> Re
             return
     nesting = Nesting(form.strings, in_list=True)
     text = yield from source.value(nesting)
-    if not nesting.is_over:
-        raise ValueError("the value is cut off")
+    is_ended = source.text[source.at : source.at + 1] == "," or form.end.match(
+        source.text, source.at
+    )
+    if not is_ended:
+        raise ValueError("no end follows the value")
     value = argument_text(form.read(text))
     yield from arguments.key(key)
     yield CallArguments(value)
@@ -169,7 +172,12 @@ def tags(source: Source, name: str, args: Mapping[str, Any], schema: Any) -> Rea
         raise ValueError("neither an argument nor the end follows the name")
     while found is not None and found["end"] is None:
         is_text = found.groupdict().get("string") != "false"
-        yield from _tagged(source, found["key"], value_end, arguments, schema, is_text=is_text)
+        ends = yield from _tagged(
+            source, found["key"], value_end, arguments, schema, is_text=is_text
+        )
+        if not ends and source.is_cut:
+            found = None
+            break
         _, found = yield from source.held_before(tag)
     yield from arguments.end(is_whole=found is not None or not source.is_cut)
 
@@ -182,26 +190,28 @@ def _tagged(
     schema: Any,
     *,
     is_text: bool,
-) -> Reading[None]:
-    """One argument, whose tag has been read. ``is_text``: what the model says of it, which counts
-    if the schema does not describe it.
+) -> Reading[bool]:
+    """One argument, whose tag has been read; False if the answer ends within it. ``is_text``: what
+    the model says of it, which counts if the schema does not describe it.
     """
     listed = schema.get("properties")
     described = cast("Mapping[str, Any]", listed) if isinstance(listed, Mapping) else {}
     if is_plain_text(described[key], schema) if key in described else is_text:
         yield from arguments.key(key)
-        yield from _sent_text(source, end)
-        return
+        return (yield from _sent_text(source, end))
     text, found = yield from source.held_before(end)
     if found is None and source.is_cut:
-        return
+        return False
     value = typed(text, described[key], schema) if key in described else _json_or_text(text)
     yield from arguments.key(key)
     yield CallArguments(argument_text(value))
+    return found is not None
 
 
-def _sent_text(source: Source, end: regex.Pattern[str]) -> Reading[None]:
-    """Send a text as it arrives, as a string of JSON; it stays open if it is cut off."""
+def _sent_text(source: Source, end: regex.Pattern[str]) -> Reading[bool]:
+    """Send a text as it arrives, as a string of JSON; it stays open if it is cut off. Returns
+    False if the answer ends within it.
+    """
     before = '"'
     while True:
         text, found = source.before(end)
@@ -210,7 +220,7 @@ def _sent_text(source: Source, end: regex.Pattern[str]) -> Reading[None]:
             yield CallArguments(sent)
         before = ""
         if found is not None or source.is_ended:
-            return
+            return found is not None
         yield None
 
 

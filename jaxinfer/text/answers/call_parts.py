@@ -1,13 +1,14 @@
 """The parts of a tool call as it arrives, and how its name and arguments are written.
 
-A call begins (``CallBegin``) once it is sure that the text is one: the name is that of a declared tool,
-and the arguments have begun. Until then a reader raises ``ValueError`` for text that is no call, and
-that text is content. Once begun, a call stays, since its beginning may have been sent: if the model
-breaks off, the call ends with the arguments so far, and is not whole. The same holds of answers that
-are not streamed, so the two are equal.
+A call begins (``CallBegin``) once it is sure that the text is one: the name is that of a declared
+tool, and the arguments have begun. Until then a reader raises ``ValueError`` for text that is no
+call, and that text is content. Once begun, a call stays, since its beginning may have been sent: if
+the model breaks off, the call ends with the arguments so far and is not whole. The same holds of
+answers that are not streamed, so the two are equal.
 
-JSON arguments are the text that the model wrote, byte for byte; those in other forms are written as
-``argument_text`` writes values. Arguments of text are passed on as they arrive, others one by one.
+JSON arguments are the text that the model wrote, byte for byte, valid or not; those in other forms
+are written as ``argument_text`` writes values. Texts are passed on as they arrive, other arguments
+one by one.
 """
 
 from __future__ import annotations

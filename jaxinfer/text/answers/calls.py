@@ -63,7 +63,7 @@ def _closing(source: Source, ending: regex.Pattern[str]) -> Reading[None]:
 def _collected(
     source: Source, field: Field, captures: Mapping[str, str], tools: Schemas
 ) -> Reading[None]:
-    """Calls in a form of the model's own template: they are read when all of their text is there."""
+    """Calls in a form of the model's own template, which are read when they are whole."""
     if field.reader == "json":
         strings = {str(a): str(b) for a, b in field.reader_args.get("string_delims", ())}
         text = yield from source.value(Nesting({**strings, '"': '"'}))

@@ -35,8 +35,8 @@ type _Kind = Literal["open", "again", "close", "hidden"]
 
 
 class _Found(NamedTuple):
-    """An anchor in the buffer: a field begins or ends; thoughts that have begun are opened again; or
-    a special token is left out.
+    """An anchor in the buffer: a field begins or ends, begun thoughts are opened again, or a
+    special token is left out.
     """
 
     kind: _Kind
@@ -47,9 +47,9 @@ class _Found(NamedTuple):
 class AnswerParser:
     """Parses one answer: ``feed`` its text in any pieces, then ``finish``.
 
-    Calls are returned as they arrive; ``call_parts`` says when a call begins. Text that looks like a
-    call and is none is content. Methods raise ``TimeoutError`` if a pattern of the model's own
-    template takes too long.
+    Calls are returned as they arrive; the module ``call_parts`` says when one begins. Text that
+    looks like a call and is none is content. Methods raise ``TimeoutError`` if a pattern of the
+    model's own template takes too long.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AnswerParser:
 
     def _call_parts(self, source: Source) -> Iterator[Part]:
         """The parts of calls that have arrived, and text that turned out to be no call."""
-        skipped = 0
+        skipped, after = 0, self._implicit
         try:
             for part in self._reading:
                 if part is None:
@@ -180,6 +180,8 @@ class AnswerParser:
             if isinstance(self._last, CallBegin | CallArguments):
                 self._last = CallEnd(False)
                 yield self._last
+            if self._field is not None and (after is None or after.name != CONTENT_FIELD):
+                after = self._field.as_content
             skipped = 1  # an opening of no characters must not be found again
             if text := "".join(source.unsent):
                 skipped = 0
@@ -189,7 +191,7 @@ class AnswerParser:
         self._scan = source.at + skipped
         if not self._is_prompt:
             self._own = 0
-        self._enter(self._implicit)
+        self._enter(after)
 
     def _text(self, end: int) -> Iterator[Part]:
         """The buffer up to ``end`` as text of the current field."""

@@ -1,7 +1,7 @@
 """``Source``: the text of a tool call as it arrives, read by generators that wait for more of it.
 
-A generator yields None where it needs further text. What it reads does not depend on how the text is
-divided: a mark counts once no further text can change it.
+A generator yields None where it needs further text. However the text is divided, it reads the same:
+a mark counts once no further text can change it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ class Source:
         found = pattern.search(
             self.text, self.at, partial=not self.is_ended, timeout=PATTERN_SECONDS
         )
+        if found is None and self.is_cut:  # a match that is cut off is no part of the text, either
+            found = pattern.search(self.text, self.at, partial=True, timeout=PATTERN_SECONDS)
         if found is None:
             return self.take(len(self.text)), None
         text = self.take(found.start())
-        if not self.is_ended and not is_settled(pattern, found, self.text):
+        if found.partial or not (self.is_ended or is_settled(pattern, found, self.text)):
             return text, None
         self.take(found.end())
         return text, found
@@ -124,8 +126,8 @@ class Nesting:
     """Follows the brackets and strings of a value, to find its end.
 
     ``marks``: the mark that ends a string by the one that begins it; quotes escape by a backslash.
-    A value ends with its last bracket; with ``in_list`` before a comma, or before the bracket of the
-    list around it.
+    A value ends with its last bracket; with ``in_list`` it ends before a comma or the bracket of
+    the list around it.
     """
 
     def __init__(self, marks: Mapping[str, str], *, in_list: bool = False) -> None:

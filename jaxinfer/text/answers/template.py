@@ -51,7 +51,9 @@ class Field:
     join: str = ""  # between the texts of a field that occurs several times
     transform: Any = None
     transform_each: bool = False
-    ending: regex.Pattern[str] | None = None  # ``close`` right after a call; brackets may precede it
+    ending: regex.Pattern[str] | None = (
+        None  # ``close`` right after a call; brackets may precede it
+    )
 
     @property
     def has_reasoning(self) -> bool:
@@ -77,6 +79,11 @@ class Field:
     def is_answer(self) -> bool:
         """True if it can only be the whole answer, after thoughts."""
         return self.reader == "json-answer"
+
+    @property
+    def as_content(self) -> Field:
+        """The field as content, for text in it that is no call."""
+        return replace(self, name=CONTENT_FIELD, reader="text", reader_args={"strip": False})
 
     @property
     def strips(self) -> bool:
