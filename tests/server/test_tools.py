@@ -140,9 +140,19 @@ def test_only_one_call_if_calls_are_not_parallel(scripted: Scripted) -> None:
 
 
 def test_a_call_that_is_cut_off(scripted: Scripted) -> None:
-    choice = scripted.answer(WRITERS["hermes"](MESSAGES["text and call"]), max_tokens=60)
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content == MESSAGES["text and call"].content
+    """The call has the arguments so far, whole and streamed."""
+    text = WRITERS["hermes"](MESSAGES["text and call"])
+    for max_tokens in (60, 70):
+        choice = scripted.answer(text, max_tokens=max_tokens)
+        assert choice.finish_reason == "length"
+        assert choice.message.content == MESSAGES["text and call"].content
+        (call,) = choice.message.tool_calls
+        begun = '{"city": "Oslo"}'[: max_tokens - 59]
+        assert (call.function.name, call.function.arguments) == ("weather", begun)
+        choices = scripted.streamed(text, max_tokens=max_tokens)
+        sent = [one for choice in choices for one in choice.delta.tool_calls or ()]
+        assert "".join(one.function.arguments for one in sent) == begun
+        assert choices[-1].finish_reason == "length"
 
 
 def test_calls_and_results_are_sent_back(scripted: Scripted) -> None:

@@ -26,7 +26,7 @@ from jaxinfer.text.answers.values import read_dialect
 
 _LIST = regex.compile(r"\s*\[")
 _LIST_END = regex.compile(r"\s*,?\s*\]")
-_NAME = regex.compile(r"\s*([^\W\d][\w.]{0,300}+)\s*\(")
+_NAME = regex.compile(r"\s*([^\W\d][\w.]{0,4000}+)\s*\(")
 _NEXT_NAME = regex.compile(r"\s*,\s*(?=[^\W\d])")
 _COMMA = regex.compile(r"\s*,\s*")
 
@@ -43,7 +43,7 @@ class PairForm:
 
 
 _PYTHON = PairForm(
-    key=regex.compile(r"\s*(?P<key>[^\W\d]\w{0,300}+)\s*=(?!=)"),
+    key=regex.compile(r"\s*(?P<key>[^\W\d]\w{0,4000}+)\s*=(?!=)"),
     end=regex.compile(r"\s*\)"),
     strings=MappingProxyType({mark: mark for mark in ('"""', "'''", '"', "'")}),
     read=read_python_value,
@@ -54,11 +54,11 @@ def dialect_form(args: Mapping[str, Any]) -> PairForm:
     """The form of a dialect of JSON; ``args`` are those of the reader ``json``."""
     texts = {str(begin): str(end) for begin, end in args.get("string_delims", ())}
     keys = [
-        rf"{regex.escape(begin)}(?P<key>.{{0,300}}?){regex.escape(end)}"
+        rf"{regex.escape(begin)}(?P<key>.{{0,4000}}?){regex.escape(end)}"
         for begin, end in (*texts.items(), ('"', '"'))
     ]
     if args.get("unquoted_keys"):
-        keys.append(r'(?P<key>[^\s"{}\[\],:][^"{}\[\],:]{0,300}?)')
+        keys.append(r'(?P<key>[^\s"{}\[\],:][^"{}\[\],:]{0,4000}?)')
     return PairForm(
         key=regex.compile(rf"\s*(?:{'|'.join(keys)})\s*:", regex.DOTALL),
         end=regex.compile(r"\s*\}"),

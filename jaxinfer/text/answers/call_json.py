@@ -20,8 +20,8 @@ from jaxinfer.text.answers.strict_json import strict_json
 from jaxinfer.text.answers.values import read_calls
 
 # a longer key or name is none, so that a search for its end takes little time
-_KEY = regex.compile(r'\s*,?\s*("(?:[^"\\]|\\.){0,300}+")\s*:', regex.DOTALL)
-_FIRST_NAME = regex.compile(r'\{+\s*"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.){0,300}+")')
+_KEY = regex.compile(r'\s*,?\s*("(?:[^"\\]|\\.){0,4000}+")\s*:', regex.DOTALL)
+_FIRST_NAME = regex.compile(r'\{+\s*"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.){0,4000}+")')
 _LISTS = regex.compile(r"[\[\s]*")
 _LIST_END = regex.compile(r"\s*\]")
 _OBJECT = regex.compile(r"\s*\{")
