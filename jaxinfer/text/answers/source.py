@@ -134,6 +134,7 @@ class Nesting:
         self.is_over = False
         self._marks = marks
         self._in_list = in_list
+        self._longest = max(map(len, marks))
         self._depth = int(in_list)
         self._closing = ""  # the mark that ends the open string
         self._outside = _any_of((*marks, *"()[]{}", *("," * in_list)))
@@ -148,17 +149,24 @@ class Nesting:
             found = pattern.search(text, at, partial=not source.is_ended)
             if found is None:
                 return len(text)
-            if found.partial or (not source.is_ended and self._may_grow(text, found.start())):
+            if found.partial:
                 return found.start()
+            if not (source.is_ended or self._closing):
+                growing = self._growing(text, at, found.start())
+                if growing is not None:
+                    return growing
             at = self._passed(found)
         return at
 
-    def _may_grow(self, text: str, start: int) -> bool:
-        """True if further text may make a longer mark: one quote, or three."""
-        rest = text[start : start + 3]
-        if self._closing or len(rest) == 3:
-            return False
-        return any(len(one) > len(rest) and one.startswith(rest) for one in self._marks)
+    def _growing(self, text: str, at: int, last: int) -> int | None:
+        """Where, up to ``last``, a mark begins that further text makes longer: a quote that becomes
+        three, or one within another mark.
+        """
+        for start in range(max(at, len(text) - self._longest + 1), last + 1):
+            rest = text[start:]
+            if any(one != rest and one.startswith(rest) for one in self._marks):
+                return start
+        return None
 
     def _passed(self, found: regex.Match[str]) -> int:
         """Where to go on after a mark."""
