@@ -43,9 +43,9 @@ def kimi(call_id: str, arguments: str = '{"n": 7}', s: str = "s") -> str:
     return f"<|tool_call{s}_section_begin|>{call}<|tool_call{s}_section_end|>"
 
 
-def dsml(**values: tuple[str, bool]) -> str:
+def dsml(**values: tuple[str, str]) -> str:
     tags = [
-        f'<｜DSML｜parameter name="{key}" string="{str(is_text).lower()}">{value}</｜DSML｜parameter>'
+        f'<｜DSML｜parameter name="{key}" string="{is_text}">{value}</｜DSML｜parameter>'
         for key, (value, is_text) in values.items()
     ]
     return f'<｜DSML｜invoke name="f">{"".join(tags)}</｜DSML｜invoke>'
@@ -95,7 +95,7 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
         ("qwen3_coder", "<function=f>\n<parameter=n>\n7\n</function>", CALL),
         ("qwen3_coder", "use <function=f> to call", None),
         ("gemma4", "<|tool_call>call:f{n:7}<tool_call|>", CALL),
-        ("gemma4", "<|tool_call>call:f{s:ab c}<tool_call|>", Message(calls=(("f", {"s": "ab c"}),))),
+        ("gemma4", "<|tool_call>call:f{s:a b}<tool_call|>", Message(calls=(("f", {"s": "a b"}),))),
         ("gemma4", "<|tool_call>call:f{n:}<tool_call|>", None),
         ("kimi_k2", '<|tool_call_begin|>f<|tool_call_argument_begin|>x<|tool_call_end|>', None),
         # Kimi-K2: ids that a client has sanitised; marks in the singular
@@ -106,7 +106,7 @@ LIST = '[{"name": "f", "arguments": {"n": 7}}]'
         ),
         ("kimi_k2", kimi("functions.f_2:0", "{}"), Message(calls=(("f_2", {}),))),
         # DeepSeek-V3.2 says which values are text
-        ("deepseek_v32", dsml(a=("[1]", False), b=("[1]", True)),
+        ("deepseek_v32", dsml(a=("[1]", "false"), b=("[1]", "true")),
          Message(calls=(("f", {"a": [1], "b": "[1]"}),))),
     ],
 )  # fmt: skip

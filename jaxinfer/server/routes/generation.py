@@ -92,8 +92,8 @@ def chat_reading(
 
 
 def _reads_bare_calls(service: Service, request: ChatCompletionRequest) -> bool:
-    """True if an answer that is the JSON of a call is one without the marks of calls, too. It is not
-    where the text has a form, or where a grammar holds for the arguments, which follow the marks.
+    """True if an answer that is the JSON of a call is one without the marks of calls, too. It is
+    not where the text has a form, or where a grammar follows the marks.
     """
     choice = request.chosen_tools
     is_free = choice.mode == "auto" and not choice.has_strict and request.form_field is None
