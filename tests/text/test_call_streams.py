@@ -121,3 +121,19 @@ def test_the_time_of_a_call_is_linear_in_its_length(name: str) -> None:
     for is_text in (True, False) if calls.style != "json" else (True,):
         short, long = (seconds(name, value(size, is_text=is_text)) for size in (20_000, 80_000))
         assert long < 8 * short  # 4; quadratic: 16
+
+
+@pytest.mark.parametrize("name", ["hermes", "glm45"])
+@pytest.mark.parametrize("line", ["Some words, and more.\n", "<tool_call> ", "<tool_call>{\n"])
+def test_the_time_of_a_long_text_is_linear_in_its_length(name: str, line: str) -> None:
+    """Answers that are not streamed are parsed at once."""
+
+    def passed(size: int) -> float:
+        parser = AnswerParser(format_of(name).template, "<think>", tools={"save": {}})
+        start = time.process_time()
+        parts = [*parser.feed(line * (size // len(line))), *parser.finish()]
+        assert not calls_of(parts)
+        return time.process_time() - start
+
+    short, long = passed(80_000), passed(320_000)
+    assert long < 8 * short + 0.05  # 4; with one search of the whole text 16

@@ -15,6 +15,10 @@ PATTERN_SECONDS = 1.0  # a pattern from a model's files that takes longer ends i
 
 QUOTES = ('"', "'", '"""', "'''")  # marks within which a backslash escapes
 
+_TEXT = regex.compile(r"\S")
+# parts of a pattern that may match at the end of a text, and not before more of it
+_LOOKS_FOR_AN_END = regex.compile(r"\\[ZbBmM]|\$|\(\?!")
+
 type Waiting[T] = Generator[None, None, T]
 
 
@@ -104,8 +108,8 @@ class Source:
     def skip_space(self) -> Waiting[str]:
         """Read white space; returns the character after it, empty at the end."""
         while True:
-            rest = self.text[self.at :]
-            self.take(self.at + len(rest) - len(rest.lstrip()))
+            found = _TEXT.search(self.text, self.at)
+            self.take(len(self.text) if found is None else found.start())
             if self.at < len(self.text):
                 return self.text[self.at]
             if self.is_ended:
@@ -203,7 +207,9 @@ def is_settled(pattern: regex.Pattern[str], found: regex.Match[str], text: str) 
     """True if text after the end of ``text`` cannot change this match."""
     if found.partial or found.end() == len(text):
         return False
-    # a pattern may look ahead to the end: a character that no text has shows it
+    if not _LOOKS_FOR_AN_END.search(pattern.pattern):
+        return True
+    # a character that no text has shows that the end of the text has counted
     again = pattern.match(text + "\0", found.start(), timeout=PATTERN_SECONDS)
     return (
         again is not None
