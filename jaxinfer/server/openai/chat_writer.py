@@ -35,6 +35,7 @@ from jaxinfer.server.openai.writer import (
     merged_updates,
     usage_of,
 )
+from jaxinfer.text.answers.call_parts import CallArguments
 from jaxinfer.text.answers.parser import Content, Reasoning
 
 _FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
@@ -150,17 +151,14 @@ class _ChoiceReader:
         self._role = context.role
         self._shows_reasoning = request.include_reasoning
         self._is_named = request.chosen_tools.is_named
+        self._number = 0  # of the last call
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
         parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
-        calls = [
-            ToolCall(id=part.id, function=CalledFunction(name=part.name, arguments=part.arguments))
-            for part in parts
-            if isinstance(part, NumberedCall)
-        ]
+        calls = _whole_calls(parts)
         return ChatMessage(
             role=self._role,
             content=None if calls and not content else content,
@@ -177,8 +175,16 @@ class _ChoiceReader:
                 found.append(ChatDelta(content=part.text))
             elif isinstance(part, Reasoning):
                 found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
-            else:
-                found += _in_two(part)
+            elif isinstance(part, NumberedCall):
+                self._number = part.number
+                name = CalledFunction(name=part.name, arguments="")
+                call = ToolCallDelta(index=part.number, id=part.id, type="function", function=name)
+                found.append(ChatDelta(tool_calls=[call]))
+            elif isinstance(part, CallArguments):
+                call = ToolCallDelta(
+                    index=self._number, function=CalledFunction(arguments=part.text)
+                )
+                found.append(ChatDelta(tool_calls=[call]))
         return found
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason:
@@ -197,10 +203,15 @@ class _ChoiceReader:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
-def _in_two(call: NumberedCall) -> list[ChatDelta]:
-    """A call as OpenAI streams it: its name, then its arguments."""
-    name = CalledFunction(name=call.name, arguments="")
-    arguments = CalledFunction(arguments=call.arguments)
-    head = ToolCallDelta(index=call.number, id=call.id, type="function", function=name)
-    tail = ToolCallDelta(index=call.number, function=arguments)
-    return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]
+def _whole_calls(parts: Sequence[ChoicePart]) -> list[ToolCall]:
+    """The calls that the parts add up to; one that is cut off has the arguments so far."""
+    begun: list[tuple[NumberedCall, list[str]]] = []
+    for part in parts:
+        if isinstance(part, NumberedCall):
+            begun.append((part, []))
+        elif isinstance(part, CallArguments):
+            begun[-1][1].append(part.text)
+    return [
+        ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments="".join(arguments)))
+        for call, arguments in begun
+    ]

@@ -7,19 +7,19 @@ from typing import NamedTuple
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.server.openai.tools import AnswerReading
+from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd
 from jaxinfer.text.answers.parser import Content, Part, Reasoning
 
 
 class NumberedCall(NamedTuple):
-    """A whole call of a tool. ``number``: its index among the calls of its answer."""
+    """A call of a tool begins. ``number``: its index among the calls of its answer."""
 
     number: int
     id: str
     name: str
-    arguments: str  # a JSON object as text
 
 
-type ChoicePart = Reasoning | Content | NumberedCall
+type ChoicePart = Reasoning | Content | NumberedCall | CallArguments | CallEnd
 
 
 class ChoiceParts:
@@ -31,6 +31,7 @@ class ChoiceParts:
         self._request_id = request_id
         self._choice = choice
         self._num_calls = 0
+        self._drops_call = False  # the open call is one too many
 
     @property
     def in_reasoning(self) -> bool:
@@ -53,13 +54,16 @@ class ChoiceParts:
         return self._num_calls > 0 and delta.finish_reason is FinishReason.STOP
 
     def _numbered(self, part: Part) -> ChoicePart | None:
-        """The part, a call with its number and id; None for a call too many."""
-        if isinstance(part, Content | Reasoning):
+        """The part, a call with its number and id; None for parts of a call too many."""
+        if isinstance(part, CallArguments | CallEnd):
+            return None if self._drops_call else part
+        if not isinstance(part, CallBegin):
             return part
         reading, number = self._reading, self._num_calls
         assert reading is not None, "only a parser finds calls"
-        if number and not reading.parallel:
+        self._drops_call = number > 0 and not reading.parallel
+        if self._drops_call:
             return None
         self._num_calls += 1
         call_id = reading.call_id(self._request_id, self._choice, number, part.name)
-        return NumberedCall(number, call_id, part.name, part.arguments)
+        return NumberedCall(number, call_id, part.name)

@@ -79,7 +79,7 @@ class FunctionCall(_Typed, frozen=True, kw_only=True, tag="function_call"):
     id: str
     call_id: str
     name: str
-    arguments: str  # a JSON object as text
+    arguments: str  # a JSON object as text; of a call that is cut off the beginning
     status: Status
 
 
@@ -300,7 +300,7 @@ class SummaryTextDone(
 class ArgumentsDelta(
     _InItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
 ):
-    """The arguments of a call, which come at once."""
+    """More of the arguments of a call."""
 
     delta: str
 

@@ -88,6 +88,24 @@ class _OpenText:
         return {"logprobs": logprobs} if self.form.has_logprobs else {}
 
 
+@dataclass(eq=False)
+class _OpenCall:
+    """A call whose arguments still grow."""
+
+    id: str
+    call: NumberedCall
+    texts: list[str] = field(default_factory=list[str])
+
+    def item(self, status: Status) -> FunctionCall:
+        return FunctionCall(
+            id=self.id,
+            call_id=self.call.id,
+            name=self.call.name,
+            arguments="".join(self.texts),
+            status=status,
+        )
+
+
 class OutputItems:
     """The items of one response; ids begin with ``name`` after their prefix."""
 
@@ -95,7 +113,7 @@ class OutputItems:
         self._name = name
         self._emit = emit
         self._ended: list[OutputItem] = []
-        self._open: _OpenText | None = None
+        self._open: _OpenText | _OpenCall | None = None
 
     @property
     def listed(self) -> list[OutputItem]:
@@ -106,47 +124,41 @@ class OutputItems:
 
     def add_text(self, form: TextForm, text: str, logprobs: list[TokenLogprob]) -> None:
         """Add to the text of the last item, or of a new one if the last is of another kind."""
-        if self._open is None or self._open.form is not form:
-            self.end_text()
-            self._open = self._begun(form)
         last = self._open
+        if not isinstance(last, _OpenText) or last.form is not form:
+            self.end_item()
+            last = self._open = self._begun(form)
         last.texts.append(text)
         last.logprobs += logprobs
         if text:
             self._emit(form.delta, **self._place(last.id), delta=text, **last.listed(logprobs))
 
-    def add_call(self, call: NumberedCall) -> None:
-        """Add a whole call."""
-        self.end_text()
-        item = FunctionCall(
-            id=self._new_id("fc"),
-            call_id=call.id,
-            name=call.name,
-            arguments=call.arguments,
-            status=Status.COMPLETED,
-        )
-        index, place = len(self._ended), self._place(item.id)
-        begun = FunctionCall(
-            id=item.id,
-            call_id=item.call_id,
-            name=item.name,
-            arguments="",
-            status=Status.IN_PROGRESS,
-        )
-        self._emit(objects.OutputItemAdded, output_index=index, item=begun)
-        self._emit(objects.ArgumentsDelta, **place, delta=item.arguments)
-        self._emit(objects.ArgumentsDone, **place, name=item.name, arguments=item.arguments)
-        self._emit(objects.OutputItemDone, output_index=index, item=item)
-        self._ended.append(item)
+    def begin_call(self, call: NumberedCall) -> None:
+        """Add a call without its arguments."""
+        self.end_item()
+        self._open = _OpenCall(self._new_id("fc"), call)
+        item = self._open.item(Status.IN_PROGRESS)
+        self._emit(objects.OutputItemAdded, output_index=len(self._ended), item=item)
 
-    def end_text(self, status: Status = Status.COMPLETED) -> None:
-        """End the item whose text grows, if there is one."""
+    def add_arguments(self, text: str) -> None:
+        """Add to the arguments of the begun call."""
+        assert isinstance(self._open, _OpenCall)
+        self._open.texts.append(text)
+        self._emit(objects.ArgumentsDelta, **self._place(self._open.id), delta=text)
+
+    def end_item(self, status: Status = Status.COMPLETED) -> None:
+        """End the item that grows, if there is one."""
         if (last := self._open) is None:
             return
         self._open = None
-        form, place, part, item = last.form, self._place(last.id), last.part(), last.item(status)
-        self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
-        self._emit(form.ended, **place, part=part)
+        place, item = self._place(last.id), last.item(status)
+        if isinstance(last, _OpenText):
+            form, part = last.form, last.part()
+            self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
+            self._emit(form.ended, **place, part=part)
+        else:
+            arguments = "".join(last.texts)
+            self._emit(objects.ArgumentsDone, **place, name=last.call.name, arguments=arguments)
         self._emit(objects.OutputItemDone, output_index=len(self._ended), item=item)
         self._ended.append(item)
 
