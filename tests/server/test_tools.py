@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from openai import OpenAI
 
+from kit.answer_matrix import read, read_stream
 from kit.answer_texts import MESSAGES, WRITERS
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
