@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
+from jaxinfer.text.chat_forms import adapted_messages, adapted_tools
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import Renders, TemplateProbes
 
@@ -35,9 +36,10 @@ class ChatTemplate:
         """
         self._special_tokens = special_tokens
         self._probes = TemplateProbes(
+            source,
             lambda chat, variables: self._text(
                 chat, {"add_generation_prompt": False, **variables}, MAX_CHARACTERS
-            )
+            ),
         )
         from jaxinfer.text.jinja import Program  # not at a start: it takes 0.1 s
 
@@ -68,7 +70,7 @@ class ChatTemplate:
         of more than ``max_characters``, and ``TokenizerError`` with the template's own message if
         it refuses or fails.
         """
-        chat = self._probes.adapt(check_messages(messages))
+        chat = adapted_messages(self._probes, check_messages(messages))
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -76,7 +78,9 @@ class ChatTemplate:
                     "set one of them to false."
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
-        chosen = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
+        given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
+        tools = adapted_tools(self._probes, given.get("tools", ())) or self._probes.no_tools
+        chosen = {**given, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._text(chat, chosen, max_characters)
         return _text_before_mark(text) if continue_final_message else text
 
@@ -86,9 +90,8 @@ class ChatTemplate:
         from jaxinfer.text.jinja import reason
 
         defaults = {**dict.fromkeys(_LISTS), **self._special_tokens}
-        given = {name: value for name, value in variables.items() if value or name not in _LISTS}
         try:
-            text = self._program.run({**defaults, **given, "messages": chat}, max_characters)
+            text = self._program.run({**defaults, **variables, "messages": chat}, max_characters)
         except Exception as error:  # a template is a program: it can raise anything
             raise TokenizerError(f"The chat template failed: {reason(error)}") from error
         if text is None:
