@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -70,7 +72,8 @@ class ChatTemplate:
         of more than ``max_characters``, and ``TokenizerError`` with the template's own message if
         it refuses or fails.
         """
-        chat = adapted_messages(self._probes, check_messages(messages))
+        checked = check_messages(messages)
+        chat = adapted_messages(self._probes, checked)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -79,10 +82,54 @@ class ChatTemplate:
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
         given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
-        tools = adapted_tools(self._probes, given.get("tools", ())) or self._probes.no_tools
-        chosen = {**given, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._text(chat, chosen, max_characters)
+        tools = adapted_tools(self._probes, given.pop("tools", ()))
+        chosen = {**given, "add_generation_prompt": add_generation_prompt}
+
+        def rendered(chat: Sequence[Message], tools: Sequence[Any] = tools) -> str:
+            all_variables = {**chosen, "tools": tools or self._probes.no_tools}
+            return self._text(chat, all_variables, max_characters)
+
+        try:
+            text = rendered(chat)
+        except TokenizerError as error:
+            raise self._located(error, rendered, checked, chat, tools) from None
         return _text_before_mark(text) if continue_final_message else text
+
+    def _located(
+        self,
+        error: TokenizerError,
+        rendered: Callable[[Sequence[Message], Sequence[Any]], str],
+        checked: Sequence[Message],  # the chat before it was adapted
+        chat: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> TokenizerError:
+        """The error naming the tool or message that the template's code cannot render; the same
+        one if the template refuses the chat in its own words.
+        """
+        from jaxinfer.text.jinja import is_deliberate, reason
+
+        cause = error.__cause__
+        if cause is None or is_deliberate(cause) or not self._probes.takes_questions:
+            return error
+
+        def fails(chat: Sequence[Message], tools: Sequence[Any]) -> bool:
+            try:
+                rendered(chat, tools)
+            except TokenizerError:
+                return True
+            return False
+
+        if tools and not fails(chat, ()):
+            number = _first(len(tools), lambda count: fails(chat, tools[:count]))
+            name, remedy = "tools", "describe it more simply"
+        else:
+            prefix = partial(adapted_messages, self._probes)
+            number = _first(len(checked), lambda count: fails(prefix(checked[:count]), tools))
+            name, remedy = "messages", "send it in a simpler form"
+        return TokenizerError(
+            f"The chat template failed: it cannot render {name}[{number}] "
+            f"({reason(cause).rstrip('.')}); {remedy}, or leave it out."
+        )
 
     def _text(
         self, chat: Sequence[Message], variables: Mapping[str, Any], max_characters: int
@@ -99,6 +146,13 @@ class ChatTemplate:
                 f"The chat has more than {max_characters} characters as a prompt; shorten it."
             )
         return text
+
+
+def _first(length: int, fails: Callable[[int], bool]) -> int:
+    """The index of the item with which a list of ``length`` items fails, by bisection: ``fails`` of
+    a number of its first items.
+    """
+    return bisect_left(range(1, length), True, key=fails)
 
 
 def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:

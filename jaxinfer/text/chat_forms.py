@@ -233,16 +233,17 @@ def _probe_function(**fields: Any) -> Function:
     return {"name": PROBE_FUNCTION, **fields}
 
 
-_PLAIN = {PROBE_KEY: {"type": "string"}}
-# a function that lacks optional fields, and what fills them in
+_BARE = {PROBE_KEY: {"type": "string"}}
+_WHOLE = {PROBE_KEY: {"type": "string", "description": "d"}}
+# functions that lack one optional field, and what fills it in
 _FILLS: Sequence[tuple[Function, Callable[[Function], Function]]] = (
-    (_probe_function(parameters={**_PARAMETERS, "properties": _PLAIN}), _described),
+    (_probe_function(parameters={**_PARAMETERS, "properties": _WHOLE}), _described),
     (_probe_function(description="d"), _parametrised),
     (_probe_function(description="d", parameters={}), _typed),
     (_probe_function(description="d", parameters={"type": "object"}), _typed),
-    (_probe_function(description="d", parameters={"properties": _PLAIN}), _typed),
+    (_probe_function(description="d", parameters={"properties": _WHOLE}), _typed),
     (
-        _probe_function(description="d", parameters={**_PARAMETERS, "properties": _PLAIN}),
+        _probe_function(description="d", parameters={**_PARAMETERS, "properties": _BARE}),
         _with_described_properties,
     ),
 )

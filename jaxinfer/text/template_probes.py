@@ -98,6 +98,11 @@ class TemplateProbes:
         return [] if fails[True] and not fails[False] else None
 
     @cached_property
+    def takes_questions(self) -> bool:
+        """True if the template renders a user's message without further variables."""
+        return self._shown([_QUESTION])
+
+    @cached_property
     def call_form(self) -> CallForm:
         """How a message with tool calls is written.
 
@@ -205,7 +210,7 @@ class TemplateProbes:
         one ``later``, between an answer and a question. Also if it cannot be probed: some need
         variables.
         """
-        if not self._shown([_QUESTION]):
+        if not self.takes_questions:
             return True
         messages = [
             {"role": role, "content": words} for role, words in zip(roles, _WORDS, strict=False)
