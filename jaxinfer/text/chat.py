@@ -13,6 +13,7 @@ from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerErro
 from jaxinfer.text.chat_forms import adapted_messages, adapted_tools
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import Renders, TemplateProbes
+from jaxinfer.text.tools import check_tools
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 MAX_CHARACTERS = 1 << 26  # of a prompt, where the context's length does not say less
@@ -82,7 +83,9 @@ class ChatTemplate:
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
         given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
-        tools = adapted_tools(self._probes, given.pop("tools", ()))
+        tools = given.pop("tools", ())
+        check_tools(tools)
+        tools = adapted_tools(self._probes, tools)
         chosen = {**given, "add_generation_prompt": add_generation_prompt}
 
         def rendered(chat: Sequence[Message], tools: Sequence[Any] = tools) -> str:

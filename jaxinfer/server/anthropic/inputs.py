@@ -104,8 +104,8 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     ]
     description: Annotated[str | None, Meta(description="What it does.")] = None
     input_schema: Annotated[
-        dict[str, Any] | None, Meta(description="The JSON schema of a call's input, an object.")
-    ] = None
+        dict[str, Any], Meta(description="The JSON schema of a call's input, an object.")
+    ]
     strict: Annotated[
         bool | None, Meta(description="True: the input of a call follows the schema.")
     ] = None

@@ -121,8 +121,13 @@ def _of_format(given: ResponseFormat) -> tuple[str, dict[str, Any]]:
                     "response_format.json_schema is required",
                     param="response_format.json_schema",
                 )
-            if schema.schema is None:  # any JSON object, as in vLLM
-                return "response_format", {"json_object": True}
+            if schema.schema is None:
+                raise ApiError(
+                    400,
+                    "response_format.json_schema.schema is required; for any JSON object use the "
+                    "type json_object",
+                    param="response_format.json_schema.schema",
+                )
             return "response_format.json_schema.schema", {"json": schema.schema}
         case "structural_tag":
             tag = {"structures": given.structures, "triggers": given.triggers}
