@@ -31,7 +31,11 @@ def adapted_messages(probes: TemplateProbes, messages: Sequence[Message]) -> lis
 
 
 def _check_role(probes: TemplateProbes, where: str, role: str) -> None:
-    if role not in ROLES and not (role and probes.names(role)):
+    """Refuse a role that the template does not name. One that names none takes any, as those of
+    scores may.
+    """
+    takes_any = role and not any(map(probes.names, ROLES))
+    if role not in ROLES and not takes_any and not (role and probes.names(role)):
         raise RequestError(
             f"{where}.role {role[:MAX_ROLE_CHARACTERS]!r} is not known to the chat template; use "
             f"one of {', '.join(ROLES)}."
@@ -190,22 +194,20 @@ def _adapted_call(probes: TemplateProbes, where: str, call: Mapping[str, Any]) -
 
 type Function = Mapping[str, Any]
 
-_PARAMETERS = {"type": "object", "properties": {}}
-
 
 def _described(function: Function) -> Function:
     return {"description": "", **function}
 
 
 def _parametrised(function: Function) -> Function:
-    return {"parameters": _PARAMETERS, **function}
+    return {"parameters": _object(), **function}
 
 
 def _typed(function: Function) -> Function:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping):
         return function
-    return {**function, "parameters": {**_PARAMETERS, **cast("Function", parameters)}}
+    return {**function, "parameters": {**_object(), **cast("Function", parameters)}}
 
 
 def _with_described_properties(function: Function) -> Function:
@@ -229,23 +231,27 @@ def _described_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "properties": described}
 
 
-def _probe_function(**fields: Any) -> Function:
+def _object(properties: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The schema of an object."""
+    return {"type": "object", "properties": dict(properties or {})}
+
+
+def _lacking(**fields: Any) -> Function:
     return {"name": PROBE_FUNCTION, **fields}
 
 
-_BARE = {PROBE_KEY: {"type": "string"}}
-_WHOLE = {PROBE_KEY: {"type": "string", "description": "d"}}
+def _key(**fields: str) -> dict[str, Any]:
+    return {PROBE_KEY: {"type": "string", **fields}}
+
+
 # functions that lack one optional field, and what fills it in
 _FILLS: Sequence[tuple[Function, Callable[[Function], Function]]] = (
-    (_probe_function(parameters={**_PARAMETERS, "properties": _WHOLE}), _described),
-    (_probe_function(description="d"), _parametrised),
-    (_probe_function(description="d", parameters={}), _typed),
-    (_probe_function(description="d", parameters={"type": "object"}), _typed),
-    (_probe_function(description="d", parameters={"properties": _WHOLE}), _typed),
-    (
-        _probe_function(description="d", parameters={**_PARAMETERS, "properties": _BARE}),
-        _with_described_properties,
-    ),
+    (_lacking(parameters=_object(_key(description="d"))), _described),
+    (_lacking(description="d"), _parametrised),
+    (_lacking(description="d", parameters={}), _typed),
+    (_lacking(description="d", parameters={"type": "object"}), _typed),
+    (_lacking(description="d", parameters={"properties": _key(description="d")}), _typed),
+    (_lacking(description="d", parameters=_object(_key())), _with_described_properties),
 )
 
 

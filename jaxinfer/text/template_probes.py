@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxinfer.core.errors import TokenizerError
@@ -19,14 +20,8 @@ PROBE_FUNCTION, PROBE_KEY = "probe_function", "probe_key"
 _VALUE = "probe value"
 _IDS = ("probe0000", "probe0001")  # of calls: nine characters, as Mistral's templates demand
 _WORDS = ("probe words", "further words", "last words")
-_QUESTION: Message = {"role": "user", "content": "a question"}
-_ANSWER: Message = {"role": "assistant", "content": "an answer"}
-_PARAMETERS = {
-    "type": "object",
-    "properties": {PROBE_KEY: {"type": "string", "description": "a key"}},
-    "required": [PROBE_KEY],
-}
-_PROBE_TOOL = {"name": PROBE_FUNCTION, "description": "a probe", "parameters": _PARAMETERS}
+_QUESTION: Mapping[str, Any] = MappingProxyType({"role": "user", "content": "a question"})
+_ANSWER: Mapping[str, Any] = MappingProxyType({"role": "assistant", "content": "an answer"})
 # the ways to have no content: without the key as in transformers, null, and empty text
 _ABSENT: tuple[Message, ...] = ({}, {"content": None}, {"content": ""})
 
@@ -79,7 +74,7 @@ class TemplateProbes:
         # a template that refuses calls may write results
         without_call = self._probe(_QUESTION, _ANSWER, _result(), _QUESTION)
         return Renders(
-            tools=PROBE_FUNCTION in (self._probe(_QUESTION, tools=[_tool(_PROBE_TOOL)]) or ""),
+            tools=PROBE_FUNCTION in (self._probe(_QUESTION, tools=[_probe_tool()]) or ""),
             calls=any(_shows(text, _VALUE) for text in texts),
             results=any(_shows(text, _WORDS[0]) for text in (*texts, without_call)),
         )
@@ -187,7 +182,7 @@ class TemplateProbes:
     @cached_property
     def roles_with_parts(self) -> frozenset[str]:
         """The roles whose content the template accepts as parts and writes in full."""
-        before: dict[str, list[Message]] = {
+        before: dict[str, list[Mapping[str, Any]]] = {
             "system": [],
             "user": [],
             "assistant": [_QUESTION],
@@ -238,21 +233,29 @@ class TemplateProbes:
     @property
     def _tools(self) -> Iterable[list[Any] | None]:
         """Without tools and with one: some templates write calls only beside tools."""
-        return (self.no_tools, [_tool(_PROBE_TOOL)])
+        return (self.no_tools, [_probe_tool()])
 
-    def _shown(self, chat: Sequence[Message], *words: str) -> bool:
+    def _shown(self, chat: Sequence[Mapping[str, Any]], *words: str) -> bool:
         """True if a prompt of the chat has all the words."""
         return any(_shows(self._probe(*chat, tools=tools), *words) for tools in self._tools)
 
-    def _probe(self, *messages: Message, tools: list[Any] | None = None) -> str | None:
+    def _probe(self, *messages: Mapping[str, Any], tools: list[Any] | None = None) -> str | None:
         """A chat rendered by the template; None if it refuses or fails."""
         return self._rendered(messages, tools or self.no_tools)
 
-    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None) -> str | None:
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
+    ) -> str | None:
         try:
-            return self._render(messages, {"tools": tools})
+            return self._render([dict(message) for message in messages], {"tools": tools})
         except TokenizerError:
             return None
+
+
+def _probe_tool() -> Mapping[str, Any]:
+    properties = {PROBE_KEY: {"type": "string", "description": "a key"}}
+    parameters = {"type": "object", "properties": properties, "required": [PROBE_KEY]}
+    return _tool({"name": PROBE_FUNCTION, "description": "a probe", "parameters": parameters})
 
 
 def _tool(function: Mapping[str, Any]) -> Mapping[str, Any]:

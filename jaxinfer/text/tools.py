@@ -26,17 +26,19 @@ class WrongType(NamedTuple):
 
 
 def check_tools(tools: Any) -> None:
-    """Raise ``RequestError`` naming the tool that is no function, has no name, or whose parameters
-    have an unknown type.
+    """Raise ``RequestError`` naming the tool whose function has no name, or parameters of an
+    unknown type. Tools of other forms are the template's.
     """
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise RequestError("tools must be a list of tools.")
     for index, tool in enumerate(cast("Sequence[Any]", tools)):
-        where = f"tools[{index}]"
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        where = f"tools[{index}].function"
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"tools[{index}] must be an object with type and function.")
+        if (function := cast("Mapping[str, Any]", tool).get("function")) is None:
+            continue
         if not isinstance(function, Mapping):
-            raise RequestError(f"{where} must be an object with type and function.")
-        where += ".function" if "function" in tool else ""
+            raise RequestError(f"{where} must be an object with name and parameters.")
         fields = cast("Mapping[str, Any]", function)
         name, parameters = fields.get("name"), fields.get("parameters")
         if not isinstance(name, str) or not name:

@@ -29,7 +29,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str | None = None
     description: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any]
     strict: bool | None = None
 
 
@@ -120,13 +120,6 @@ def _of_format(given: ResponseFormat) -> tuple[str, dict[str, Any]]:
                     400,
                     "response_format.json_schema is required",
                     param="response_format.json_schema",
-                )
-            if schema.schema is None:
-                raise ApiError(
-                    400,
-                    "response_format.json_schema.schema is required; for any JSON object use the "
-                    "type json_object",
-                    param="response_format.json_schema.schema",
                 )
             return "response_format.json_schema.schema", {"json": schema.schema}
         case "structural_tag":

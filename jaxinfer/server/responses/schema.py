@@ -190,6 +190,10 @@ def renamed(error: ApiError) -> ApiError:
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None or given.type == "text":
         return None
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    if given.schema is None:
+        raise field_error("text.format.schema", "text.format.schema is required")
     schema = JsonSchemaFormat(name=given.name, schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)
 
