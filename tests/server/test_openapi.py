@@ -210,7 +210,8 @@ def test_parser_accepts_requests_that_the_document_allows(method, path):
                 error.message,
                 case.body,
             )
-            verdicts["refused"] += 1
+            # an id of a result is random, so it is never that of a call
+            verdicts["refused" if not param.endswith(("call_id", "tool_use_id")) else "lost"] += 1
         else:
             verdicts["taken"] += 1
 
