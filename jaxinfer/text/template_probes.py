@@ -52,6 +52,7 @@ class TemplateProbes:
         """
         self._source = source
         self._render = render
+        self._rendered_chats: dict[str, str | None] = {}
         self.takes_guidance = cache(self._takes_guidance)
         self.needs = cache(self._needs)
 
@@ -246,10 +247,14 @@ class TemplateProbes:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None
     ) -> str | None:
-        try:
-            return self._render([dict(message) for message in messages], {"tools": tools})
-        except TokenizerError:
-            return None
+        chat = [dict(message) for message in messages]
+        key = json.dumps([chat, tools])  # several probes render the same chats
+        if key not in self._rendered_chats:
+            try:
+                self._rendered_chats[key] = self._render(chat, {"tools": tools})
+            except TokenizerError:
+                self._rendered_chats[key] = None
+        return self._rendered_chats[key]
 
 
 def _probe_tool() -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.core.errors import RequestError, TokenizerError
 from jaxinfer.text.chat import ChatTemplate
 from kit.chat_histories import (
     CHATS,
@@ -20,6 +21,7 @@ from kit.chat_histories import (
     call,
     calling,
     compiled,
+    function,
     outcome,
     result,
     user,
@@ -120,3 +122,70 @@ def test_chats(path: Path) -> None:
 )
 def test_equals_a_chat_in_the_templates_form(name: str, chat: Any, same: Any) -> None:
     assert template(name).render(chat) == template(name).render(same)
+
+
+LOOPING = "{% macro f(x) %}{{ f(x) }}{% endmacro %}"
+TOOLS = "{{ messages[0].content }}{% for tool in tools or [] %}{{ tool.function.name }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "chat", "reason"),
+    [
+        (
+            "{{ messages[0].content + city }}",
+            [user()],
+            "it reads the variable city, which is not set; pass it in chat_template_kwargs",
+        ),
+        (
+            "{% for one in messages %}{{ one.content + one.weight }}{% endfor %}",
+            [user()],
+            "it reads the field weight, which is absent",  # of every chat
+        ),
+        (
+            "{% for one in messages %}{{ 1 // one.content|length }}{{ one.content }}{% endfor %}",
+            [user("A"), user("B"), user(""), user("C")],
+            r"it cannot render messages\[2\] \(integer division or modulo by zero\); send it in a "
+            "simpler form, or leave it out",
+        ),
+        (
+            TOOLS + "{{ 1 + tool.function.parameters.size.high }}{% endfor %}",
+            [user()],
+            r"it cannot render tools\[1\] \(it reads the field high, which is absent\); describe",
+        ),
+        (
+            LOOPING + TOOLS + "{% if tool.function.name == 'g' %}{{ f(1) }}{% endif %}{% endfor %}",
+            [user()],
+            r"it cannot render tools\[1\] \(it calls itself without an end\)",
+        ),
+        ("{{ raise_exception('I refuse') }}", [user()], "I refuse$"),
+    ],
+)
+def test_errors_name_what_cannot_be_rendered(source: str, chat: Any, reason: str) -> None:
+    tools = [function(parameters={"size": {"high": 1}}), function("g", parameters={"size": {}})]
+    with pytest.raises(TokenizerError, match=f"The chat template failed: {reason}"):
+        ChatTemplate(source).render(chat, variables={"tools": tools})
+
+
+def test_a_template_that_iterates_over_tools_renders_chats_without() -> None:
+    source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    assert ChatTemplate(source).render([user("hi")]) == "hi"
+
+
+@pytest.mark.parametrize("role", ["observation", "ipython"])
+def test_roles_that_a_template_names(role: str) -> None:
+    source = "{% for one in messages %}{{ one.role == 'user' }}{{ one.content }}{% endfor %}"
+    named, nameless = source.replace("user", role), source.replace("{{ one.role == 'user' }}", "")
+    chat = [user("A"), {"role": role, "content": "B"}]
+    assert "B" in ChatTemplate(named).render(chat)
+    assert "B" in ChatTemplate("{% for one in messages %}{{ one.content }}{% endfor %}").render(
+        chat
+    )
+    with pytest.raises(RequestError, match=rf"messages\[1\].role '{role}' is not known"):
+        ChatTemplate(source).render(chat)
+
+
+def test_thoughts_beside_text_and_a_call_are_in_the_prompt() -> None:
+    chat = [user(), calling(content="LOOKING", reasoning_content="HMM"), result()]
+    for name in ("gpt-oss", "qwen3", "qwen3.5", "glm-4.6"):
+        prompt = template(name).render(chat)
+        assert prompt.count("HMM") == prompt.count("LOOKING") == 1, name

@@ -87,7 +87,7 @@ class AssistantInput(_Message, frozen=True, kw_only=True, tag="assistant"):
 
 
 class SystemInput(_Message, frozen=True, kw_only=True, tag="system"):
-    """Instructions within the conversation; the chat template decides whether it takes them."""
+    """Instructions within the conversation; the user's where the chat template takes none there."""
 
     content: Annotated[str | tuple[TextInput, ...], Meta(description="Text, or blocks of text.")]
 
