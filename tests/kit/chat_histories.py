@@ -306,6 +306,11 @@ CHATS: Mapping[str, Chat] = {
 }
 
 
+def has_calls(chat: Chat) -> bool:
+    """True if an answer of the chat has tool calls."""
+    return any(message.get("tool_calls") for message in chat.messages)
+
+
 def outcome(template: ChatTemplate, chat: Chat) -> Outcome:
     """What the template makes of a chat."""
     tools = [json.loads(json.dumps(tool)) for tool in chat.tools]
@@ -341,6 +346,9 @@ def main(paths: Sequence[str]) -> None:
         for name, chat in CHATS.items():
             if chat.tools and not renders.tools:
                 totals["no tools"] += 1
+                continue
+            if has_calls(chat) and not renders.calls:
+                totals["no calls"] += 1
                 continue
             found = outcome(template, chat)
             totals[found.kind] += 1
