@@ -120,6 +120,8 @@ class ChatTemplate:
                 rendered(chat, tools)
             except TokenizerError:
                 return True
+            except ContextLengthError:
+                return False
             return False
 
         if tools and not fails(chat, ()):
