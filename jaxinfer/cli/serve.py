@@ -248,7 +248,7 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         summary = (
             f"model {name}, context of {limits.max_model_len} tokens, "
             f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
-            "tokens of KV cache"
+            f"tokens of KV cache, tool calls in the form {service.form_of_calls or 'none'}"
         )
         yield Served(summary, client.ended)
     finally:

@@ -87,7 +87,7 @@ class ServerConfig:
     ui: bool = True  # the page at /
     # limits
     max_body_bytes: int = 8 * MIB
-    max_buffered_bytes: int = 40 * MIB  # of requests that no handler has read, beyond 16 KiB each
+    max_buffered_bytes: int = 32 * MIB  # of requests that no handler has read, beyond 16 KiB each
     max_connections: int = 10_000
     h11_max_incomplete_event_size: int = 64 * 1024  # size of a request's head
     max_num_queued_reqs: int | None = None

@@ -10,9 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
-from jaxinfer.text.chat_forms import adapted_messages, adapted_tools
+from jaxinfer.text.answers.formats import CallText
+from jaxinfer.text.chat_forms import adapted_messages, adapted_tools, with_system
 from jaxinfer.text.messages import Message, check_messages
 from jaxinfer.text.template_probes import Renders, TemplateProbes
+from jaxinfer.text.tool_texts import with_texts
 from jaxinfer.text.tools import check_tools
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
@@ -61,19 +63,26 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         max_characters: int = MAX_CHARACTERS,
+        calls: CallText | None = None,
     ) -> str:
         """Render ``messages`` (see ``check_messages``) in the form that the template accepts.
 
         ``add_generation_prompt`` opens the assistant's message. ``continue_final_message`` instead
         leaves the final message open, so that the model continues it. ``variables`` are extra
         variables for the template (tools, ``enable_thinking``); empty tools and documents count as
-        absent.
+        absent. Tools, calls and results that the template does not write are text in the form
+        ``calls``; without one they are left to the template.
 
         Raises ``RequestError`` for invalid messages or options, ``ContextLengthError`` for a prompt
         of more than ``max_characters``, and ``TokenizerError`` with the template's own message if
         it refuses or fails.
         """
+        given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
+        chosen = {**given, "add_generation_prompt": add_generation_prompt}
+        check_tools(given.get("tools", ()))
         checked = check_messages(messages)
+        if calls is not None:
+            checked = self._with_texts(checked, chosen, calls, continues=continue_final_message)
         chat = adapted_messages(self._probes, checked)
         if continue_final_message:
             if add_generation_prompt:
@@ -82,11 +91,7 @@ class ChatTemplate:
                     "set one of them to false."
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
-        given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
-        tools = given.pop("tools", ())
-        check_tools(tools)
-        tools = adapted_tools(self._probes, tools)
-        chosen = {**given, "add_generation_prompt": add_generation_prompt}
+        tools = adapted_tools(self._probes, chosen.pop("tools", ()))
 
         def rendered(chat: Sequence[Message], tools: Sequence[Any] = tools) -> str:
             all_variables = {**chosen, "tools": tools or self._probes.no_tools}
@@ -135,6 +140,28 @@ class ChatTemplate:
             f"The chat template failed: it cannot render {name}[{number}] "
             f"({reason(cause).rstrip('.')}); {remedy}, or leave it out."
         )
+
+    def _with_texts(
+        self, chat: list[Message], variables: dict[str, Any], calls: CallText, *, continues: bool
+    ) -> list[Message]:
+        """The chat with what the template does not write as text; takes such tools out of the
+        ``variables``.
+        """
+        tools = variables.get("tools") or ()
+        if not tools and not any(one["role"] == "tool" or "tool_calls" in one for one in chat):
+            return chat
+        if tools and calls.is_generic:
+            if continues:
+                raise RequestError(
+                    "continue_final_message cannot be used with tools, since each answer of this "
+                    "model to a chat with tools is one JSON object; leave either out."
+                )
+            renders = Renders(tools=False, calls=False, results=False)
+        else:
+            renders = self._probes.renders
+        if not renders.tools:
+            variables.pop("tools", None)
+        return with_system(self._probes, with_texts(chat, tools, calls, renders), chat)
 
     def _text(
         self, chat: Sequence[Message], variables: Mapping[str, Any], max_characters: int

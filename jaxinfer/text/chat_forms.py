@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.text.messages import Message, arguments_object, arguments_text, join_parts
+from jaxinfer.text.messages import (
+    Message,
+    arguments_object,
+    arguments_text,
+    content_text,
+    join_parts,
+)
 from jaxinfer.text.template_probes import PROBE_FUNCTION, PROBE_KEY, TemplateProbes
 
 GUIDANCE = ("system", "developer")
@@ -69,7 +75,7 @@ def _first_guidance(probes: TemplateProbes, messages: Sequence[Message]) -> list
     roles = [probes.guidance_role(role) for role in given]
     told = [{**one, "role": role} for one, role in zip(messages, roles, strict=True)]
     if len(told) > 1 and (roles != given or not probes.takes_guidance(*roles[:2])):
-        told = [{**told[0], "content": "\n\n".join(map(_text, told))}]
+        told = [{**told[0], "content": "\n\n".join(map(content_text, told))}]
     if not probes.takes_guidance(roles[0]):
         raise RequestError(
             f"messages[0].role is {given[0]}, and the chat template renders no such messages; put "
@@ -88,9 +94,19 @@ def _later_role(probes: TemplateProbes, begins: Sequence[str], where: str, role:
     )
 
 
-def _text(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else join_parts(content)
+def with_system(
+    probes: TemplateProbes, messages: list[Message], given: Sequence[Message]
+) -> list[Message]:
+    """The messages, whose first one may be a system message that the ``given`` ones have not: a
+    template without one gets its text in the user's first message.
+    """
+    is_new = messages[0]["role"] == "system" != given[0]["role"]
+    if not is_new or messages[1:2] == [] or probes.takes_guidance("system"):
+        return messages
+    system, first, *others = messages
+    if first["role"] != "user":
+        return [{**system, "role": "user"}, first, *others]
+    return [{**first, "content": f"{system['content']}\n\n{content_text(first)}"}, *others]
 
 
 # calls
@@ -115,7 +131,7 @@ def _calls_and_results(probes: TemplateProbes, messages: Sequence[Message]) -> I
 
 def _beside_calls(probes: TemplateProbes, message: Message) -> list[Message]:
     """A message with calls, and before it one with its text, if the template needs two."""
-    text = _text(message)
+    text = content_text(message)
     if text and probes.splits_text:
         without_calls = {name: one for name, one in message.items() if name != "tool_calls"}
         return [without_calls, _without_text(probes, message)]

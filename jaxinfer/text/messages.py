@@ -89,6 +89,12 @@ def join_parts(parts: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
+def content_text(message: Message) -> str:
+    """The content of a message as text; "" if it has none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else join_parts(content)
+
+
 def _message(where: str, given: Any) -> Message:
     message = {
         key: value

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
+from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 
 WALL_TIMES = 15.0
@@ -39,6 +40,7 @@ class RenderRequest(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = {}
+    calls: CallText | None = None
     max_seconds: float = 2.0  # of CPU time, so that a busy machine refuses no chat
 
 
@@ -78,6 +80,7 @@ def rendered(request: RenderRequest) -> Rendered:
             continue_final_message=request.continue_final_message,
             variables=request.variables,
             max_characters=request.max_characters,
+            calls=request.calls,
         )
     except ContextLengthError as error:
         return Rendered(None, length_error=str(error))

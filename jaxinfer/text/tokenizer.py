@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from jaxinfer.core.errors import RequestError, TokenizerError
+from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES, ChatTemplate
 from jaxinfer.text.detokenize import IncrementalDetokenizer
 from jaxinfer.text.encoding import NOT_SUPPORTED, Encoding, guarded, offsets_in, refuse_options
@@ -291,6 +292,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        calls: CallText | None = None,
     ) -> str:
         """The prompt for ``messages``; encode it with ``add_special_tokens=False``.
 
@@ -303,6 +305,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            calls=calls,
         )
 
     def apply_chat_template(
@@ -353,9 +356,8 @@ class Tokenizer:
         is made if it is absent. ``load_tokenizer`` and transformers read them, also those of a GGUF
         file's tokenizer. Raises ``OSError``.
         """
-        definition = self._tokenizer.to_str(pretty=True)
         config = saved_config(self._config, self.special_tokens_map, self.model_max_length)
-        write_files(Path(folder), definition, config, self._templates)
+        write_files(Path(folder), self._tokenizer.to_str(pretty=True), config, self._templates)
 
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None

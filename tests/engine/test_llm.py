@@ -175,6 +175,9 @@ def test_arguments_of_generate_and_chat(llm: LLM) -> None:
             [{"role": "user", "content": "a"}], GREEDY, chat_template=template, tools=tools
         )
         assert output.prompt == shown
+    # the model's own template has no tools: they are in the prompt, too long for this model
+    with pytest.raises(RequestError, match=r"the prompt has 2\d\d tokens"):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, tools=[{"function": {"name": "f"}}])
 
 
 def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:

@@ -92,8 +92,8 @@ class ScriptedDevice:
         self.fake.make_state()
 
 
-def scripted_engine(template: str) -> tuple[Engine, ScriptedDevice]:
-    """An engine with the chat template of this name in tests/data."""
+def scripted_engine(template: str = "", *, source: str = "") -> tuple[Engine, ScriptedDevice]:
+    """An engine with the chat template of this name in tests/data, or this one."""
     limits = tiny_limits(
         num_pages=2049, page_size=16, max_model_len=8192, max_num_batched_tokens=8192
     )
@@ -101,7 +101,7 @@ def scripted_engine(template: str) -> tuple[Engine, ScriptedDevice]:
     spec = TokenizerSpec(
         tokenizer_json=tiny_tokenizer_json(),
         tokenizer_config={"bos_token": "<|bos|>", "eos_token": "<|eos|>"},
-        chat_template=Path(TEMPLATES / f"{template}.jinja").read_text(),
+        chat_template=source or Path(TEMPLATES / f"{template}.jinja").read_text(),
     )
     facts = ModelFacts(
         name="scripted",

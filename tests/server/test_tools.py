@@ -258,7 +258,7 @@ def test_wrong_fields_are_named(scripted: Scripted, fields: Any, param: str) -> 
 
 def test_tools_need_a_known_form() -> None:
     engine, _ = scripted_engine("smollm2")
-    with serving(engine) as server:
+    with serving(engine, tool_call_parser="none") as server:
         answer = server.post(CHATS, messages=QUESTION, tools=TOOLS)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
         assert "--tool-call-parser" in answer.json()["error"]["message"]

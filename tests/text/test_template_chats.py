@@ -46,6 +46,7 @@ DROPPED: Mapping[str, Sequence[str]] = {
 REFUSED: Mapping[str, Sequence[str]] = {
     "mistral-nemo": ("two users", "answer first", *LATER),
     "own-parts": ("two users", "answer first", *LATER),
+    "own-no-system": ("two users", "answer first", "*system*", "*developer*", "* in parts"),
 }
 
 

@@ -29,6 +29,7 @@ from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
+from jaxinfer.text.answers.formats import answer_format
 
 if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
@@ -208,7 +209,8 @@ class LLM(PoolingMethods, BeamMethods):
     ) -> list[RequestOutput]:
         """Answer one or several conversations: lists of ``{"role": ..., "content": ...}``.
 
-        ``tools`` and ``chat_template_kwargs`` are passed to the chat template.
+        ``tools`` and ``chat_template_kwargs`` are passed to the chat template; tools that it does
+        not write are in the system message. Calls are not told from the text of an answer.
         """
         _refuse_lora(lora_request)
         variables = {**(chat_template_kwargs or {})}
@@ -217,6 +219,10 @@ class LLM(PoolingMethods, BeamMethods):
         several = bool(messages) and isinstance(messages[0], Sequence)
         conversations: Any = messages if several else [messages]
         tokenizer = self.get_tokenizer()
+        source = tokenizer.get_chat_template(chat_template, variables.get("tools"))
+        # a template's own form of tools is kept, also if it is not one that a server could read
+        generic = "tools" not in source
+        found = answer_format(source, tokenizer.response_template, with_tools=generic)
         parsed: list[Prompt] = []
         for conversation in conversations:
             text = tokenizer.render_chat(
@@ -225,6 +231,7 @@ class LLM(PoolingMethods, BeamMethods):
                 continue_final_message=continue_final_message,
                 template_kwargs=variables,
                 chat_template=chat_template,
+                calls=None if found is None else found.calls,
             )
             parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
         return self._run(parsed, sampling_params, use_tqdm)

@@ -310,6 +310,7 @@ class ModelCard(AnswerStruct, frozen=True, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    tool_call_parser: str | None = None  # the form of the model's calls; None: it cannot call
 
 
 class ModelList(AnswerStruct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from jaxinfer.core.structured import StructuredOutputsParams, Thinking
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
-from jaxinfer.text.answers.structure import calls_tag, strict_tag
+from jaxinfer.text.answers.structure import as_element, calls_or, calls_tag, form_of_tag, strict_tag
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.text.tools import wrong_type
 
@@ -140,11 +140,12 @@ class AnswerReading:
         the arguments of strict functions; forms and the ``budget`` of thoughts follow the format's
         marks. Raises ``ApiError``.
         """
-        structured, calls = sampling.structured_outputs, self.format.calls
-        has_form = structured is not None  # of the content
-        functions = list(choice.functions.values())
+        form, calls = sampling.structured_outputs, self.format.calls
+        structured = form
+        functions, parallel = list(choice.functions.values()), self.parallel
+        tag: dict[str, Any] | None = None
         if choice.mode == "required":
-            if structured is not None:
+            if form is not None:
                 raise field_error(
                     "tool_choice",
                     "tool_choice requires a call, which has its own form; leave out "
@@ -155,16 +156,27 @@ class AnswerReading:
                     "tool_choice",
                     f"calls in the form {self.format.name} cannot be required; use auto",
                 )
-            tag = calls_tag(calls, functions, parallel=self.parallel)
-            structured = StructuredOutputsParams.of({"structural_tag": tag})
-        elif structured is None and calls is not None and choice.has_strict:
-            tag = strict_tag(calls, functions, parallel=self.parallel)
-            structured = StructuredOutputsParams.of({"structural_tag": tag})
+            tag = calls_tag(calls, functions, parallel=parallel)
+        elif calls is not None and form is not None and functions:
+            tag = calls_or(self._content(form), calls, functions, parallel=parallel)
+        elif calls is not None and (calls.is_generic or choice.has_strict) and form is None:
+            tag = strict_tag(calls, functions, parallel=parallel)
+        if tag is not None:
+            structured = form_of_tag(tag, form)
+        has_form = form is not None and tag is None  # after the mark of the content
         # the marks of calls and thoughts may be special tokens
         changed = {"structured_outputs": structured, "skip_special_tokens": False}
         if structured is not None or budget is not None:
             changed["thinking"] = self._thinking(budget, tokenizer, has_form=has_form)
         return msgspec.structs.replace(sampling, **changed)
+
+    def _content(self, form: StructuredOutputsParams) -> Mapping[str, Any]:
+        """The form of the content, with the mark before it, as a part of a structural tag."""
+        element = as_element(form)
+        mark = "" if self.parser().in_content else self.format.answer_begin
+        if not mark:
+            return element
+        return {"type": "sequence", "elements": [{"type": "const_string", "value": mark}, element]}
 
     def _thinking(
         self, budget: int | None, tokenizer: Tokenizer, *, has_form: bool
@@ -172,17 +184,23 @@ class AnswerReading:
         """The marks of thoughts in the answers, and of the content if that ``has_form``; None if
         the form begins at once.
         """
+
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
         found, parser = self.format, self.parser()
         is_open, answer = parser.in_reasoning, found.answer_begin if has_form else ""
         if answer and parser.in_content:
             return None  # the prompt has begun the content
-        is_over = not is_open and found.think_end in found.template.begun_answer(self.prompt)
+        begun, knows_start = found.template.begun_answer(self.prompt)
+        is_over = not is_open and (
+            found.think_end in begun if knows_start else begun.rstrip().endswith(found.think_end)
+        )
         thinks = bool(found.think_end) and not is_over
+        if found.thinks_in_tokens and not is_open and len(encoded(found.think_begin)) > 1:
+            thinks = False
         if not thinks and not answer:
             return None
-
-        def encoded(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         return Thinking(
             begin=encoded(found.think_begin) if thinks else (),
@@ -209,6 +227,19 @@ class AnswerReading:
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = function.get("parameters")
     return cast("Mapping[str, Any]", parameters) if isinstance(parameters, Mapping) else {}
+
+
+def check_names(found: AnswerFormat | None, choice: ToolChoice) -> None:
+    """Raise ``ApiError`` for a function with the name that answers without a call have."""
+    if found is None or found.calls is None or not found.calls.is_generic:
+        return
+    for name in choice.functions:
+        if f'"{name}"' in found.calls.answer_begin:
+            raise field_error(
+                "tools",
+                f"a function of tools is named {name!r}, the name of this model's answers without "
+                "a call; rename the function",
+            )
 
 
 def num_calls(messages: Sequence[Mapping[str, Any]]) -> int:

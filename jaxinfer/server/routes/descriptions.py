@@ -191,6 +191,7 @@ RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
         "logprob": "Natural logarithm of the probability, before temperature and penalties.",
         "logprobs": "The requested logprobs, else null.",
         "max_model_len": "Most tokens of a prompt and its output together.",
+        "tool_call_parser": "The form of tool calls; generic where the chat template has none.",
         "message": "The model's message, or the error and its remedy.",
         "model": "The name of the model that answered.",
         "name": "The function's name.",

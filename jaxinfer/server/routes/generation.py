@@ -25,7 +25,7 @@ from jaxinfer.server.openai.schema import (
     GenerateRequest,
     TokensRequest,
 )
-from jaxinfer.server.openai.tools import AnswerReading, num_calls
+from jaxinfer.server.openai.tools import AnswerReading, check_names, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
 from jaxinfer.server.routes.endpoint import Call, json_response
@@ -65,7 +65,7 @@ def chat_reading(
     service: Service, request: ChatCompletionRequest, prompt: Prompt
 ) -> AnswerReading | None:
     """How the answers to a chat are read; None: they are plain text. Raises ``ApiError`` for tools
-    that the model's answers have no known form of calls for.
+    that the model's answers cannot call.
     """
     choice = request.chosen_tools
     found = service.answer_format(chosen_template(service, request), choice.tools)
@@ -75,6 +75,7 @@ def chat_reading(
             "the form of tool calls is not known for this model's chat template; start the server "
             "with --tool-call-parser, or leave tools out",
         )
+    check_names(found, choice)
     if found is not None and not choice.tools:
         found = found.without_calls()
     if found is None or not (found.has_calls or found.has_reasoning):

@@ -84,6 +84,8 @@ class Service:
             exporter = otlp_exporter(config.otlp_traces_endpoint, config.otlp_traces_protocol)
             self.traces = Traces(exporter)
         self._format = lru_cache(maxsize=MAX_COMPILED_TEMPLATES)(self._format_of)
+        names = ("tool_call_parser", "reasoning_parser")
+        self._parsers: dict[str, Any] = {name: getattr(config, name) for name in names}
         answer_format("", **self._parsers)  # a wrong name is an error before the model is loaded
 
     def attach(self, client: EngineClient, metrics: Metrics) -> None:
@@ -163,20 +165,19 @@ class Service:
     # texts
 
     @property
-    def _parsers(self) -> dict[str, str | None]:
-        config = self.config
-        return {
-            "tool_call_parser": config.tool_call_parser,
-            "reasoning_parser": config.reasoning_parser,
-        }
+    def form_of_calls(self) -> str | None:
+        """The name of the form of tool calls; None: the model cannot be given tools."""
+        found = self.answer_format(self.config.chat_template, ("any",)) if self.has_chats else None
+        return found.name if found is not None and found.has_calls else None
 
     def answer_format(self, chat_template: str | None, tools: Sequence[Any]) -> AnswerFormat | None:
         """The format of answers to a chat with this template (None: the model's own) and tools."""
-        return self._format(self.tokenizer.get_chat_template(chat_template, tools or None))
+        template = self.tokenizer.get_chat_template(chat_template, tools or None)
+        return self._format(template, bool(tools))
 
-    def _format_of(self, chat_template: str) -> AnswerFormat | None:
+    def _format_of(self, chat_template: str, with_tools: bool) -> AnswerFormat | None:
         declared = self.tokenizer.response_template
-        return answer_format(chat_template, declared, **self._parsers)
+        return answer_format(chat_template, declared, with_tools=with_tools, **self._parsers)
 
     @cached_property
     def hidden(self) -> Pattern[str] | None:
@@ -236,14 +237,19 @@ class Service:
     ) -> str:
         """A chat as text; see ``Renderer``."""
         tokenizer, most = self.tokenizer, RENDERED_CONTEXTS * self.max_characters
+        source = tokenizer.get_chat_template(chat_template, variables.get("tools"))
+        found = self._format(source, True)
+        if found is not None and found.calls is not None and found.calls.is_generic:
+            source = tokenizer.get_chat_template(chat_template)  # a tool_use template needs tools
         request = RenderRequest(
-            tokenizer.get_chat_template(chat_template, variables.get("tools")),
+            source,
             tuple(messages),
             max_characters=most,
             special_tokens=tokenizer.special_tokens_map,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=dict(variables),
+            calls=None if found is None else found.calls,
             max_seconds=self.config.max_template_seconds,
         )
         try:

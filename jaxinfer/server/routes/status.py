@@ -83,4 +83,5 @@ def _card(service: Service, name: str) -> ModelCard:
         created=service.created,
         root=service.client.facts.name,
         max_model_len=service.client.limits.max_model_len,
+        tool_call_parser=service.form_of_calls,
     )

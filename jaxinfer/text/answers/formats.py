@@ -18,6 +18,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.text.answers.template import ResponseTemplate, read_template
 
 NONE = "none"  # the name of no parser
+GENERIC = "generic"  # the format of calls for templates without a known one
 # The first whose texts are all in the chat template is the format of its answers. qwen3_coder is
 # before hermes, whose marks it has too.
 FORMATS = (
@@ -34,6 +35,7 @@ FORMATS = (
     ),
     "think",
 )
+_NAMES = (*FORMATS, GENERIC)
 _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
     {
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
@@ -82,6 +84,15 @@ class CallText:
     # character tells the two apart (elements of a structural tag)
     triggers: Sequence[str] = ()
     without_calls: Sequence[Mapping[str, Any]] = ()
+    # around an answer to the user, which is then a JSON string: each answer has a form, and is one
+    # call or none
+    answer_begin: str = ""
+    answer_end: str = ""
+
+    @property
+    def is_generic(self) -> bool:
+        """True if no chat template writes such calls, so that messages have them as text."""
+        return bool(self.answer_begin)
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class AnswerFormat:
     think_begin: str = ""  # the marks of the model's thoughts; empty if they have none
     think_end: str = ""
     answer_begin: str = ""  # the mark before the content, where that has one
+    thinks_in_tokens: bool = False  # a vocabulary in which its marks are no tokens has no thoughts
 
     @property
     def has_reasoning(self) -> bool:
@@ -122,12 +134,14 @@ def answer_format(
     *,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
+    with_tools: bool = False,
 ) -> AnswerFormat | None:
     """The format of answers to a chat template's prompts; None if they are plain text.
 
     ``response_template`` is that of the model's tokenizer, which replaces the found one; the names
-    of parsers replace either, ``none`` its part. Raises ``ConfigError`` for an unknown name and
-    ``TokenizerError`` for an unusable ``response_template``.
+    of parsers replace either, ``none`` its part. ``with_tools``: the chat has some, so that a
+    template without a known format of calls gets the generic one. Raises ``ConfigError`` for an
+    unknown name and ``TokenizerError`` for an unusable ``response_template``.
     """
     found = _found(chat_template)
     if response_template is not None:
@@ -140,6 +154,9 @@ def answer_format(
         found = _read(_known(tool_call_parser, _TOOL_ALIASES, "tool_call_parser"))
         if not _thinks(found.name, chat_template):  # a form lets no thoughts begin
             found = replace(found, think_begin="", think_end="")
+    elif with_tools and not (found is not None and found.has_calls):
+        generic = _read(GENERIC)
+        found = generic if found is None else _with_reasoning(generic, found)
     if reasoning_parser == NONE:
         found = None if found is None else found.without_reasoning()
     elif reasoning_parser is not None:
@@ -171,13 +188,14 @@ def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat
         template=ResponseTemplate(kept.start, (*added, *kept.fields)),
         think_begin=thoughts.think_begin,
         think_end=thoughts.think_end,
+        thinks_in_tokens=thoughts.thinks_in_tokens,
     )
 
 
 def _known(name: str, aliases: Mapping[str, str], setting: str) -> str:
     found = aliases.get(name, name)
-    if found not in FORMATS:
-        names = ", ".join((*FORMATS, NONE))
+    if found not in _NAMES:
+        names = ", ".join((*_NAMES, NONE))
         raise ConfigError(f"{setting} {name!r} is unknown; use one of {names}")
     return found
 
@@ -188,7 +206,8 @@ def _read(name: str) -> AnswerFormat:
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
     calls = CallText(**declared["calls"]) if "calls" in declared else None
     begin, end = declared.get("think", ("", ""))
-    return AnswerFormat(name, template, calls, begin, end, declared.get("answer", ""))
+    answer, in_tokens = declared.get("answer", ""), declared.get("thinks_in_tokens", False)
+    return AnswerFormat(name, template, calls, begin, end, answer, in_tokens)
 
 
 @cache

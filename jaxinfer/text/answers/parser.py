@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import regex
 
+from jaxinfer.text.answers.strict_json import JsonStringReader
 from jaxinfer.text.answers.template import (
-    CONTENT_FIELD,
     PATTERN_SECONDS,
     Anchor,
     Field,
@@ -69,7 +69,9 @@ class AnswerParser:
         self._implicit = template.implicit
         self._openings = [one for one in template.fields if one.open is not None]
         self._enter(self._implicit)
-        self._buffer = template.begun_answer(prompt)
+        self._buffer, knows_start = template.begun_answer(prompt)
+        if not knows_start:  # the prompt's own calls and examples of calls are not the answer's
+            self._openings = [one for one in self._openings if one.has_reasoning]
         self._start = 0  # of the text that is not yet returned
         self._scan = 0  # where the next anchor may begin
         self._skips_space = False  # a mark at the prompt's end has the white space after it
@@ -78,6 +80,7 @@ class AnswerParser:
         for _ in self._parts(at_end=False):
             pass  # text of the prompt
         self._is_prompt = False
+        self._openings = [one for one in template.fields if one.open is not None]
 
     @property
     def in_reasoning(self) -> bool:
@@ -87,7 +90,7 @@ class AnswerParser:
     @property
     def in_content(self) -> bool:
         """True if the next text belongs to the content, unless it opens another field."""
-        return self._field is not None and self._field.name == CONTENT_FIELD
+        return self._field is not None and self._field.has_content
 
     def feed(self, text: str) -> list[Part]:
         """The parts that are complete with this further text; neighbouring texts are joined."""
@@ -155,6 +158,8 @@ class AnswerParser:
         self._collects = field is not None and field.has_calls
         marks = string_marks(field.reader, field.reader_args) if field and self._collects else ()
         self._strings = _StringTracker(marks) if marks else None
+        is_json = field is not None and field.reader == "json-string"
+        self._string = JsonStringReader() if is_json else None
         self._is_blank = True  # no text of the field has been returned since it was opened
         self._spaces = ""  # at its end: they are part of it if further text follows
 
@@ -164,13 +169,15 @@ class AnswerParser:
         field = self._field
         if field is None or not text:
             return
+        if self._string is not None:
+            text = self._string.feed(text)
         if field.strips:
             text = (self._spaces + text).lstrip() if self._is_blank else self._spaces + text
             kept = text.rstrip()
             text, self._spaces = kept, text[len(kept) :]
         if text:
             self._is_blank = False
-            if field.name == CONTENT_FIELD:
+            if field.has_content:
                 yield Content(text)
             elif field.has_reasoning:
                 yield Reasoning(text)

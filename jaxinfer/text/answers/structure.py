@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
+
+import msgspec
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.structured import FIELD
-from jaxinfer.text.answers.argument_types import choices_of, schemas_of, types_of
+from jaxinfer.core.structured import FIELD, KINDS, StructuredOutputsParams
+from jaxinfer.text.answers.argument_types import types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
+from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
+# calls that are whole JSON objects: no undeclared properties, and the blanks that models write
+_AS_WRITTEN: Mapping[str, Any] = MappingProxyType({"closed": True, "spaced": True})
+
+_NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"additionalProperties": False})
 
 
 def calls_tag(
@@ -24,16 +32,30 @@ def calls_tag(
     return {"format": _section(calls, functions, parallel=parallel)}
 
 
+def calls_or(
+    form: Mapping[str, Any],
+    calls: CallText,
+    functions: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+) -> dict[str, Any]:
+    """The structural tag of an answer that calls these functions, or whose text has the ``form``
+    of a structural tag.
+    """
+    section = _section(calls, functions, parallel=parallel, only_strict=not calls.is_generic)
+    return {"format": {"type": "or", "elements": [form, section]}}
+
+
 def strict_tag(
     calls: CallText, functions: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> dict[str, Any]:
     """The structural tag of an answer that may call these functions: once it begins a call, a
     function's name follows, and with ``strict`` arguments of its schema.
     """
-    section = _section(calls, functions, parallel=parallel, only_strict=True)
+    if calls.is_generic:
+        return calls_or(_answer(calls), calls, functions, parallel=parallel)
     if not calls.triggers:
-        text = _sequence(calls.without_calls)
-        return {"format": {"type": "or", "elements": [text, section]}}
+        return calls_or(_sequence(calls.without_calls), calls, functions, parallel=parallel)
     if calls.before:
         several = _several(calls, functions, parallel=parallel, only_strict=True)
         tags = [{"type": "tag", "begin": calls.before, "content": several, "end": calls.after}]
@@ -47,6 +69,45 @@ def strict_tag(
             "stop_after_first": not parallel,
         }
     }
+
+
+def as_element(form: StructuredOutputsParams) -> Mapping[str, Any]:
+    """A form of a text as a part of a structural tag; raises ``RequestError`` for a grammar."""
+    match form.kind:
+        case "json":
+            schema = json.loads(form.json or "{}")
+            return {"type": "json_schema", "json_schema": {} if schema is True else schema}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": form.regex}
+        case "choice":
+            texts = [part for one in form.choice or () for part in _constant(one)]
+            return {"type": "or", "elements": texts}
+        case "structural_tag":
+            return format_of(json.loads(form.structural_tag or "{}"))
+        case _:
+            raise RequestError(
+                f"{FIELD}.grammar cannot be combined with tools; leave the tools out, set "
+                "tool_choice to none, or use a schema or a regex"
+            )
+
+
+def form_of_tag(
+    tag: Mapping[str, Any], content: StructuredOutputsParams | None
+) -> StructuredOutputsParams:
+    """The form with this structural tag, and the options of the ``content``'s own."""
+    if content is None:
+        return StructuredOutputsParams(structural_tag=cast("Any", tag))
+    kinds = dict.fromkeys(KINDS)
+    return msgspec.structs.replace(content, **{**kinds, "structural_tag": tag})
+
+
+def _answer(calls: CallText) -> dict[str, Any]:
+    """An answer to the user that is a JSON string between marks."""
+    marks = json.loads(f"{calls.answer_begin}null{calls.answer_end}")
+    schema = _schema_of(marks, {"type": "string"})
+    return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN}
 
 
 def _section(
@@ -69,7 +130,7 @@ def _several(
         "tags": [_call(calls, function, only_strict=only_strict) for function in functions],
         "separator": calls.separator,
         "at_least_one": True,
-        "stop_after_first": not parallel,
+        "stop_after_first": calls.is_generic or not parallel,
     }
 
 
@@ -86,26 +147,66 @@ def _call(
             "syntax this model writes calls"
         )
     begin, index, rest = calls.begin.replace("{name}", name).partition(_INDEX)
-    is_free = only_strict and function.get("strict") is not True
-    schema = {} if is_free else function.get("parameters") or {}
+    is_strict = function.get("strict") is True
+    is_free = only_strict and not is_strict
+    schema = {} if is_free else function.get("parameters") or _NO_PARAMETERS
+    how = {"function": name, "strict": is_strict}
+    if begin.startswith("{") and not calls.triggers:
+        # as a schema, since the answer may be other JSON: llguidance's lexer would take the
+        # beginning of that for the text around the arguments
+        written = json.loads(f"{begin}null{calls.end}")
+        schema = _schema_of(written, {**schema, "type": "object"})
+        return {"type": "json_schema", "json_schema": schema, **_AS_WRITTEN, **how}
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     match calls.style:
         case "tags":
-            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema)
+            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema, how)
         case "pairs":
             if is_free:
                 declared = (function.get("parameters") or {}).get("properties") or {}
                 schema = {"properties": dict.fromkeys(declared, {})}
-            arguments = [_pairs(calls, schema)]
+            arguments = [_pairs(calls, schema, how)]
         case _:
-            arguments = [_json(schema)]
+            arguments = [_json(schema, how)]
     parts, end = [*number, *arguments], calls.end
     if not parts:  # tags without arguments: a tag must have a content
         parts, end = _constant(end), ""
     return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
 
 
-def _pairs(calls: CallText, schema: Mapping[str, Any]) -> dict[str, Any]:
+def _schema_of(value: Any, inner: Mapping[str, Any], where: str = "#") -> dict[str, Any]:
+    """The schema of this JSON value alone, with what has the schema ``inner`` in the place of null;
+    ``where`` is its place in the whole.
+    """
+    if value is None:
+        return _moved(inner, where)
+    if not isinstance(value, dict):
+        return {"const": value}
+    entries = cast("dict[str, Any]", value)
+    places = {key: f"{where}/properties/{key}" for key in entries}
+    return {
+        "type": "object",
+        "properties": {key: _schema_of(one, inner, places[key]) for key, one in entries.items()},
+        "required": list(entries),
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema whose references to its own parts hold at another place of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(one, where) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    entries = cast("Mapping[str, Any]", schema)
+    moved = {key: _moved(one, where) for key, one in entries.items()}
+    ref = entries.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        moved["$ref"] = where + ref[1:]
+    return moved
+
+
+def _pairs(calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as pairs of a key and a value."""
     return {
         "type": "arguments",
@@ -113,38 +214,54 @@ def _pairs(calls: CallText, schema: Mapping[str, Any]) -> dict[str, Any]:
         "key_end": calls.key_end,
         "separator": calls.argument_separator,
         "quotes": list(calls.quotes),
+        **how,
     }
 
 
-def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _json(schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as JSON; they are an object, whatever the schema says of other types."""
-    return {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
+    return {
+        "type": "json_schema",
+        "json_schema": {**schema, "type": "object"},
+        "closed": True,
+        **how,
+    }
 
 
-def _tags(calls: CallText, schema: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tags(
+    calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Arguments as tags, in the schema's order; the required ones must be there."""
     required = schema.get("required") or ()
     return [
-        _argument(calls, name, one, schema, is_required=name in required)
+        _argument(calls, name, one, schema, how, is_required=name in required)
         for name, one in (schema.get("properties") or {}).items()
     ]
 
 
 def _argument(
-    calls: CallText, name: str, schema: Any, parent: Mapping[str, Any], *, is_required: bool
+    calls: CallText,
+    name: str,
+    schema: Any,
+    parent: Mapping[str, Any],
+    how: Mapping[str, Any],
+    *,
+    is_required: bool,
 ) -> dict[str, Any]:
-    choices = _choices(schema, parent)
-    content: dict[str, Any]
-    if choices:
-        is_text = all(isinstance(one, str) for one in choices)
-        texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
-        content = {"type": "or", "elements": [part for one in texts for part in _constant(one)]}
-    elif not (types := types_of(schema, parent)) or "string" in types:
-        is_text, content = True, {"type": "any_text"}
-    else:
-        is_text = False
-        definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
-        content = {"type": "json_schema", "json_schema": {**definitions, **schema}}
+    types = types_of(schema, parent)
+    is_text = not types or "string" in types
+    definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
+    own = schema if isinstance(schema, Mapping) else {"enum": []} if schema is False else {}
+    content: dict[str, Any] = {
+        "type": "argument_text" if is_text else "json_schema",
+        "json_schema": {**definitions, **own},
+        "closed": True,
+        "argument": name,
+        **how,
+    }
+    if is_text:  # the marks of arguments are in no text that the schema limits
+        before, _, _ = calls.argument_begin.partition("{name}")
+        content["excludes"] = [before.strip(), calls.argument_end.strip()]
     begin = calls.argument_begin.replace("{name}", name)
     begin = begin.replace("{string}", "true" if is_text else "false")
     tag = {"type": "tag", "begin": begin, "content": content, "end": calls.argument_end}
@@ -155,14 +272,6 @@ def _argument(
         "at_least_one": is_required,
         "stop_after_first": True,
     }
-
-
-def _choices(schema: Any, parent: Mapping[str, Any]) -> list[Any]:
-    """The only values of an argument, also through references; empty: any, or several schemas."""
-    parts = list(schemas_of(schema, parent))
-    if any("anyOf" in one or "oneOf" in one for one in parts):
-        return []
-    return next((found for one in parts if (found := choices_of(one))), [])
 
 
 def _constant(text: str) -> list[dict[str, Any]]:

@@ -15,10 +15,10 @@ from typing import Any, cast
 import regex
 
 from jaxinfer.core.errors import TokenizerError
-from jaxinfer.text.answers.values import READERS
+from jaxinfer.text.answers.values import READERS, STREAMED
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-CONTENT_FIELD = "content"
+CONTENT_FIELD = "content"  # or a name that begins so, for a second form of content
 CALLS_FIELD = "tool_calls"  # or a name that begins so, for a second form of calls
 PATTERN_SECONDS = 1.0  # a pattern from a model's files that takes longer ends its request
 _KEYS = frozenset({"version", "defaults", "start_anchor", "start_anchor_pattern", "fields"})
@@ -57,6 +57,11 @@ class Field:
         return self.name in REASONING_FIELDS
 
     @property
+    def has_content(self) -> bool:
+        """True if its content is the text for the user."""
+        return self.name.startswith(CONTENT_FIELD)
+
+    @property
     def has_calls(self) -> bool:
         """True if its content is tool calls."""
         return self.name.startswith(CALLS_FIELD)
@@ -83,12 +88,14 @@ class ResponseTemplate:
         """The template with the fields for which ``keep`` is true."""
         return ResponseTemplate(self.start, tuple(filter(keep, self.fields)))
 
-    def begun_answer(self, prompt: str) -> str:
-        """The part of a prompt that belongs to the answer, such as an opened ``<think>``."""
+    def begun_answer(self, prompt: str) -> tuple[str, bool]:
+        """The part of a prompt that belongs to the answer, such as an opened ``<think>``; False: it
+        may be less, since the pattern does not occur.
+        """
         end = None
         for found in self.start.finditer(prompt, timeout=PATTERN_SECONDS):
             end = found.end()
-        return prompt if end is None else prompt[end:]
+        return (prompt, False) if end is None else (prompt[end:], True)
 
 
 def read_template(given: Any) -> ResponseTemplate:
@@ -120,7 +127,7 @@ def _field(name: str, given: Any) -> Field:
     reader = entries.get("content", "text")
     if reader not in READERS:
         raise _error(f"{where}.content", f"{reader!r} is unknown; use one of {', '.join(READERS)}")
-    if reader != "text" and name in (CONTENT_FIELD, *REASONING_FIELDS):
+    if reader not in STREAMED and (name.startswith(CONTENT_FIELD) or name in REASONING_FIELDS):
         raise _error(f"{where}.content", "must be text, since it is streamed")
     join = entries.get("join") or ""
     if not isinstance(join, str):

@@ -16,7 +16,7 @@ import regex
 
 from jaxinfer.text.answers.argument_types import typed
 from jaxinfer.text.answers.python_calls import read_python_calls
-from jaxinfer.text.answers.strict_json import strict_json
+from jaxinfer.text.answers.strict_json import JsonStringReader, strict_json
 
 
 class Call(NamedTuple):
@@ -32,6 +32,10 @@ type Reader = Callable[[str, Arguments], Any]
 
 def _read_text(text: str, args: Arguments) -> str:
     return text.strip() if args.get("strip", True) else text
+
+
+def _read_json_string(text: str, args: Arguments) -> str:
+    return JsonStringReader().feed(text)
 
 
 def _read_bool(text: str, args: Arguments) -> bool:
@@ -100,6 +104,7 @@ def _inner(text: str, args: Arguments) -> Any:
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
         "text": _read_text,
+        "json-string": _read_json_string,
         "int": lambda text, args: int(text),
         "float": lambda text, args: float(text),
         "bool": _read_bool,
@@ -109,6 +114,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         "python-call-list": lambda text, args: read_python_calls(text),
     }
 )
+STREAMED = ("text", "json-string")  # readers of a text in pieces
 TEXTUAL = ("xml-inline", "kv-lines")  # readers whose values are text, to be read by the schema
 
 
