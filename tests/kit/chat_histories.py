@@ -28,12 +28,13 @@ ID, OTHER_ID = "abcdefghi", "jklmnopqr"  # of the nine characters that Mistral's
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat, and the texts of it that its prompt must contain."""
+    """A chat, and the texts of it that its prompt must contain: not its thoughts, which templates
+    leave out of most prompts by design.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     words: Sequence[str] = ()
     tools: Sequence[Mapping[str, Any]] = ()
-    thoughts: Sequence[str] = ()  # which templates leave out of most prompts by design
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,12 @@ def _calls() -> Iterator[tuple[str, Chat]]:
             chat = _after_call(calling(**{name: "HMM"}))
             yield (
                 f"call and {name}{beside}",
-                Chat(chat, [*CALLED, *AFTER_WORDS], tools, ["HMM"]),
+                Chat(chat, [*CALLED, *AFTER_WORDS], tools),
             )
         chat = _after_call(calling(content="LOOKING", reasoning_content="HMM"))
         words = [*CALLED, "LOOKING", *AFTER_WORDS]
-        yield f"call, text, thoughts{beside}", Chat(chat, words, tools, ["HMM"])
-        last = Chat(chat[:3], [*CALLED, "LOOKING", "RESULT"], tools, ["HMM"])
+        yield f"call, text, thoughts{beside}", Chat(chat, words, tools)
+        last = Chat(chat[:3], [*CALLED, "LOOKING", "RESULT"], tools)
         yield f"call, text, thoughts, last{beside}", last
         yield f"call, result last{beside}", Chat(chat_of_call()[:3], [*CALLED, "RESULT"], tools)
         calls = (call(), call("count_up", {"size": "NINE"}, OTHER_ID))
@@ -231,7 +232,7 @@ def _contents() -> Iterator[tuple[str, Chat]]:
         yield f"{role} in parts", Chat(chat, ["FIRST", "REST"])
     thinking = answer(reasoning_content="HMM")
     chat = [user(), thinking, user("NEXT")]
-    yield "thoughts, then a question", Chat(chat, ["ANSWER"], thoughts=["HMM"])
+    yield "thoughts, then a question", Chat(chat, ["ANSWER"])
     for name, fields in (("null", {"content": None}), ("absent", {}), ("empty", {"content": ""})):
         silent = {"role": "assistant", **fields}
         yield f"answer {name}", Chat([user(), silent, user("NEXT")], ["QUESTION", "NEXT"])
@@ -306,6 +307,11 @@ CHATS: Mapping[str, Chat] = {
 }
 
 
+def has_calls(chat: Chat) -> bool:
+    """True if an answer of the chat has tool calls."""
+    return any(message.get("tool_calls") for message in chat.messages)
+
+
 def outcome(template: ChatTemplate, chat: Chat) -> Outcome:
     """What the template makes of a chat."""
     tools = [json.loads(json.dumps(tool)) for tool in chat.tools]
@@ -341,6 +347,9 @@ def main(paths: Sequence[str]) -> None:
         for name, chat in CHATS.items():
             if chat.tools and not renders.tools:
                 totals["no tools"] += 1
+                continue
+            if has_calls(chat) and not renders.calls:
+                totals["no calls"] += 1
                 continue
             found = outcome(template, chat)
             totals[found.kind] += 1

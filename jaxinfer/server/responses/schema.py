@@ -24,7 +24,7 @@ from jaxinfer.server.openai.fields import (
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest, Tools
 from jaxinfer.server.openai.structured import GUIDED, JsonSchemaFormat, ResponseFormat
-from jaxinfer.server.responses.items import Item, input_items, messages_of
+from jaxinfer.server.responses.items import Item, check_outputs, input_items, messages_of
 
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 # Thoughts are sent as text, which clients can send back.
@@ -150,6 +150,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         self, earlier: Sequence[Item] = (), *, knows_developer: bool = False
     ) -> ChatCompletionRequest:
         """The chat of this request after the ``earlier`` items; raises ``ApiError``."""
+        if earlier or self.previous_response_id is None:
+            check_outputs(earlier, self.items)
         messages = messages_of(
             (*earlier, *self.items), self.instructions, knows_developer=knows_developer
         )
@@ -188,6 +190,10 @@ def renamed(error: ApiError) -> ApiError:
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None or given.type == "text":
         return None
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    if given.schema is None:
+        raise field_error("text.format.schema", "text.format.schema is required")
     schema = JsonSchemaFormat(name=given.name, schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)
 
