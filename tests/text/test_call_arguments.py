@@ -172,3 +172,35 @@ def test_a_function_without_arguments_has_none(style: str) -> None:
     texts = {one.text.decode() for one in walks if one.end == "ended"}
     assert len(texts) > 0
     assert all(arguments(style, called, text) == {} for text in texts)
+
+
+ODD: dict[str, Any] = {
+    "constants of a type": {"allOf": [{"enum": [1, "a", None]}, {"type": ["null", "string"]}]},
+    "constants within bounds": {"enum": [1, 2, 3], "minimum": 2},
+    "choices of a type": {"anyOf": [{"enum": [1, 2]}, SHORT], "type": "string"},
+    "no list": {"type": "array", "items": {}, "minItems": 1, "maxItems": 0},
+    "a pattern that nothing fits": {
+        "type": "object",
+        "properties": {"a": {"type": "object"}},
+        "patternProperties": {"^a$": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("style", STYLES)
+def test_odd_arguments_follow_their_schema_or_are_refused(style: str, name: str) -> None:
+    called = function(ODD[name], strict=True)
+    try:
+        form = form_of(style, called)
+    except RequestError:
+        return
+    for walk in (form.walk(seed, longest=700, stop=1) for seed in range(3)):
+        assert walk.end == "ended"
+        jsonschema_rs.validate(called["parameters"], arguments(style, called, walk.text.decode()))
+
+
+def test_a_number_beyond_every_float_is_read() -> None:
+    called = function({"type": "integer"})
+    call = "<tool_call>f\n<arg_key>v</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+    assert arguments("glm45", called, call % ("7" * 400)) == {"v": int("7" * 400)}

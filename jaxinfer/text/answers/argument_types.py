@@ -128,11 +128,11 @@ def _as_type(text: str, name: str) -> Any:
         case "string":
             return text
         case "integer" | "number":
+            if regex.fullmatch(r"[-+]?\d+", word):
+                return int(word)  # also one beyond every float
             number = float(word)
             if not math.isfinite(number) or (name == "integer" and not number.is_integer()):
                 raise ValueError(text)
-            if regex.fullmatch(r"[-+]?\d+", word):
-                return int(word)
             return int(number) if name == "integer" else number
         case "boolean" if word.lower() in ("true", "false", "1", "0"):
             return word.lower() in ("true", "1")

@@ -144,8 +144,8 @@ class ArgumentsWriter:
         for name in ("anyOf", "oneOf"):
             if choices := listed(schema.get(name)):
                 self._check(schema, {name, "type"} if name == "anyOf" else {"type"})
-                if types := self._types(schema):
-                    choices = [self._of_types(one, types) for one in choices]
+                if allowed := self._types(schema):
+                    choices = [self._of_types(one, allowed) for one in choices]
                 return f"({' | '.join(map(self._value, choices))})"
         self._check(schema, _OF_VALUES)
         declared = schema.get("type")
@@ -200,6 +200,8 @@ class ArgumentsWriter:
         """A schema of ``allOf`` as one, if each keyword is in one of its parts only."""
         found = {name: value for name, value in schema.items() if name != "allOf"}
         for part in parts:
+            if part is False:
+                raise ValueError("no value fits its keyword allOf")
             one = self._target(part)
             twice = found.keys() & one.keys() & (_OF_VALUES | _OTHERS)
             if self.strict and any(found[name] != one[name] for name in twice):

@@ -273,7 +273,8 @@ def _with_own_patterns(schema: dict[str, Any]) -> dict[str, Any]:
         if not is_theirs:
             kept[pattern] = one
         for name in found:
-            properties[name] = {"allOf": [properties[name], one]} if name in properties else one
+            own = properties.get(name, True)
+            properties[name] = False if one is False else {"allOf": [own, one]}
     changed = {**schema, "properties": properties, "patternProperties": kept}
     if False in kept.values() and _cover_all(kept, names):
         changed["additionalProperties"] = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
 
+from jaxinfer.text.grammar.disjoint import types_of_value
 from jaxinfer.text.grammar.patterns import (
     FORMATS,
     either,
@@ -48,6 +49,8 @@ class _Case:
         if self.constants is not None and other.constants is not None:
             constants = tuple(one for one in self.constants if one in other.constants)
         lengths = [one for one in (self.most, other.most) if one is not None]
+        if constants is not None:
+            constants = tuple(one for one in constants if not types.isdisjoint(types_of_value(one)))
         least, most = max(self.least, other.least), min(lengths, default=None)
         if not types or (most is not None and most < least):
             return None
