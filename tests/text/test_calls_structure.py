@@ -182,6 +182,20 @@ def test_strict_functions_in_free_text(compiler: ConstraintCompiler, name: str) 
             constraint.begin(tuple((before + wrong).encode()))
 
 
+@pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
+def test_no_call_follows_text_where_calls_have_no_marks(
+    compiler: ConstraintCompiler, name: str
+) -> None:
+    """A call after text would be read as one, and its arguments are not constrained."""
+    found, constraint = constraint_of(compiler, name, make=strict_tag, functions=STRICT)
+    call = written(name)
+    assert parts_of(found, call) == parts_of(found, "\n" + call)
+    constraint.begin(tuple(b"It rains.\nSee {1} and [2].\n"))
+    for before in ("It rains.\n", "It rains.\n  " if name == "llama3_json" else "a\n\n"):
+        with pytest.raises(ValueError, match="satisfy|no token"):
+            constraint.begin(tuple((before + call).encode()))
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "gemma4", "pythonic", "kimi_k2"])
 def test_other_functions_next_to_strict_ones_are_free(
     compiler: ConstraintCompiler, name: str
