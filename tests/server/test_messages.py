@@ -425,7 +425,7 @@ def test_a_failure_midway_is_an_event(scripted: Scripted) -> None:
 
 def test_thoughts_need_known_marks() -> None:
     engine, _ = scripted_engine("smollm2")
-    with serving(engine) as server:
+    with serving(engine, tool_call_parser="none") as server:
         for fields, param in (
             ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
             ({"tools": TOOLS}, "tools"),
