@@ -186,8 +186,10 @@ class Template:
         prompt = self._program.render(QUESTION, variables=variables, calls=found.calls)
         tail = prompt.rstrip()[-200:]
         begin, end = found.think_begin.strip(), found.think_end.strip()
-        is_closed = tail.endswith(end)
-        return not is_closed and tail.endswith(begin), is_closed
+        # a vocabulary of bytes has no mark as a token
+        is_closed = tail.endswith(end) or found.thinks_in_tokens
+        opens = found.template.thinks_first or tail.endswith(begin)
+        return opens and not is_closed, is_closed
 
 
 def request(case: Case) -> tuple[str, dict[str, Any]]:

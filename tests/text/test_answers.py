@@ -97,15 +97,11 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
     ("name", "text"),
     [
         ("hermes", "<tool_call>\nnot JSON\n</tool_call>"),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {"[" * 5000}}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1'),
         ("mistral", "[TOOL_CALLS] [not JSON]"),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1'),
         ("llama3_json", '{"name": "Ada", "born": 1815}'),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1} and more'),
         ("gemma4", "<|tool_call>call:f{a:}<tool_call|>"),
@@ -113,14 +109,32 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
             "kimi_k2",
             "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>x<|tool_call_end|>",
         ),
-        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
-        ("openai", "<|channel|>commentary to=functions.f<|message|>{"),
     ],
 )
 def test_what_is_no_call_is_content(name: str, text: str) -> None:
     found = read(AnswerParser(template_of(name), "", tools=TOOLS), ["x" * (name == "hermes"), text])
     assert not found.calls
     assert text in found.content
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1'),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>"),
+        ("openai", "<|channel|>commentary to=functions.f<|message|>{"),
+    ],
+)
+def test_a_call_after_a_mark_may_be_of_any_tool(name: str, text: str) -> None:
+    """Agents tell the model that it has no such tool; what is wrong with its JSON stays, too."""
+    parser = AnswerParser(template_of(name), "", tools=TOOLS)
+    parts = [*parser.feed("x" * (name == "hermes") + text), *parser.finish()]
+    (call,) = calls_of(parts)
+    assert call.name == "f" and call.arguments.startswith("{")
+    assert texts_of(parts)[0] == "x" * (name == "hermes")
 
 
 def test_the_answer_continues_the_prompt() -> None:

@@ -101,7 +101,7 @@ def python_calls(source: Source, tools: Schemas) -> Reading[None]:
     yield from source.expect(_LIST)
     while True:
         found = yield from source.expect(_NAME)
-        name = declared_name(found[1], tools)
+        name = declared_name(found[1], tools, is_marked=source.is_marked)
         if not is_python_name(name):
             raise ValueError(f"{name!r} is no name in Python")
         yield from _pairs(source, name, _PYTHON)

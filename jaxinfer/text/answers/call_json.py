@@ -53,7 +53,7 @@ def _json_call(source: Source, tools: Schemas) -> Reading[None]:
         match strict_json(key[1]):
             case "name" | "function" if first == '"' and not name:
                 text = yield from _other_value(source)
-                name = declared_name(str(strict_json(text)), tools)
+                name = declared_name(str(strict_json(text)), tools, is_marked=source.is_marked)
             case "function" if first == "{":
                 source.take(source.at + 1)
                 num_open += 1

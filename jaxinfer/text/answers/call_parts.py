@@ -1,7 +1,8 @@
 """The parts of a tool call as it arrives, and how its name and arguments are written.
 
 A call begins (``CallBegin``) once it is sure that the text is one: the name is that of a declared
-tool, and the arguments have begun. Until then a reader raises ``ValueError`` for text that is no
+tool (after a mark of calls any name, since agents tell a model which tools it has), and the
+arguments have begun. Until then a reader raises ``ValueError`` for text that is no
 call, and that text is content. Once begun, a call stays, since its beginning may have been sent: if
 the model breaks off, the call ends with the arguments so far and is not whole. The same holds of
 answers that are not streamed, so the two are equal.
@@ -63,17 +64,20 @@ def call_without_arguments(name: str) -> Iterator[CallPart]:
     yield CallEnd(False)
 
 
-def declared_name(text: str, tools: Schemas, patterns: Sequence[str] = ()) -> str:
+def declared_name(
+    text: str, tools: Schemas, patterns: Sequence[str] = (), *, is_marked: bool = False
+) -> str:
     """The name of the tool that a text names: the text itself, or its group ``name`` in one of the
-    ``patterns``. Without tools any name counts. Raises ``ValueError`` if no such tool is declared.
+    ``patterns``. Raises ``ValueError`` if no such tool is declared; without tools, and after a mark
+    of calls, any name counts.
     """
     found = [regex.fullmatch(one, text) for one in patterns]
     names = [*(match["name"] for match in found if match is not None), text]
-    if not tools and names[0]:
-        return names[0]
     for name in reversed(names):
         if name in tools:
             return name
+    if names[0] and (is_marked or not tools):
+        return names[0]
     raise ValueError(f"{text!r} is no declared tool")
 
 

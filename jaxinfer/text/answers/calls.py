@@ -29,8 +29,10 @@ def call_parts(
     text that opened the field. Raises ``ValueError`` where the text is no call.
     """
     args, name = field.reader_args, ""
+    source.is_marked = bool("".join(source.unsent).strip())
     if "name" in captures:
-        name = declared_name(captures["name"], tools, args.get("names", ()))
+        names = args.get("names", ())
+        name = declared_name(captures["name"], tools, names, is_marked=source.is_marked)
     is_named = bool(name) and field.has_named_arguments
     match field.reader:
         case "tags":

@@ -31,6 +31,7 @@ class Source:
         self.text = text
         self.at = at
         self.unsent: list[str] = []
+        self.is_marked = False  # a mark of calls is before the text
         self.is_ended = False
         self.is_cut = False  # the model has not ended the answer
 
