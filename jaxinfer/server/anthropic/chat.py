@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from jaxinfer.server.anthropic.inputs import (
     AssistantInput,
+    DocumentInput,
+    ImageInput,
     InputMessage,
     RedactedThoughtsInput,
     TextInput,
@@ -25,6 +27,7 @@ from jaxinfer.server.openai.tools import check_function
 # The block that Claude Code puts before its system prompt. It has a number that differs from
 # request to request, with which no prefix would ever be found in the cache.
 BILLING = "x-anthropic-billing-header:"
+CUSTOM = "custom"  # the type of the client's own tools
 SCHEMA_FIELD = "output_config.format.schema"
 
 
@@ -89,12 +92,43 @@ def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
     """The tools in OpenAI's form; raises ``ApiError`` naming the field that is wrong."""
     functions: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
+        if tool.type not in (None, CUSTOM):
+            continue
         described = {} if tool.description is None else {"description": tool.description}
         strict = {} if tool.strict is None else {"strict": tool.strict}
         function = {"name": tool.name, **described, "parameters": tool.input_schema or {}, **strict}
         check_function(f"tools[{number}]", function, functions)
         functions[tool.name] = function
     return tuple({"type": "function", "function": one} for one in functions.values())
+
+
+def hosted_tools(tools: Sequence[ToolInput]) -> list[tuple[str, str]]:
+    """The path and kind of each tool that only Anthropic's servers or models know."""
+    return [
+        (f"tools[{number}]", tool.type)
+        for number, tool in enumerate(tools)
+        if tool.type is not None and tool.type != CUSTOM
+    ]
+
+
+def check_blocks(messages: Sequence[InputMessage]) -> None:
+    """Raise ``ApiError`` if a block is no text."""
+    for number, message in enumerate(messages):
+        _check_texts(f"messages[{number}].content", message.content)
+
+
+def _check_texts(where: str, content: Any) -> None:
+    for number, block in enumerate(() if content is None or isinstance(content, str) else content):
+        place = f"{where}[{number}]"
+        if isinstance(block, ImageInput | DocumentInput):
+            kind = str(block.__struct_config__.tag)
+            raise field_error(
+                f"{place}.type",
+                f"{place}.type {kind!r} is not supported: this server's models read text alone; "
+                "leave the block out",
+            )
+        if isinstance(block, ToolResultInput):
+            _check_texts(f"{place}.content", block.content)
 
 
 def chat_tool_choice(choice: ToolChoiceInput, tools: Sequence[Any]) -> str | dict[str, Any]:

@@ -15,7 +15,9 @@ from jaxinfer.server.anthropic.chat import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
+    check_blocks,
     continues_answer,
+    hosted_tools,
 )
 from jaxinfer.server.anthropic.inputs import (
     InputMessage,
@@ -118,7 +120,13 @@ class CountTokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
             **self._answer_fields(),
         )
 
+    @property
+    def hosted(self) -> list[tuple[str, str]]:
+        """The path and kind of each tool that only Anthropic's servers or models know."""
+        return hosted_tools(self.tools or ())
+
     def check(self) -> None:
+        check_blocks(self.messages)
         thinking = self.thinking
         if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
             raise field_error(

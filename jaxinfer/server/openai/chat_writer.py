@@ -12,7 +12,9 @@ from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
+from jaxinfer.server.openai.custom_tools import input_of
 from jaxinfer.server.openai.responses import (
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -22,6 +24,7 @@ from jaxinfer.server.openai.responses import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
+    CustomToolCall,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -150,17 +153,14 @@ class _ChoiceReader:
         self._role = context.role
         self._shows_reasoning = request.include_reasoning
         self._is_named = request.chosen_tools.is_named
+        self._custom = request.chosen_tools.custom
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
         parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
-        calls = [
-            ToolCall(id=part.id, function=CalledFunction(name=part.name, arguments=part.arguments))
-            for part in parts
-            if isinstance(part, NumberedCall)
-        ]
+        calls = [self._call(part) for part in parts if isinstance(part, NumberedCall)]
         return ChatMessage(
             role=self._role,
             content=None if calls and not content else content,
@@ -178,7 +178,7 @@ class _ChoiceReader:
             elif isinstance(part, Reasoning):
                 found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
             else:
-                found += _in_two(part)
+                found += _in_two(part, is_custom=part.name in self._custom)
         return found
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason:
@@ -190,6 +190,13 @@ class _ChoiceReader:
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 
+    def _call(self, part: NumberedCall) -> ToolCall | CustomToolCall:
+        if part.name in self._custom:
+            custom = CalledCustom(name=part.name, input=input_of(part.arguments))
+            return CustomToolCall(id=part.id, custom=custom)
+        function = CalledFunction(name=part.name, arguments=part.arguments)
+        return ToolCall(id=part.id, function=function)
+
     def _shown(self, delta: Delta) -> list[ChoicePart]:
         parts = self._parts.read(delta)
         if self._shows_reasoning:
@@ -197,8 +204,14 @@ class _ChoiceReader:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
-def _in_two(call: NumberedCall) -> list[ChatDelta]:
-    """A call as OpenAI streams it: its name, then its arguments."""
+def _in_two(call: NumberedCall, *, is_custom: bool) -> list[ChatDelta]:
+    """A call as OpenAI streams it: its name, then its arguments or its text."""
+    if is_custom:
+        begun = CalledCustom(name=call.name, input="")
+        text = CalledCustom(input=input_of(call.arguments))
+        head = ToolCallDelta(index=call.number, id=call.id, type="custom", custom=begun)
+        tail = ToolCallDelta(index=call.number, custom=text)
+        return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]
     name = CalledFunction(name=call.name, arguments="")
     arguments = CalledFunction(arguments=call.arguments)
     head = ToolCallDelta(index=call.number, id=call.id, type="function", function=name)

@@ -164,13 +164,29 @@ class ToolCall(AnswerStruct, frozen=True, kw_only=True):
     function: CalledFunction
 
 
+class CalledCustom(AnswerStruct, frozen=True, kw_only=True):
+    """A custom tool that the model calls; in a stream the name comes first, then the text."""
+
+    name: str | UnsetType = UNSET
+    input: str  # free text
+
+
+class CustomToolCall(AnswerStruct, frozen=True, kw_only=True):
+    """A call of one of the request's custom tools."""
+
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: CalledCustom
+
+
 class ToolCallDelta(AnswerStruct, frozen=True, kw_only=True):
     """A part of a call; the first has the id and the name."""
 
     index: int  # of the call
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
@@ -181,7 +197,7 @@ class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(AnswerStruct, frozen=True, kw_only=True):

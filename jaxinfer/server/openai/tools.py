@@ -38,6 +38,11 @@ class ToolChoice:
         return {tool["function"]["name"]: tool["function"] for tool in self.tools}
 
     @property
+    def custom(self) -> frozenset[str]:
+        """The names of functions that stand for custom tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools if "custom" in tool)
+
+    @property
     def has_strict(self) -> bool:
         """True if the arguments of a function must follow its schema."""
         return any(function.get("strict") is True for function in self.functions.values())

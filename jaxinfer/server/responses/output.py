@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET
+
 from jaxinfer.server.openai.choice_parts import NumberedCall
+from jaxinfer.server.openai.custom_tools import input_of
 from jaxinfer.server.openai.responses import TokenLogprob
 from jaxinfer.server.responses import objects
 from jaxinfer.server.responses.objects import (
+    CustomToolCall,
     FunctionCall,
     OutputItem,
     OutputMessage,
@@ -19,6 +23,7 @@ from jaxinfer.server.responses.objects import (
     Status,
     SummaryText,
 )
+from jaxinfer.server.responses.tools import Origin
 
 # called with the type and the fields of each event, without its sequence number
 type Emit = Callable[..., None]
@@ -89,11 +94,14 @@ class _OpenText:
 
 
 class OutputItems:
-    """The items of one response; ids begin with ``name`` after their prefix."""
+    """The items of one response; ids begin with ``name`` after their prefix. ``origins``: the
+    request's tools by the names of functions.
+    """
 
-    def __init__(self, name: str, emit: Emit) -> None:
+    def __init__(self, name: str, emit: Emit, origins: Mapping[str, Origin]) -> None:
         self._name = name
         self._emit = emit
+        self._origins = origins
         self._ended: list[OutputItem] = []
         self._open: _OpenText | None = None
 
@@ -116,26 +124,23 @@ class OutputItems:
             self._emit(form.delta, **self._place(last.id), delta=text, **last.listed(logprobs))
 
     def add_call(self, call: NumberedCall) -> None:
-        """Add a whole call."""
+        """Add a whole call, of a function or a custom tool."""
         self.end_text()
-        item = FunctionCall(
-            id=self._new_id("fc"),
-            call_id=call.id,
-            name=call.name,
-            arguments=call.arguments,
-            status=Status.COMPLETED,
-        )
+        origin = self._origins.get(call.name, Origin(call.name, None, is_custom=False))
+        fields = {"call_id": call.id, "name": origin.name, "namespace": origin.namespace or UNSET}
+        kind, text = FunctionCall, {"arguments": call.arguments}
+        ended: dict[str, Any] = {"name": origin.name, **text}
+        delta, done = objects.ArgumentsDelta, objects.ArgumentsDone
+        if origin.is_custom:
+            kind, text = CustomToolCall, {"input": input_of(call.arguments)}
+            ended, delta, done = text, objects.CustomInputDelta, objects.CustomInputDone
+        fields["id"] = self._new_id("ctc" if origin.is_custom else "fc")
+        item = kind(**fields, **text, status=Status.COMPLETED)
+        begun = kind(**fields, **dict.fromkeys(text, ""), status=Status.IN_PROGRESS)
         index, place = len(self._ended), self._place(item.id)
-        begun = FunctionCall(
-            id=item.id,
-            call_id=item.call_id,
-            name=item.name,
-            arguments="",
-            status=Status.IN_PROGRESS,
-        )
         self._emit(objects.OutputItemAdded, output_index=index, item=begun)
-        self._emit(objects.ArgumentsDelta, **place, delta=item.arguments)
-        self._emit(objects.ArgumentsDone, **place, name=item.name, arguments=item.arguments)
+        self._emit(delta, **place, delta=next(iter(text.values())))
+        self._emit(done, **place, **ended)
         self._emit(objects.OutputItemDone, output_index=index, item=item)
         self._ended.append(item)
 

@@ -28,7 +28,8 @@ def strict_tag(
     calls: CallText, functions: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> dict[str, Any]:
     """The structural tag of an answer that may call these functions: once it begins a call, a
-    function's name follows, and with ``strict`` arguments of its schema.
+    function's name follows, and with ``strict`` arguments of its schema. Where arguments are bare
+    text, ``text_pattern`` of a function is their form.
     """
     section = _section(calls, functions, parallel=parallel, only_strict=True)
     if not calls.triggers:
@@ -91,7 +92,8 @@ def _call(
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     match calls.style:
         case "tags":
-            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema)
+            pattern = function.get("text_pattern")
+            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema, pattern)
         case "pairs":
             if is_free:
                 declared = (function.get("parameters") or {}).get("properties") or {}
@@ -121,17 +123,25 @@ def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
 
 
-def _tags(calls: CallText, schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Arguments as tags, in the schema's order; the required ones must be there."""
+def _tags(calls: CallText, schema: Mapping[str, Any], pattern: str | None) -> list[dict[str, Any]]:
+    """Arguments as tags, in the schema's order; the required ones must be there. ``pattern``: the
+    whole text of each, as a regular expression.
+    """
     required = schema.get("required") or ()
     return [
-        _argument(calls, name, one, schema, is_required=name in required)
+        _argument(calls, name, one, schema, is_required=name in required, pattern=pattern)
         for name, one in (schema.get("properties") or {}).items()
     ]
 
 
 def _argument(
-    calls: CallText, name: str, schema: Any, parent: Mapping[str, Any], *, is_required: bool
+    calls: CallText,
+    name: str,
+    schema: Any,
+    parent: Mapping[str, Any],
+    *,
+    is_required: bool,
+    pattern: str | None,
 ) -> dict[str, Any]:
     choices = _choices(schema, parent)
     content: dict[str, Any]
@@ -139,6 +149,8 @@ def _argument(
         is_text = all(isinstance(one, str) for one in choices)
         texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
         content = {"type": "or", "elements": [part for one in texts for part in _constant(one)]}
+    elif pattern is not None:
+        is_text, content = True, {"type": "regex", "pattern": pattern}
     elif not (types := types_of(schema, parent)) or "string" in types:
         is_text, content = True, {"type": "any_text"}
     else:

@@ -136,6 +136,15 @@ class _LarkWriter:
             body = rf"({body}) & ~({_ANY_TEXT} {ending} /(.|\n)+/)"
         return self.rule(body, "[lazy]")
 
+    def _pattern_until(self, pattern: str, end: str) -> str:
+        """A text of this form, and the ``end`` after it, which may begin as the text ends."""
+        text = f"/{self._regex_to_lark(pattern)}/"
+        if self._split.search(end):
+            return f"{text} {self.literal(end)}"
+        name = f"TEXT_{len(self.rules)}"  # a terminal is one expression, in which nothing is greedy
+        self.rules.append(f"{name}: {text} {json.dumps(end, ensure_ascii=False)}")
+        return name
+
     def _text_without(self, texts: Sequence[str]) -> str:
         """Any text, to its end, that contains none of these."""
         others = [one for one in texts if one not in self._special]
@@ -162,6 +171,8 @@ class _LarkWriter:
         content, end = form.get("content"), _text(form, "end", empty=True)
         if isinstance(content, Mapping) and content.get("type") == "any_text" and end:
             inner = self.text_until(end)
+        elif isinstance(content, Mapping) and content.get("type") == "regex" and end:
+            inner = self._pattern_until(_text(content, "pattern"), end)
         else:
             inner = f"{self.expression(content)} {self.literal(end)}"
         return self.rule(f"{self.literal(begin)} {inner}")
