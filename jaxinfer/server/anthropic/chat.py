@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from jaxinfer.server.anthropic.inputs import (
     AssistantInput,
-    DocumentInput,
-    ImageInput,
     InputMessage,
     RedactedThoughtsInput,
     TextInput,
@@ -109,26 +107,6 @@ def hosted_tools(tools: Sequence[ToolInput]) -> list[tuple[str, str]]:
         for number, tool in enumerate(tools)
         if tool.type is not None and tool.type != CUSTOM
     ]
-
-
-def check_blocks(messages: Sequence[InputMessage]) -> None:
-    """Raise ``ApiError`` if a block is no text."""
-    for number, message in enumerate(messages):
-        _check_texts(f"messages[{number}].content", message.content)
-
-
-def _check_texts(where: str, content: Any) -> None:
-    for number, block in enumerate(() if content is None or isinstance(content, str) else content):
-        place = f"{where}[{number}]"
-        if isinstance(block, ImageInput | DocumentInput):
-            kind = str(block.__struct_config__.tag)
-            raise field_error(
-                f"{place}.type",
-                f"{place}.type {kind!r} is not supported: this server's models read text alone; "
-                "leave the block out",
-            )
-        if isinstance(block, ToolResultInput):
-            _check_texts(f"{place}.content", block.content)
 
 
 def chat_tool_choice(choice: ToolChoiceInput, tools: Sequence[Any]) -> str | dict[str, Any]:

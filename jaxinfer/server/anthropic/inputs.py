@@ -63,24 +63,12 @@ class ToolReferenceInput(_Block, frozen=True, kw_only=True, tag="tool_reference"
         return f"The tool {self.tool_name} is available."
 
 
-class ImageInput(_Block, frozen=True, kw_only=True, tag="image"):
-    """An image; it is refused, since the models read text."""
-
-    source: Annotated[Any, Meta(description="The image.")] = None
-
-
-class DocumentInput(_Block, frozen=True, kw_only=True, tag="document"):
-    """A document; it is refused, since the models read text."""
-
-    source: Annotated[Any, Meta(description="The document.")] = None
-
-
 class ToolResultInput(_Block, frozen=True, kw_only=True, tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: Annotated[str, Meta(min_length=1, description="The id of the call.")]
     content: Annotated[
-        str | tuple[TextInput | ToolReferenceInput | ImageInput | DocumentInput, ...] | None,
+        str | tuple[TextInput | ToolReferenceInput, ...] | None,
         Meta(description="What the tool has returned."),
     ] = None
     is_error: Annotated[
@@ -97,7 +85,7 @@ class UserInput(_Message, frozen=True, kw_only=True, tag="user"):
     """A message of the user, or results of tools."""
 
     content: Annotated[
-        str | tuple[TextInput | ToolResultInput | ImageInput | DocumentInput, ...],
+        str | tuple[TextInput | ToolResultInput, ...],
         Meta(description="Text, or blocks."),
     ]
 

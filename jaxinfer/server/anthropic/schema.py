@@ -15,7 +15,6 @@ from jaxinfer.server.anthropic.chat import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
-    check_blocks,
     continues_answer,
     hosted_tools,
 )
@@ -126,7 +125,6 @@ class CountTokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
         return hosted_tools(self.tools or ())
 
     def check(self) -> None:
-        check_blocks(self.messages)
         thinking = self.thinking
         if thinking and thinking.type == "enabled" and thinking.budget_tokens is None:
             raise field_error(

@@ -24,7 +24,7 @@ from jaxinfer.server.openai.responses import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
-    CustomToolCall,
+    CustomCall,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -190,10 +190,10 @@ class _ChoiceReader:
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 
-    def _call(self, part: NumberedCall) -> ToolCall | CustomToolCall:
+    def _call(self, part: NumberedCall) -> ToolCall | CustomCall:
         if part.name in self._custom:
             custom = CalledCustom(name=part.name, input=input_of(part.arguments))
-            return CustomToolCall(id=part.id, custom=custom)
+            return CustomCall(id=part.id, custom=custom)
         function = CalledFunction(name=part.name, arguments=part.arguments)
         return ToolCall(id=part.id, function=function)
 

@@ -156,11 +156,10 @@ class CalledFunction(AnswerStruct, frozen=True, kw_only=True):
     arguments: str  # a JSON object as text
 
 
-class ToolCall(AnswerStruct, frozen=True, kw_only=True):
+class ToolCall(AnswerStruct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A call of one of the request's tools."""
 
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
 
 
@@ -171,11 +170,10 @@ class CalledCustom(AnswerStruct, frozen=True, kw_only=True):
     input: str  # free text
 
 
-class CustomToolCall(AnswerStruct, frozen=True, kw_only=True):
+class CustomCall(AnswerStruct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
     """A call of one of the request's custom tools."""
 
     id: str
-    type: Literal["custom"] = "custom"
     custom: CalledCustom
 
 
@@ -197,7 +195,7 @@ class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall | CustomToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomCall] | UnsetType = UNSET
 
 
 class ChatChoice(AnswerStruct, frozen=True, kw_only=True):
