@@ -177,9 +177,10 @@ ACROSS_FIELDS = (
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps", "text_2", "documents")
 ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
-# two tools with one name; calls in a last message of Anthropic's form
+# two tools with one name; a grammar that is none; calls in a last message of Anthropic's form
 ACROSS_ITEMS = re.compile(
-    r"tools\[\d+\](\.function)?\.name|messages\[\d+\]|input\[\d+\]\.arguments|tool_choice\.tools\[\d\]"
+    r"tools\[\d+\](\.function|\.tools\[\d+\])?\.name|messages\[\d+\]|input\[\d+\]\.arguments"
+    r"|tool_choice\.tools\[\d\]|tools\[\d+\](\.custom|\.tools\[\d+\])?\.format(\.grammar)?\.definition"
 )
 
 

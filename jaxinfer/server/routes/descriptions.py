@@ -127,8 +127,9 @@ REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
         "ReasoningOptions.effort": "As reasoning_effort of a chat.",
         "ReasoningOptions.generate_summary": "As summary.",
         "ReasoningOptions.summary": "Send the thoughts, unchanged, as a summary.",
-        "ResponsesRequest.tools": "The functions that the model may call.",
-        "ResponsesRequest.tool_choice": "none, auto, required, a function, or allowed_tools.",
+        "ResponsesRequest.tools": "The functions and custom tools that the model may call, also in "
+        "namespaces; hosted tools are refused, or left out with --ignore-hosted-tools.",
+        "ResponsesRequest.tool_choice": "none, auto, required, a tool, or allowed_tools.",
         "ResponsesRequest.top_logprobs": "Likeliest tokens at each position; needs include.",
         "TextFormat.description": "For the reader of the request; without effect.",
         "TextFormat.name": "For the reader of the request; without effect.",
