@@ -48,7 +48,8 @@ def page(items: Sequence[Item], query: Mapping[str, str]) -> InputItemList:
     ``ApiError``.
     """
     limit, order = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc")
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LISTED:
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
+    if not is_number or not 1 <= int(limit) <= MAX_LISTED:
         raise field_error("limit", f"limit must be an integer from 1 to {MAX_LISTED}")
     if order not in ("asc", "desc"):
         raise field_error("order", "order must be asc or desc")
