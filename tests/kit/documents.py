@@ -34,7 +34,8 @@ REASONS = (
 )
 # Their options are not ours to check.
 OTHER_PROGRAMS = (
-    *("curl", "docker", "echo", "env", "guidellm", "install", "lm_eval", "mkdir", "pgrep"),
+    *("claude", "codex", "curl", "docker", "echo", "env", "export", "guidellm", "install"),
+    *("lm_eval", "mkdir", "pgrep"),
     *("python3", "python3.11", "systemctl", "useradd", "vllm"),
 )
 
