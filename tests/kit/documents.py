@@ -1,8 +1,8 @@
 """The code blocks of README.md and docs/*.md, and the option parsers that their commands have.
 
-A block is fenced and names its language: ``sh``, ``python``, ``toml`` or ``text``. A ``text`` block directly
-after another one is what that one prints. A block that the tests cannot run begins with the comment
-``NOT_RUN`` and one of ``REASONS``.
+A block is fenced and names its language: ``sh``, ``python``, ``toml`` or ``text``. A ``text`` block
+directly after another one is what that one prints. A block that the tests cannot run begins with
+the comment ``NOT_RUN`` and one of ``REASONS``.
 """
 
 from __future__ import annotations
