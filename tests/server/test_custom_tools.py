@@ -13,6 +13,7 @@ from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.custom_tools import as_functions, enforceable, input_of
 from jaxinfer.server.openai.tools import tool_choice
+from jaxinfer.server.responses.tools import chat_tools
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
@@ -199,6 +200,7 @@ def test_other_grammars_are_not_enforced(definition: str, reason: str) -> None:
         ({"type": "grammar"}, "format"),
         ({"type": "grammar", "syntax": "ebnf", "definition": "a"}, "format.syntax"),
         ({"type": "grammar", "syntax": "regex", "definition": ""}, "format.definition"),
+        ({"type": "grammar", "syntax": "lark", "definition": "x" * 16385}, "format.definition"),
         ({"type": "grammar", "syntax": "lark", "definition": 'a: "b"'}, "format.definition"),
         ({"type": "grammar", "syntax": "lark", "definition": "start: b"}, "format.definition"),
         (
@@ -219,3 +221,19 @@ def test_wrong_formats_are_named(format: Any, param: str) -> None:
         as_functions([{"type": "custom", "custom": {"name": "a", "format": format}}])
     assert caught.value.param == f"tools[0].custom.{param}"
     assert caught.value.param in caught.value.message
+
+
+def test_all_grammars_together_are_bounded() -> None:
+    """Reading them takes time, which no other request has meanwhile."""
+    tools = [custom("regex", "a" * 16384) for _ in range(4)]
+    assert len(as_functions(tools)) == 4
+    with pytest.raises(ApiError, match="tools have grammars of more than 65536 bytes"):
+        as_functions([*tools, custom("regex", "a")])
+    body = [{"type": "custom", "name": f"a{n}", **_flat(one)} for n, one in enumerate(tools)]
+    with pytest.raises(ApiError, match="tools have grammars"):
+        chat_tools([{"type": "namespace", "name": "a", "tools": [*body, {**body[0], "name": "b"}]}])
+
+
+def _flat(tool: Any) -> Any:
+    grammar = tool["custom"]["format"]["grammar"]
+    return {"format": {"type": "grammar", **grammar}}

@@ -1,17 +1,19 @@
 """Custom tools, whose calls are free text, as functions with one text: models know no other calls.
 
-A function that stands for a custom tool has the tool's own fields as ``custom`` beside it.
+A function that stands for a custom tool has the tool's own fields as ``custom`` beside it, and why
+its format is not enforced as ``unenforced``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
-from jaxinfer.core.structured import MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES
+from jaxinfer.core.structured import MAX_REGEX_BYTES
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.tools import ToolChoice
 from jaxinfer.text.answers.formats import CallText
@@ -26,7 +28,8 @@ _SCHEMA: Mapping[str, Any] = MappingProxyType(
         "additionalProperties": False,
     }
 )
-_MOST = MappingProxyType({"lark": MAX_GRAMMAR_BYTES, "regex": MAX_REGEX_BYTES})  # bytes
+SYNTAXES = ("lark", "regex")
+MAX_TOTAL_BYTES = 4 * MAX_REGEX_BYTES  # of the grammars of a request: reading them takes 50 ms
 
 
 class _Grammar(NamedTuple):
@@ -40,10 +43,10 @@ class _Grammar(NamedTuple):
 
 def as_functions(tools: Sequence[Any]) -> tuple[Any, ...]:
     """The tools of a chat with functions for custom ones; raises ``ApiError`` naming the field."""
+    customs = [tool.get("custom") if _is_custom(tool) else None for tool in tools]
+    check_formats((f"tools[{n}].custom", one) for n, one in enumerate(customs) if one is not None)
     return tuple(
-        _as_function(f"tools[{number}].custom", tool)
-        if isinstance(tool, Mapping) and tool.get("type") == "custom"
-        else tool
+        _as_function(f"tools[{number}].custom", tool) if _is_custom(tool) else tool
         for number, tool in enumerate(tools)
     )
 
@@ -57,27 +60,28 @@ def as_function_choice(choice: Any) -> Any:
             return choice
 
 
-def check_format(where: str, given: Any) -> None:
-    """Raise ``ApiError`` unless this is a custom tool's format, or absent."""
-    _grammar(where, given)
+def check_formats(tools: Iterable[tuple[str, Any]]) -> None:
+    """Raise ``ApiError`` unless these custom tools, at these paths, have usable formats."""
+    found = [(f"{where}.format", tool.get("format")) for where, tool in tools if _is_object(tool)]
+    if sum(len(_definition(where, given)[1]) for where, given in found) > MAX_TOTAL_BYTES:
+        raise field_error("tools", f"tools have grammars of more than {MAX_TOTAL_BYTES} bytes")
+    for where, given in found:
+        _grammar(where, given)
 
 
 def enforceable(choice: ToolChoice, calls: CallText | None) -> tuple[ToolChoice, list[str]]:
     """The choice without formats that calls in this form may break, and for each of them the name
     of the tool and the reason.
     """
+    takes_none = calls is None or (calls.style == "pairs" and bool(calls.quotes))
     tools: list[Mapping[str, Any]] = []
     broken: list[str] = []
     for tool in choice.tools:
-        custom = tool.get("custom")
-        grammar = None if custom is None else _grammar("", custom.get("format"))
-        if custom is not None and grammar is not None:
-            reason = grammar.reason
-            if calls is None or (calls.style == "pairs" and calls.quotes):
-                reason = "this model's form of calls takes no grammar"
-                tool = without_format(tool)
-            if reason:
-                broken.append(f"{custom['name']!r:.60}: {reason}")
+        reason = tool.get("unenforced", "")
+        if takes_none and "text_pattern" in tool["function"]:
+            reason, tool = "this model's form of calls takes no grammar", without_format(tool)
+        if reason:
+            broken.append(f"{tool['function']['name']!r:.60}: {reason}")
         tools.append(tool)
     return replace(choice, tools=tuple(tools)), broken
 
@@ -116,7 +120,8 @@ def _as_function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             "text_pattern": grammar.pattern,
             "strict": True,
         }
-    return {"type": "function", "function": function, "custom": custom}
+    reason = "" if grammar is None else grammar.reason
+    return {"type": "function", "function": function, "custom": custom, "unenforced": reason}
 
 
 def _described(grammar: _Grammar | None) -> str:
@@ -129,12 +134,28 @@ def _described(grammar: _Grammar | None) -> str:
 
 
 def _grammar(where: str, given: Any) -> _Grammar | None:
-    """The grammar of a format in either API's form, None for any text; raises ``ApiError``."""
+    """The grammar of a format, None for any text; raises ``ApiError``."""
+    syntax, text = _definition(where, given)
+    if not syntax:
+        return None
+    if syntax == "regex":
+        return _Grammar(syntax, text, text)
+    try:
+        return _Grammar(syntax, text, *_lark(text))
+    except ValueError as error:
+        where = _of_definition(where, given)
+        raise field_error(where, f"{where} cannot be used: {error}; correct the grammar") from None
+
+
+def _definition(where: str, given: Any) -> tuple[str, str]:
+    """Syntax and text of the grammar in a format in either API's form, both empty for any text;
+    raises ``ApiError``.
+    """
     match given:
         case None | {"type": "text"}:
-            return None
+            return "", ""
         case {"type": "grammar", "grammar": {"syntax": str(syntax), "definition": str(text)}}:
-            where += ".grammar"
+            pass
         case {"type": "grammar", "syntax": str(syntax), "definition": str(text)}:
             pass
         case _:
@@ -143,16 +164,32 @@ def _grammar(where: str, given: Any) -> _Grammar | None:
                 f'{where} must be {{"type": "text"}} or a grammar with a syntax, lark or regex, '
                 "and a definition",
             )
-    if syntax not in _MOST:
-        raise field_error(f"{where}.syntax", f"{where}.syntax must be lark or regex")
-    where += ".definition"
-    if not 0 < len(text.encode()) <= _MOST[syntax]:
-        raise field_error(where, f"{where} must have 1 to {_MOST[syntax]} bytes as {syntax}")
-    if syntax == "regex":
-        return _Grammar(syntax, text, text)
+    where = _of_definition(where, given)
+    if syntax not in SYNTAXES:
+        where = where.replace("definition", "syntax")
+        raise field_error(where, f"{where} must be lark or regex")
+    if not 0 < len(text.encode()) <= MAX_REGEX_BYTES:
+        raise field_error(where, f"{where} must have 1 to {MAX_REGEX_BYTES} bytes")
+    return syntax, text
+
+
+def _of_definition(where: str, given: Mapping[str, Any]) -> str:
+    """The path of the definition in the format at ``where``."""
+    return f"{where}{'.grammar' if 'grammar' in given else ''}.definition"
+
+
+@lru_cache(maxsize=64)  # agents send the same grammars with each request
+def _lark(definition: str) -> tuple[str | None, str]:
+    """The grammar as an expression, or None and the reason; raises ``ValueError``."""
     try:
-        return _Grammar(syntax, text, lark_as_regex(text))
+        return lark_as_regex(definition), ""
     except NotRegular as error:
-        return _Grammar(syntax, text, None, str(error))
-    except ValueError as error:
-        raise field_error(where, f"{where} cannot be used: {error}; correct the grammar") from None
+        return None, str(error)
+
+
+def _is_custom(tool: Any) -> bool:
+    return _is_object(tool) and tool.get("type") == "custom"
+
+
+def _is_object(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)

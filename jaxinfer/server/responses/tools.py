@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from jaxinfer.server.openai.custom_tools import check_format
+from jaxinfer.server.openai.custom_tools import check_formats
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.tools import check_function
 
@@ -88,11 +88,11 @@ def origins(tools: Sequence[Mapping[str, Any]]) -> dict[str, Origin]:
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools in the form of a chat without hosted ones; raises ``ApiError`` for the others."""
     named: dict[str, dict[str, Any]] = {}
-    for where, tool, namespace, about in _placed(tools):
+    placed = list(_placed(tools))
+    check_formats((one.where, one.tool) for one in placed if one.tool["type"] == CUSTOM)
+    for where, tool, namespace, about in placed:
         kind = tool["type"]
         fields = {name: tool[name] for name in _FIELDS[kind] if tool.get(name) is not None}
-        if kind == CUSTOM:
-            check_format(f"{where}.format", tool.get("format"))
         check_function(where, fields, ())
         fields["name"] = joined_name(fields["name"], namespace)
         check_function(where, fields, named)
@@ -113,13 +113,14 @@ def chat_choice(
         case {"type": "function" | "custom" as kind, "name": str(name)}:
             return tools, {"type": kind, kind: {"name": joined_name(name, choice.get(NAMESPACE))}}
         case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [*allowed]}:
-            kept: list[dict[str, Any]] = []
+            kept: set[tuple[str, str]] = set()
             for number, one in enumerate(cast("list[Any]", allowed)):
-                if (key := _key(one)) not in named:
+                key = _key(one)
+                if key is None or key not in named:
                     where = f"tool_choice.tools[{number}]"
                     raise field_error(where, f"{where} must name a function of tools")
-                kept.append(named[key])
-            return [tool for tool in tools if tool in kept], choice["mode"]
+                kept.add(key)
+            return [tool for key, tool in named.items() if key in kept], choice["mode"]
         case _:
             raise field_error(
                 "tool_choice",
@@ -132,7 +133,7 @@ def _key(choice: Any) -> tuple[str, str] | None:
     """The kind and the name of a tool of ``allowed_tools``."""
     if not isinstance(choice, Mapping) or not isinstance(choice.get("name"), str):
         return None
-    return choice.get("type", FUNCTION), joined_name(choice["name"], choice.get(NAMESPACE))
+    return str(choice.get("type", FUNCTION)), joined_name(choice["name"], choice.get(NAMESPACE))
 
 
 def _placed(tools: Sequence[Mapping[str, Any]]) -> Iterator[_Placed]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxinfer.core.structured import MAX_REGEX_BYTES
 
+ANCHORS = 16  # bytes that a pattern needs around the expression
 MAX_DEPTH = 64  # of rules and brackets within each other
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\f\r]+|(?://|\#)[^\n]*)|(?P<line>\n)
@@ -62,7 +63,10 @@ def lark_as_regex(definition: str) -> str:
     writer = _Writer(rules)
     if ignored:
         writer.ignored = f"(?:{'|'.join(writer.alternatives(ignored, False, 0))})*"
-    return writer.ignored + writer.named("start", 0)
+    written = writer.ignored + writer.named("start", 0)
+    if len(written.encode()) > MAX_REGEX_BYTES - ANCHORS:
+        raise NotRegular("it is too large as a regular expression")
+    return written
 
 
 class _Token(NamedTuple):
@@ -232,17 +236,23 @@ class _Writer:
             choices = [rule] if isinstance(rule, str) else self.alternatives(rule, is_rule, depth)
             self._known[name] = f"(?:{'|'.join(choices)})"
             self._open.pop()
-            if len(self._known[name]) > MAX_REGEX_BYTES:
-                raise NotRegular(f"its rule {name!r} is too large as a regular expression")
         return self._known[name]
 
     def alternatives(self, choices: _Choices, is_rule: bool, depth: int) -> list[str]:
         """The expressions of alternatives."""
         if depth > MAX_DEPTH:
             raise NotRegular("its rules are nested too deeply")
-        return [
-            "".join(self._item(item, is_rule, depth + 1) for item in choice) for choice in choices
-        ]
+        written: list[str] = []
+        size = 0
+        for choice in choices:
+            parts: list[str] = []
+            for item in choice:
+                parts.append(self._item(item, is_rule, depth + 1))
+                size += len(parts[-1])
+                if size > MAX_REGEX_BYTES:
+                    raise NotRegular("it is too large as a regular expression")
+            written.append("".join(parts))
+        return written
 
     def _item(self, item: _Item, is_rule: bool, depth: int) -> str:
         atom = item.atom
