@@ -382,6 +382,15 @@ def test_hosted_tools_of_claude_code(scripted: Scripted) -> None:
         assert "--ignore-hosted-tools" in error["message"]
 
 
+def test_kinds_of_tools_are_words(ignoring: Scripted) -> None:
+    """They are in a header."""
+    for kind in ("a\r\nb", "a: b", "ä", "", "a\n"):
+        session = ClaudeCode("scripted", tools=[{"type": kind, "name": "a"}])
+        answer = ignoring.server.post(COUNT, **session.body())
+        error = answer.json()["error"]
+        assert (answer.status_code, error["details"]["param"]) == (400, "tools[0].type"), kind
+
+
 def test_ignored_hosted_tools_of_claude_code(ignoring: Scripted) -> None:
     session = ClaudeCode("scripted")
     tokens = ignoring.post(COUNT, session.body()).json()

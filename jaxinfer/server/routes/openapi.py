@@ -322,6 +322,12 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
 def _success(operation: Operation) -> dict[str, Any]:
     """The response with status 200."""
     success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
+    if operation.request is not None:
+        about = "What the answer leaves out of the request, or does not enforce."
+        success["headers"]["X-Jaxinfer-Warning"] = {
+            "description": about,
+            "schema": {"type": "string"},
+        }
     content: dict[str, Any] = {}
     if isinstance(operation.response, str):
         kind = "string" if operation.response.startswith("text/") else "object"
