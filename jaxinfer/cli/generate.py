@@ -110,7 +110,7 @@ def generate(
     from jaxinfer.core.host_memory import release_startup_memory
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
-    from jaxinfer.text.grammar.source import load_llguidance
+    from jaxinfer.text.grammar.library import load_llguidance
 
     checked = SamplingParams(**chosen)  # an invalid flag fails before the model is loaded
     if checked.structured_outputs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -10,9 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.server.openai.tools import AnswerReading, ToolChoice
+from jaxinfer.text.answers.formats import answer_format
+from jaxinfer.text.tokenizer import load_tokenizer
 from kit.api_calls import CHATS, ask, events
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
+from kit.tokenizers import tiny_tokenizer_spec
 
 pytest.importorskip("llguidance")
 
@@ -175,3 +182,26 @@ def test_a_model_that_does_not_think_is_not_led_to_think() -> None:
         message = ask(server, CHATS, **chat_of(PROMPTS["qwen3, at once"], response_format=FORM))
         message = message["choices"][0]["message"]
         assert json.loads(message["content"]).keys() == {"n"} and not message.get("reasoning")
+
+
+@pytest.mark.parametrize("parser", ["mistral", "mistral_v11"])
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_marks_that_the_vocabulary_lacks_open_no_thoughts(parser: str, has_marks: bool) -> None:
+    """Mistral's models that do not think have none of the marks, which a form would begin with."""
+    spec = tiny_tokenizer_spec()
+    data = json.loads(str(spec.tokenizer_json))
+    marks = ["[THINK]", "[/THINK]"] if has_marks else []
+    new = [
+        {**data["added_tokens"][0], "id": 261 + n, "content": one} for n, one in enumerate(marks)
+    ]
+    data["added_tokens"] += new
+    tokenizer = load_tokenizer(dataclasses.replace(spec, tokenizer_json=json.dumps(data)))
+    found = answer_format("", tool_call_parser=parser)
+    assert found is not None
+    sampling = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    thinking = (
+        AnswerReading(found, "").constrained(sampling, ToolChoice(), None, tokenizer).thinking
+    )
+    assert (thinking and (thinking.begin, thinking.end)) == (
+        ((261,), (262,)) if has_marks else None
+    )

@@ -247,8 +247,12 @@ def test_nested_arguments(compiler: ConstraintCompiler, name: str) -> None:
         ("gemma4", {"name": "f", "parameters": {"required": ["a b"]}}, "named 'a b'"),
         (
             "gemma4",
-            {"name": "f", "parameters": {"properties": {"a": {"pattern": "x"}}}},
-            "keyword pattern",
+            {
+                "name": "f",
+                "strict": True,
+                "parameters": {"properties": {"a": {"uniqueItems": True}}},
+            },
+            "keyword uniqueItems",
         ),
         ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/b"}}}}, "target"),
         ("gemma4", {"name": "f", "parameters": {"properties": {"a": {"type": "b"}}}}, "unknown"),

@@ -174,17 +174,20 @@ class AnswerReading:
         """The marks of thoughts in the answers, and of the content if that ``has_form``; None if
         the form begins at once.
         """
+
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
         found, parser = self.format, self.parser()
         is_open, answer = parser.in_reasoning, found.answer_begin if has_form else ""
         if answer and parser.in_content:
             return None  # the prompt has begun the content
         is_over = not is_open and found.think_end in found.template.begun_answer(self.prompt)
         thinks = bool(found.think_end) and not is_over
+        if found.thinks_in_tokens and not is_open and len(encoded(found.think_begin)) > 1:
+            thinks = False
         if not thinks and not answer:
             return None
-
-        def encoded(text: str) -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         return Thinking(
             begin=encoded(found.think_begin) if thinks else (),

@@ -94,6 +94,7 @@ class AnswerFormat:
     think_begin: str = ""  # the marks of the model's thoughts; empty if they have none
     think_end: str = ""
     answer_begin: str = ""  # the mark before the content, where that has one
+    thinks_in_tokens: bool = False  # a vocabulary in which its marks are no tokens has no thoughts
 
     @property
     def has_reasoning(self) -> bool:
@@ -171,6 +172,7 @@ def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat
         template=ResponseTemplate(kept.start, (*added, *kept.fields)),
         think_begin=thoughts.think_begin,
         think_end=thoughts.think_end,
+        thinks_in_tokens=thoughts.thinks_in_tokens,
     )
 
 
@@ -188,7 +190,8 @@ def _read(name: str) -> AnswerFormat:
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
     calls = CallText(**declared["calls"]) if "calls" in declared else None
     begin, end = declared.get("think", ("", ""))
-    return AnswerFormat(name, template, calls, begin, end, declared.get("answer", ""))
+    answer, in_tokens = declared.get("answer", ""), declared.get("thinks_in_tokens", False)
+    return AnswerFormat(name, template, calls, begin, end, answer, in_tokens)
 
 
 @cache

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD
-from jaxinfer.text.answers.argument_types import choices_of, schemas_of, types_of
+from jaxinfer.text.answers.argument_types import types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
 
@@ -87,27 +86,28 @@ def _call(
             "syntax this model writes calls"
         )
     begin, index, rest = calls.begin.replace("{name}", name).partition(_INDEX)
-    is_free = only_strict and function.get("strict") is not True
+    is_strict = function.get("strict") is True
+    is_free = only_strict and not is_strict
     schema = {} if is_free else function.get("parameters") or {}
+    how = {"function": name, "strict": is_strict}
     number = [{"type": "regex", "pattern": "[0-9]{1,4}"}, *_constant(rest)] if index else []
     match calls.style:
         case "tags":
-            pattern = function.get("text_pattern")
-            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema, pattern)
+            arguments = [{"type": "any_text"}] if is_free else _tags(calls, schema, how)
         case "pairs":
             if is_free:
                 declared = (function.get("parameters") or {}).get("properties") or {}
                 schema = {"properties": dict.fromkeys(declared, {})}
-            arguments = [_pairs(calls, schema)]
+            arguments = [_pairs(calls, schema, how)]
         case _:
-            arguments = [_json(schema)]
+            arguments = [_json(schema, how)]
     parts, end = [*number, *arguments], calls.end
     if not parts:  # tags without arguments: a tag must have a content
         parts, end = _constant(end), ""
     return {"type": "tag", "begin": begin, "content": _sequence(parts), "end": end}
 
 
-def _pairs(calls: CallText, schema: Mapping[str, Any]) -> dict[str, Any]:
+def _pairs(calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as pairs of a key and a value."""
     return {
         "type": "arguments",
@@ -115,21 +115,27 @@ def _pairs(calls: CallText, schema: Mapping[str, Any]) -> dict[str, Any]:
         "key_end": calls.key_end,
         "separator": calls.argument_separator,
         "quotes": list(calls.quotes),
+        **how,
     }
 
 
-def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _json(schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments as JSON; they are an object, whatever the schema says of other types."""
-    return {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
+    return {
+        "type": "json_schema",
+        "json_schema": {**schema, "type": "object"},
+        "closed": True,
+        **how,
+    }
 
 
-def _tags(calls: CallText, schema: Mapping[str, Any], pattern: str | None) -> list[dict[str, Any]]:
-    """Arguments as tags, in the schema's order; the required ones must be there. ``pattern``: the
-    whole text of each, as a regular expression.
-    """
+def _tags(
+    calls: CallText, schema: Mapping[str, Any], how: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Arguments as tags, in the schema's order; the required ones must be there."""
     required = schema.get("required") or ()
     return [
-        _argument(calls, name, one, schema, is_required=name in required, pattern=pattern)
+        _argument(calls, name, one, schema, how, is_required=name in required)
         for name, one in (schema.get("properties") or {}).items()
     ]
 
@@ -139,24 +145,24 @@ def _argument(
     name: str,
     schema: Any,
     parent: Mapping[str, Any],
+    how: Mapping[str, Any],
     *,
     is_required: bool,
-    pattern: str | None,
 ) -> dict[str, Any]:
-    choices = _choices(schema, parent)
-    content: dict[str, Any]
-    if choices:
-        is_text = all(isinstance(one, str) for one in choices)
-        texts = [one if isinstance(one, str) else json.dumps(one) for one in choices]
-        content = {"type": "or", "elements": [part for one in texts for part in _constant(one)]}
-    elif pattern is not None:
-        is_text, content = True, {"type": "regex", "pattern": pattern}
-    elif not (types := types_of(schema, parent)) or "string" in types:
-        is_text, content = True, {"type": "any_text"}
-    else:
-        is_text = False
-        definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
-        content = {"type": "json_schema", "json_schema": {**definitions, **schema}}
+    types = types_of(schema, parent)
+    is_text = not types or "string" in types
+    definitions = {key: parent[key] for key in ("$defs", "definitions") if key in parent}
+    own = schema if isinstance(schema, Mapping) else {"enum": []} if schema is False else {}
+    content: dict[str, Any] = {
+        "type": "argument_text" if is_text else "json_schema",
+        "json_schema": {**definitions, **own},
+        "closed": True,
+        "argument": name,
+        **how,
+    }
+    if is_text:  # the marks of arguments are in no text that the schema limits
+        before, _, _ = calls.argument_begin.partition("{name}")
+        content["excludes"] = [before.strip(), calls.argument_end.strip()]
     begin = calls.argument_begin.replace("{name}", name)
     begin = begin.replace("{string}", "true" if is_text else "false")
     tag = {"type": "tag", "begin": begin, "content": content, "end": calls.argument_end}
@@ -167,14 +173,6 @@ def _argument(
         "at_least_one": is_required,
         "stop_after_first": True,
     }
-
-
-def _choices(schema: Any, parent: Mapping[str, Any]) -> list[Any]:
-    """The only values of an argument, also through references; empty: any, or several schemas."""
-    parts = list(schemas_of(schema, parent))
-    if any("anyOf" in one or "oneOf" in one for one in parts):
-        return []
-    return next((found for one in parts if (found := choices_of(one))), [])
 
 
 def _constant(text: str) -> list[dict[str, Any]]:

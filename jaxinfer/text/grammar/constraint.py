@@ -16,7 +16,7 @@ from jaxinfer.core.constraint import BITS, TokenFilter
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import FIELD, Thinking
-from jaxinfer.text.grammar.source import load_llguidance
+from jaxinfer.text.grammar.library import load_llguidance
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 
 MIN_PARALLEL = 4  # masks; for fewer, to wake other threads takes longer than it saves

@@ -20,7 +20,7 @@ from jaxinfer.core.fair_queue import FairQueue
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.constraint import Grammar
 from jaxinfer.text.grammar.grammars import Grammars
-from jaxinfer.text.grammar.source import load_llguidance
+from jaxinfer.text.grammar.library import load_llguidance
 from jaxinfer.text.grammar.table import GrammarTable
 from jaxinfer.text.grammar.trial import COMPILE_STACK, Accepted, Outcome
 from jaxinfer.text.grammar.trials import TrialProcess, outcome

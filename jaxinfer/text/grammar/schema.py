@@ -19,15 +19,27 @@ _OF_ONE = ("items", "additionalProperties", "additionalItems")  # keywords whose
 _OF_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of schemas
 _OF_NAMED = ("properties", "patternProperties")  # an object of schemas
 
+# keywords that limit the values of a schema and that llguidance does not follow
+NOT_FOLLOWED = frozenset(
+    {
+        *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+    }
+)
 
-def check_schema(schema: Any, name: str = "json") -> None:
-    """Raise ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
+
+def check_schema(schema: Any, name: str = "json") -> list[Mapping[str, Any]]:
+    """The schemas within a schema, those of its references too.
+
+    Raises ``RequestError`` for a schema nested too deeply, with too long a pattern, or that no
     finite text fits; ``name`` is the part of ``structured_outputs`` that it belongs to.
     """
     check_depth(name, schema)
-    deepest = 0
-    for depth, one in _reached(schema):
+    deepest, found = 0, []
+    for depth, one in reached(schema):
         deepest = max(deepest, depth)
+        found.append(one)
         _check_patterns(name, one)
     if deepest > MAX_REFERENCE_DEPTH:
         raise RequestError(
@@ -39,6 +51,7 @@ def check_schema(schema: Any, name: str = "json") -> None:
             f"{FIELD}.{name} never ends: every value of the schema contains another one of its "
             "kind; make the property that leads back to it optional, or allow null"
         )
+    return found
 
 
 def check_depth(name: str, value: Any) -> None:
@@ -57,7 +70,7 @@ def _inner(value: Any) -> Iterable[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-def _reached(root: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def reached(root: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The schemas that llguidance compiles, each once, with its depth where it is reached first."""
     found: set[int] = set()  # by id, since a schema has several references
     waiting = [(1, root)]
@@ -103,8 +116,16 @@ def _ends(root: Any) -> bool:
 
     Schemas that are wrong in another way count as ending: llguidance reports them.
     """
-    circuit = _Endings(root)
-    return circuit.opened()[circuit.root_gate]
+    return id(root) not in endless(root, [root])
+
+
+def endless(root: Any, schemas: Iterable[Any]) -> set[int]:
+    """The ids of those schemas of a document, and of others that they need, that no finite value
+    fits.
+    """
+    circuit = _Endings(root, schemas)
+    opened = circuit.opened()
+    return {one for one, gate in circuit.gates.items() if not opened[gate]}
 
 
 class _Endings:
@@ -115,17 +136,17 @@ class _Endings:
     the satisfiability of propositional Horn formulae, 1984).
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, schemas: Iterable[Any]) -> None:
         self._root = root
         self._num_needed: list[int] = []  # inputs of each gate that have to open first
         self._outputs: list[list[int]] = []  # the gates that each one is an input of
         self._open = self._all_of([])
-        self._gates: dict[int, int] = {}  # by the id of a schema
+        self.gates: dict[int, int] = {}  # by the id of a schema
         self._unread: list[Mapping[str, Any]] = []
-        self.root_gate = self._gate_of(root)
+        self._gates_of(schemas)
         while self._unread:
             schema = self._unread.pop()
-            self._connect(self._gates[id(schema)], self._parts(schema))
+            self._connect(self.gates[id(schema)], self._parts(schema))
 
     def opened(self) -> list[bool]:
         """Which gates open. Called once."""
@@ -160,9 +181,9 @@ class _Endings:
     def _gate_of(self, schema: Any) -> int:
         if not isinstance(schema, Mapping):
             return self._open
-        gate = self._gates.get(id(schema))
+        gate = self.gates.get(id(schema))
         if gate is None:
-            gate = self._gates[id(schema)] = self._all_of([])
+            gate = self.gates[id(schema)] = self._all_of([])
             self._unread.append(cast("Mapping[str, Any]", schema))
         return gate
 
@@ -173,14 +194,14 @@ class _Endings:
         """The gates that all have to be open."""
         ref = schema.get("$ref")
         parts = [self._gate_of(resolved(self._root, ref))] if isinstance(ref, str) else []
-        parts += self._gates_of(_listed(schema.get("allOf")))
+        parts += self._gates_of(listed(schema.get("allOf")))
         for name in ("anyOf", "oneOf"):
-            if choices := _listed(schema.get(name)):
+            if choices := listed(schema.get(name)):
                 parts.append(self._any_of(self._gates_of(choices)))
         if "enum" in schema or "const" in schema:
             return parts
         types = schema.get("type")
-        kinds = [types] if isinstance(types, str) else _listed(types)
+        kinds = [types] if isinstance(types, str) else listed(types)
         # without a type a string fits, whatever the other keywords demand
         if not kinds or any(kind not in ("object", "array") for kind in kinds):
             return parts
@@ -196,14 +217,14 @@ def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the properties that each object has."""
     properties, others = schema.get("properties"), schema.get("additionalProperties", True)
     named = cast("Mapping[str, Any]", properties if isinstance(properties, Mapping) else {})
-    required = [name for name in _listed(schema.get("required")) if isinstance(name, str)]
+    required = [name for name in listed(schema.get("required")) if isinstance(name, str)]
     return [named.get(name, others) for name in required]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the items that each array has, of equal ones one."""
     least = schema.get("minItems", 0)
-    first = _listed(schema.get("prefixItems"))
+    first = listed(schema.get("prefixItems"))
     if not isinstance(least, (int, float)) or least <= 0:
         return []
     needed = first[: int(least)]
@@ -233,5 +254,6 @@ def _item(items: list[Any], name: str) -> list[Any]:
     return items[int(name) : int(name) + 1]
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A list, or an empty one for any other value."""
     return cast("list[Any]", value) if isinstance(value, list) else []

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
+from jaxinfer.text.grammar.gbnf import grammar_as_lark
+from jaxinfer.text.grammar.library import load_llguidance
+from jaxinfer.text.grammar.prepared import prepared
 from jaxinfer.text.grammar.schema import check_depth, check_schema
 from jaxinfer.text.grammar.tags import tags_as_lark
 
@@ -19,19 +23,8 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # each token, a schema with bounded strings 6. llguidance's own limit of 250,000 would be 150 MB.
 MAX_LEXER_STATES = 32_768
 _UNSUPPORTED = "Unimplemented keys: ["  # llguidance's words, before a list of names
+_ONE_OF = "oneOf constraints are not supported"
 MAX_MESSAGE = 300  # characters of llguidance's explanation that an error repeats
-
-
-def load_llguidance() -> ModuleType:
-    """The library, an optional extra; raises ``RequestError`` if it is not installed."""
-    try:
-        import llguidance
-    except ImportError:
-        raise RequestError(
-            f"{FIELD} needs the package llguidance, which is not installed on this machine; "
-            "install jaxinfer with the extra 'structured'"
-        ) from None
-    return llguidance
 
 
 def limits() -> Any:
@@ -68,7 +61,8 @@ def _source(
         texts = (json.dumps(text, ensure_ascii=False) for text in params.choice)
         return matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
     if params.grammar is not None:
-        return library.grammar_from("grammar", params.grammar)
+        of_gbnf = import_module("llguidance.gbnf_to_lark").gbnf_to_lark
+        return matcher.grammar_from_lark(grammar_as_lark(params.grammar, of_gbnf))
     assert params.structural_tag is not None
     tag = _parsed("structural_tag", params.structural_tag)
     check_depth("structural_tag", tag)
@@ -91,22 +85,8 @@ def _schema_text(text: str, params: StructuredOutputsParams) -> str:
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict):
         raise RequestError(f"{FIELD}.json must be a JSON schema, which is an object")
-    check_schema(schema)
-    if params.disable_additional_properties:
-        schema = _closed(schema)
+    schema = prepared(schema, check_schema(schema), closed=params.disable_additional_properties)
     return json.dumps(schema, ensure_ascii=False)
-
-
-def _closed(schema: Any) -> Any:
-    """The schema in which no object has properties that it does not name."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(value) for name, value in schema.items()}
-    if isinstance(closed.get("properties"), dict) or closed.get("type") == "object":
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def _parsed(name: str, text: str) -> Any:
@@ -129,5 +109,10 @@ def _no_number(name: str) -> float:
 def unusable(kind: str, reason: str) -> RequestError:
     """The error for a grammar that llguidance refuses for this reason."""
     reason = reason.replace(_UNSUPPORTED, "its keywords are not supported: ").replace('"]', '"')
+    if _ONE_OF in reason:
+        reason = (
+            "its keyword oneOf is only possible where the choices exclude each other by their "
+            "types, or by constants of a property that all of them have; use anyOf"
+        )
     words = " ".join(reason.partition("\n<state>")[0].split())
     return RequestError(f"{FIELD}.{kind} cannot be used: {words[:MAX_MESSAGE]}")

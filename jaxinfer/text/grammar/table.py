@@ -14,7 +14,8 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FIELD, FormLimits
 from jaxinfer.text.grammar.constraint import Grammar
-from jaxinfer.text.grammar.source import limits, load_llguidance, unusable
+from jaxinfer.text.grammar.library import load_llguidance
+from jaxinfer.text.grammar.source import limits, unusable
 from jaxinfer.text.grammar.trial import FORCED_CHARACTERS, Accepted, Vocabulary
 
 if TYPE_CHECKING:

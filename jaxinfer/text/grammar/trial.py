@@ -21,8 +21,9 @@ import msgspec
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.structured import FIELD, FormLimits, StructuredOutputsParams
-from jaxinfer.text.grammar.source import grammar_source, limits, load_llguidance, unusable
-from jaxinfer.text.grammar.tags import splitter
+from jaxinfer.text.grammar.library import load_llguidance
+from jaxinfer.text.grammar.rules import splitter
+from jaxinfer.text.grammar.source import grammar_source, limits, unusable
 
 BYTES_OF_TRIAL = 200 << 10  # that every trial takes, for its threads
 MAX_TOKEN_SECONDS = 0.1  # of CPU time for a mask and the token before it; all rows wait for it
@@ -240,6 +241,11 @@ def _rehearse(
         begun = time.thread_time()
         matcher.consume_token(max(drawn, key=table.lengths.__getitem__))
         mask, reason = _mask(matcher)
+        if reason == NO_TOKEN:
+            raise RequestError(
+                f"{FIELD}.{kind} has a beginning after which no text fits; check it for "
+                "contradictions"
+            )
         if reason is not None:
             raise unusable(kind, f"it is too complex: {reason}")
         if (seconds := time.thread_time() - begun) > MAX_TOKEN_SECONDS:
