@@ -27,8 +27,7 @@ def strict_tag(
     calls: CallText, functions: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> dict[str, Any]:
     """The structural tag of an answer that may call these functions: once it begins a call, a
-    function's name follows, and with ``strict`` arguments of its schema. Where arguments are bare
-    text, ``text_pattern`` of a function is their form.
+    function's name follows, and with ``strict`` arguments of its schema.
     """
     section = _section(calls, functions, parallel=parallel, only_strict=True)
     if not calls.triggers:

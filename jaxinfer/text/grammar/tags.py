@@ -138,15 +138,6 @@ class _TagWriter(RuleWriter):
         """A text as a terminal of its own."""
         return expression if expression.startswith(('"', "/")) else self.terminal(expression)
 
-    def _pattern_until(self, pattern: str, end: str) -> str:
-        """A text of this form, and the ``end`` after it, which may begin as the text ends."""
-        text = f"/{self._regex_to_lark(pattern)}/"
-        if self._split.search(end):
-            return f"{text} {self.literal(end)}"
-        name = f"TEXT_{len(self.rules)}"  # a terminal is one expression, in which nothing is greedy
-        self.rules.append(f"{name}: {text} {json.dumps(end, ensure_ascii=False)}")
-        return name
-
     def _text_without(self, texts: Sequence[str]) -> str:
         """Any text that contains none of these."""
         others = [one for one in texts if not self.is_special(one)]
