@@ -119,6 +119,7 @@ GROUPS = (
                 text,
                 "The marks of thoughts, such as deepseek_r1, instead of the template's; or none.",
             ),
+            Setting("strict_tool_calls", boolean, "Text without the marks of a call is no call."),
             Setting("return_tokens_as_token_ids", boolean, "Logprobs name tokens token_id:N."),
             Setting("enable_force_include_usage", boolean, "Usage in every stream."),
             Setting("enable_prompt_tokens_details", boolean, "Cached tokens in the usage."),

@@ -114,6 +114,7 @@ class ServerConfig:
     response_role: str = "assistant"
     tool_call_parser: str | None = None  # None: found from the chat template
     reasoning_parser: str | None = None
+    strict_tool_calls: bool = False  # text without the marks of a call is never a call
     override_generation_config: Mapping[str, Any] = field(
         default_factory=lambda: MappingProxyType({})
     )

@@ -14,10 +14,10 @@ from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.custom_tools import as_functions, enforceable, input_of
 from jaxinfer.server.openai.tools import tool_choice
 from jaxinfer.server.responses.tools import chat_tools
+from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
-from jaxinfer.text.answers.values import Call
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.agent_bodies import PATCH, PATCH_GRAMMAR
@@ -81,10 +81,10 @@ def test_grammars_hold_in_calls(compiler: ConstraintCompiler, name: str) -> None
     texts = drawn_texts(compiler, tag)
     for text in texts:
         parser = AnswerParser(found.template, "", tools=schemas)
-        (part,) = [*parser.feed(text), *parser.finish()]
-        assert isinstance(part, Call), text
+        begin, *arguments, end = [*parser.feed(text), *parser.finish()]
+        assert isinstance(begin, CallBegin) and end == CallEnd(True), text
         # models' tags have a line feed on both sides, and readers take one away
-        read = input_of(part.arguments)
+        read = input_of("".join(one.text for one in arguments if isinstance(one, CallArguments)))
         assert re.fullmatch(CLAUSE, read) or re.fullmatch(CLAUSE, f"{read}\n"), read
     assert texts
 
@@ -221,6 +221,27 @@ def test_wrong_formats_are_named(format: Any, param: str) -> None:
         as_functions([{"type": "custom", "custom": {"name": "a", "format": format}}])
     assert caught.value.param == f"tools[0].custom.{param}"
     assert caught.value.param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\n\\"b\\u00e4\\\\"}', 'a\n"bä\\'),
+        (' { "input" : "a" , "more": 1}', "a"),
+        ('{"input": ""}', ""),
+        ('{"input": "a\\nb', "a\nb"),  # cut off
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\ud83d', "a?"),
+        ('{"input": "a\tb"}', "a\tb"),
+        ('{"input": 1}', '{"input": 1}'),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ("{}", "{}"),
+        ("no JSON", "no JSON"),
+    ],
+)
+def test_the_text_of_a_call(arguments: str, text: str) -> None:
+    assert input_of(arguments) == text
 
 
 def test_all_grammars_together_are_bounded() -> None:

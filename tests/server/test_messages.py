@@ -23,6 +23,7 @@ NOTHING = {"type": "object", "properties": {}}
 TOOLS: list[Any] = [
     {"name": "weather", "description": "The weather of a city.", "input_schema": CITY},
     {"name": "clock", "input_schema": NOTHING},
+    {"name": "save", "input_schema": {"type": "object"}},
 ]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 BODY: Any = {"model": "scripted", "max_tokens": 500, "messages": QUESTION}
@@ -122,10 +123,12 @@ def test_the_bytes_of_a_stream(scripted: Scripted) -> None:
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert data[0]["message"]["id"] == f"msg_{answer.headers['request-id']}"
     assert data[0]["message"]["stop_reason"] is None
-    start, more, stop, end, last = data[2:]
+    start, *more, stop, end, last = data[2:]
     assert start["content_block"].keys() == {"type", "id", "name", "input"}
-    assert (start["index"], more["index"], stop["index"]) == (0, 0, 0)
-    assert json.loads(more["delta"]["partial_json"]) == dict(MESSAGES["call"].calls[0][1])
+    assert {one["index"] for one in (start, *more, stop)} == {0}
+    pieces = [one["delta"]["partial_json"] for one in more]
+    assert json.loads("".join(pieces)) == dict(MESSAGES["call"].calls[0][1])
+    assert len(pieces) > 4  # as they are generated
     assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert end["usage"].keys() == data[0]["message"]["usage"].keys()
     assert last == {"type": "message_stop"}
@@ -150,7 +153,9 @@ def test_thoughts_are_streamed_as_they_come(scripted: Scripted) -> None:
         ("Hello", {"max_tokens": 3}, "max_tokens", None, [("text", "Hel")]),
         ("Hello", {"stop_sequences": ["x", "ll"]}, "stop_sequence", "ll", [("text", "He")]),
         ("", {}, "end_turn", None, []),
-        (CALLS, {"max_tokens": 20}, "max_tokens", None, []),  # a call that is cut off
+        # a call that is cut off before it has begun, and in its first argument
+        (CALLS, {"max_tokens": 20}, "max_tokens", None, [("text", CALLS[:20])]),
+        (CALLS, {"max_tokens": 55}, "max_tokens", None, [("weather", {})]),
         (CALLS, {"tool_choice": {"type": "none"}}, "end_turn", None, [("text", CALLS)]),
         (
             CALLS,
@@ -360,7 +365,7 @@ def test_the_requests_of_an_agent(scripted: Scripted) -> None:
             "messages[1]",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[2].name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools[3].name"),
         ({"tools": [{"name": "a b", "input_schema": NOTHING}]}, "tools[0].name"),
         ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),

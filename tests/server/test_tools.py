@@ -24,7 +24,11 @@ def tool(name: str = "weather", **fields: Any) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": CITY, **fields}}
 
 
-TOOLS = [tool(), tool("clock", parameters={"type": "object", "properties": {}})]
+TOOLS = [
+    tool(),
+    tool("clock", parameters={"type": "object", "properties": {}}),
+    tool("save", parameters={"type": "object"}),
+]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather?"}]
 
 
@@ -90,15 +94,18 @@ def test_whole_and_streamed_answers(scripted: Scripted, name: str) -> None:
 def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
     choices = scripted.streamed(WRITERS["hermes"](MESSAGES["two calls"]))
     sent = [choice.delta.tool_calls[0] for choice in choices if choice.delta.tool_calls]
-    names = [(one.index, one.function.name, one.function.arguments) for one in sent]
-    assert names == [
+    heads = [one for one in sent if one.function.name]
+    assert [(one.index, one.function.name, one.function.arguments) for one in heads] == [
         (0, "weather", ""),
-        (0, None, '{"city": "Zürich"}'),
         (1, "clock", ""),
-        (1, None, "{}"),
     ]
-    assert [(one.type, len(one.id or "")) for one in sent] == [("function", 9), (None, 0)] * 2
-    assert sent[0].id != sent[2].id
+    assert [(one.type, len(one.id or "")) for one in heads] == [("function", 9)] * 2
+    assert heads[0].id != heads[1].id
+    more = [one for one in sent if not one.function.name]
+    assert {(one.type, one.id) for one in more} == {(None, None)}
+    pieces = [[one.function.arguments for one in more if one.index == number] for number in (0, 1)]
+    assert ["".join(one) for one in pieces] == ['{"city": "Zürich"}', "{}"]
+    assert len(pieces[0]) > 4  # as they are generated
     assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
 
 
@@ -133,9 +140,19 @@ def test_only_one_call_if_calls_are_not_parallel(scripted: Scripted) -> None:
 
 
 def test_a_call_that_is_cut_off(scripted: Scripted) -> None:
-    choice = scripted.answer(WRITERS["hermes"](MESSAGES["text and call"]), max_tokens=60)
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content == MESSAGES["text and call"].content
+    """The call has the arguments so far, whole and streamed."""
+    text = WRITERS["hermes"](MESSAGES["text and call"])
+    for max_tokens in (60, 70):
+        choice = scripted.answer(text, max_tokens=max_tokens)
+        assert choice.finish_reason == "length"
+        assert choice.message.content == MESSAGES["text and call"].content
+        (call,) = choice.message.tool_calls
+        begun = '{"city": "Oslo"}'[: max_tokens - 59]
+        assert (call.function.name, call.function.arguments) == ("weather", begun)
+        choices = scripted.streamed(text, max_tokens=max_tokens)
+        sent = [one for choice in choices for one in choice.delta.tool_calls or ()]
+        assert "".join(one.function.arguments for one in sent) == begun
+        assert choices[-1].finish_reason == "length"
 
 
 def test_calls_and_results_are_sent_back(scripted: Scripted) -> None:
@@ -221,7 +238,7 @@ def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
-        ({"tools": [*TOOLS, tool("clock")]}, "tools[2].function.name"),
+        ({"tools": [*TOOLS, tool("clock")]}, "tools[3].function.name"),
         ({"tools": [tool(parameters=[1])]}, "tools[0].function.parameters"),
         ({"tools": [tool(description=1)]}, "tools[0].function.description"),
         ({"tools": "weather"}, "tools"),

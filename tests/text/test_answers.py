@@ -12,10 +12,11 @@ import pytest
 from jaxinfer.core.errors import ConfigError, TokenizerError
 from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.text.answers.formats import FORMATS, answer_format
-from jaxinfer.text.answers.parser import AnswerParser, Content, Part, Reasoning
+from jaxinfer.text.answers.parser import AnswerParser, Part
 from jaxinfer.text.answers.template import read_template
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.text.tokenizer_config import TokenizerSpec
+from kit.answer_parts import calls_of, message_of, texts_of
 from kit.answer_texts import END_MARKS, MESSAGES, TOOLS, WRITERS, Message
 from kit.tokenizers import DATA, tiny_tokenizer_json
 
@@ -32,18 +33,6 @@ def template_of(name: str):
 def read(parser: AnswerParser, pieces: Iterable[str], *, is_cut: bool = False) -> Message:
     parts: list[Part] = [part for piece in pieces for part in parser.feed(piece)]
     return message_of([*parts, *parser.finish(is_cut=is_cut)])
-
-
-def message_of(parts: Iterable[Part]) -> Message:
-    found = Message()
-    for part in parts:
-        if isinstance(part, Content):
-            found = found._replace(content=found.content + part.text)
-        elif isinstance(part, Reasoning):
-            found = found._replace(reasoning=found.reasoning + part.text)
-        else:
-            found = found._replace(calls=(*found.calls, (part.name, json.loads(part.arguments))))
-    return found
 
 
 def pieces_of(data: bytes, cuts: Iterable[int]) -> list[str]:
@@ -78,15 +67,30 @@ def test_whole_and_cut_at_every_byte(name: str, message: Message) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_call_that_is_cut_off_is_no_call(name: str) -> None:
-    """max_tokens may end an answer anywhere; the calls before are kept."""
+def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
+    """max_tokens may end an answer anywhere; text that has begun no call is content."""
     two = Message(
         calls=(("weather", {"city": "Zürich"}), ("save", {"path": "/tmp/x", "text": "a b"}))
     )
     text = WRITERS[name](two)
-    for end in range(text.index("a b") + 3):
-        found = read(AnswerParser(template_of(name), "", tools=TOOLS), [text[:end]], is_cut=True)
-        assert found.calls in ((), two.calls[:1]), text[:end]
+    parser = AnswerParser(template_of(name), "", tools=TOOLS)
+    whole = calls_of([*parser.feed(text), *parser.finish()])
+    seen = set()
+    for end in range(1, text.index("a b") + 3):
+        streamed = AnswerParser(template_of(name), "", tools=TOOLS)
+        parts = [part for piece in text[:end] for part in streamed.feed(piece)]
+        parts += streamed.finish(is_cut=True)
+        parser = AnswerParser(template_of(name), "", tools=TOOLS)
+        at_once = [*parser.feed(text[:end]), *parser.finish(is_cut=True)]
+        calls, content = calls_of(parts), texts_of(parts)[0]
+        assert (calls, content) == (calls_of(at_once), texts_of(at_once)[0])
+        assert calls or content or end <= text.index("weather") + 40  # within the marks before
+        for call, expected in zip(calls, whole, strict=False):
+            assert call.name == expected.name and expected.arguments.startswith(call.arguments)
+            assert call.is_whole == (call.arguments == expected.arguments)
+        assert all(one.is_whole for one in calls[:-1])
+        seen.add(tuple(one.arguments for one in calls))
+    assert len(seen) > 4
 
 
 @pytest.mark.parametrize(

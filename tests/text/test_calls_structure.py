@@ -15,10 +15,10 @@ from jaxinfer.core.structured import StructuredOutputsParams, Thinking
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
-from jaxinfer.text.answers.values import Call
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 from jaxinfer.text.grammar.thinking import ThoughtTracker
 from jaxinfer.text.tokenizer import load_tokenizer
+from kit.answer_parts import ReadCall, calls_of, texts_of
 from kit.answer_texts import WRITERS, Message
 from kit.tokenizers import TINY_EOS_ID, TINY_VOCAB_SIZE, tiny_tokenizer_spec
 
@@ -122,11 +122,13 @@ def random_texts(constraint, num_texts: int = 3):
 def parts_of(found, text: str, functions=FUNCTIONS):
     schemas = {name: one.get("parameters", {}) for name, one in functions.items()}
     parser = AnswerParser(found.template, "", tools=schemas)
-    return [*parser.feed(text), *parser.finish()]
+    parts = [*parser.feed(text), *parser.finish()]
+    assert texts_of(parts) == ("", "")
+    return calls_of(parts)
 
 
 def check_call(part, text: str, functions=FUNCTIONS) -> None:
-    assert isinstance(part, Call), text
+    assert part.is_whole, text
     schema = functions[part.name].get("parameters", {"type": "object"})
     jsonschema_rs.validate(schema, json.loads(part.arguments))
 
@@ -152,7 +154,7 @@ def test_every_format_of_calls_is_enforced() -> None:
 def test_the_form_allows_what_the_model_writes(compiler: ConstraintCompiler, name: str) -> None:
     found, constraint = constraint_of(compiler, name)
     assert TINY_EOS_ID in allowed(constraint.begin(tuple(written(name).encode())))
-    assert parts_of(found, written(name)) == [Call("weather", '{"city": "Rom", "days": 3}')]
+    assert parts_of(found, written(name)) == [ReadCall("weather", '{"city": "Rom", "days": 3}')]
 
 
 # strict functions under ``tool_choice`` auto

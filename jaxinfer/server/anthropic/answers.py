@@ -121,9 +121,9 @@ class SignatureDelta(_Tagged, frozen=True, kw_only=True, tag="signature_delta"):
 
 
 class InputJsonDelta(_Tagged, frozen=True, kw_only=True, tag="input_json_delta"):
-    """The input of a call, all at once."""
+    """More of the input of a call."""
 
-    partial_json: Annotated[str, Meta(description="The input, a JSON object as text.")]
+    partial_json: Annotated[str, Meta(description="More of the input, a JSON object as text.")]
 
 
 type BlockDelta = TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
-import msgspec
 from msgspec.structs import replace
 
 from jaxinfer.core.request import FinishReason
@@ -42,6 +41,7 @@ from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import encode
 from jaxinfer.server.openai.writer import ResponseContext, Writer, merged_updates
+from jaxinfer.text.answers.call_parts import CallArguments, CallEnd, complete_arguments
 from jaxinfer.text.answers.parser import Content, Reasoning
 
 
@@ -127,7 +127,8 @@ class Blocks:
     def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
         self._index = -1  # of the last block
-        self._open: type[Content] | type[Reasoning] | None = None  # what it consists of
+        # what it consists of
+        self._open: type[Content] | type[Reasoning] | type[NumberedCall] | None = None
         self._digest = hashlib.sha256()  # of the thoughts in it
 
     def add(self, part: ChoicePart) -> Iterator[Event]:
@@ -136,8 +137,11 @@ class Blocks:
             case NumberedCall():
                 yield from self.close()
                 yield self._start(ToolUseBlock(id=part.id, name=part.name, input={}))
-                yield self._more(InputJsonDelta(partial_json=part.arguments))
-                yield BlockStop(index=self._index)
+                self._open = NumberedCall
+            case CallArguments():
+                yield self._more(InputJsonDelta(partial_json=part.text))
+            case CallEnd():
+                yield from self.close()
             case Content() if part.text:
                 if self._open is not Content:
                     yield from self.close()
@@ -173,13 +177,24 @@ class Blocks:
 
 
 def assembled(events: Iterable[Event]) -> list[Block]:
-    """The blocks that events add up to."""
+    """The blocks that events add up to. Since the input of a call must be an object, one that is
+    cut off has the arguments before the last one.
+    """
     blocks: list[Block] = []
+    inputs: list[str] = []
     for event in events:
-        if isinstance(event, BlockStart):
-            blocks.append(event.content_block)
-        elif isinstance(event, BlockMore):
-            blocks[-1] = _extended(blocks[-1], event.delta)
+        match event:
+            case BlockStart():
+                blocks.append(event.content_block)
+                inputs = []
+            case BlockMore(delta=InputJsonDelta(partial_json=text)):
+                inputs.append(text)
+            case BlockMore():
+                blocks[-1] = _extended(blocks[-1], event.delta)
+            case BlockStop() if isinstance(block := blocks[-1], ToolUseBlock):
+                blocks[-1] = replace(block, input=complete_arguments("".join(inputs)))
+            case _:
+                pass
     return blocks
 
 
@@ -191,8 +206,6 @@ def _extended(block: Block, delta: BlockDelta) -> Block:
             return replace(block, thinking=block.thinking + delta.thinking)
         case ThinkingBlock(), SignatureDelta():
             return replace(block, signature=delta.signature)
-        case ToolUseBlock(), InputJsonDelta():
-            return replace(block, input=msgspec.json.decode(delta.partial_json))
         case _:
             raise AssertionError(f"{delta} in {block}")
 

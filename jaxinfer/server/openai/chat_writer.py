@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -12,7 +13,6 @@ from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
-from jaxinfer.server.openai.custom_tools import input_of
 from jaxinfer.server.openai.responses import (
     CalledCustom,
     CalledFunction,
@@ -38,6 +38,7 @@ from jaxinfer.server.openai.writer import (
     merged_updates,
     usage_of,
 )
+from jaxinfer.text.answers.call_parts import CallArguments
 from jaxinfer.text.answers.parser import Content, Reasoning
 
 _FINISH: Mapping[FinishReason, ChatFinishReason] = MappingProxyType(
@@ -153,14 +154,14 @@ class _ChoiceReader:
         self._role = context.role
         self._shows_reasoning = request.include_reasoning
         self._is_named = request.chosen_tools.is_named
-        self._custom = request.chosen_tools.custom
+        self._call: NumberedCall | None = None  # the last one
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
         parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
-        calls = [self._call(part) for part in parts if isinstance(part, NumberedCall)]
+        calls = _whole_calls(parts)
         return ChatMessage(
             role=self._role,
             content=None if calls and not content else content,
@@ -177,8 +178,16 @@ class _ChoiceReader:
                 found.append(ChatDelta(content=part.text))
             elif isinstance(part, Reasoning):
                 found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
-            else:
-                found += _in_two(part, is_custom=part.name in self._custom)
+            elif isinstance(part, NumberedCall):
+                self._call = part
+                called = _called(part, "", name=part.name)
+                kind = "custom" if part.is_custom else "function"
+                call = ToolCallDelta(index=part.number, id=part.id, type=kind, **called)
+                found.append(ChatDelta(tool_calls=[call]))
+            elif isinstance(part, CallArguments):
+                assert self._call is not None, "a call has begun"
+                call = ToolCallDelta(index=self._call.number, **_called(self._call, part.text))
+                found.append(ChatDelta(tool_calls=[call]))
         return found
 
     def finish_reason(self, delta: Delta) -> ChatFinishReason:
@@ -190,13 +199,6 @@ class _ChoiceReader:
             return ChatFinishReason.TOOL_CALLS
         return _FINISH[delta.finish_reason]
 
-    def _call(self, part: NumberedCall) -> ToolCall | CustomCall:
-        if part.name in self._custom:
-            custom = CalledCustom(name=part.name, input=input_of(part.arguments))
-            return CustomCall(id=part.id, custom=custom)
-        function = CalledFunction(name=part.name, arguments=part.arguments)
-        return ToolCall(id=part.id, function=function)
-
     def _shown(self, delta: Delta) -> list[ChoicePart]:
         parts = self._parts.read(delta)
         if self._shows_reasoning:
@@ -204,16 +206,24 @@ class _ChoiceReader:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
-def _in_two(call: NumberedCall, *, is_custom: bool) -> list[ChatDelta]:
-    """A call as OpenAI streams it: its name, then its arguments or its text."""
-    if is_custom:
-        begun = CalledCustom(name=call.name, input="")
-        text = CalledCustom(input=input_of(call.arguments))
-        head = ToolCallDelta(index=call.number, id=call.id, type="custom", custom=begun)
-        tail = ToolCallDelta(index=call.number, custom=text)
-        return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]
-    name = CalledFunction(name=call.name, arguments="")
-    arguments = CalledFunction(arguments=call.arguments)
-    head = ToolCallDelta(index=call.number, id=call.id, type="function", function=name)
-    tail = ToolCallDelta(index=call.number, function=arguments)
-    return [ChatDelta(tool_calls=[head]), ChatDelta(tool_calls=[tail])]
+def _whole_calls(parts: Sequence[ChoicePart]) -> list[ToolCall | CustomCall]:
+    """The calls that the parts add up to; one that is cut off has the arguments so far."""
+    begun: list[tuple[NumberedCall, list[str]]] = []
+    for part in parts:
+        if isinstance(part, NumberedCall):
+            begun.append((part, []))
+        elif isinstance(part, CallArguments):
+            begun[-1][1].append(part.text)
+    return [
+        (CustomCall if call.is_custom else ToolCall)(
+            id=call.id, **_called(call, "".join(arguments), name=call.name)
+        )
+        for call, arguments in begun
+    ]
+
+
+def _called(call: NumberedCall, text: str, **named: str) -> dict[str, Any]:
+    """The field of a call with its arguments, or with the text of a custom tool."""
+    if call.is_custom:
+        return {"custom": CalledCustom(input=text, **named)}
+    return {"function": CalledFunction(arguments=text, **named)}

@@ -153,7 +153,7 @@ class CalledFunction(AnswerStruct, frozen=True, kw_only=True):
     """A function that the model calls; in a stream the name comes first, then the arguments."""
 
     name: str | UnsetType = UNSET
-    arguments: str  # a JSON object as text
+    arguments: str  # a JSON object as text; of a call that is cut off the beginning
 
 
 class ToolCall(AnswerStruct, frozen=True, kw_only=True, tag_field="type", tag="function"):

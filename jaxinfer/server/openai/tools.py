@@ -134,6 +134,7 @@ class AnswerReading:
     hidden: regex.Pattern[str] | None = None  # special tokens that no text shows
     parallel: bool = True  # False: only the first call of an answer counts
     num_earlier_calls: int = 0  # in the messages
+    custom: frozenset[str] = frozenset()  # functions that stand for custom tools
 
     def constrained(
         self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer

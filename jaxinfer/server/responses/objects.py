@@ -81,7 +81,7 @@ class FunctionCall(_Typed, frozen=True, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     namespace: str | UnsetType = UNSET
-    arguments: str  # a JSON object as text
+    arguments: str  # a JSON object as text; of a call that is cut off the beginning
     status: Status
 
 
@@ -313,7 +313,7 @@ class SummaryTextDone(
 class ArgumentsDelta(
     _InItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"
 ):
-    """The arguments of a call, which come at once."""
+    """More of the arguments of a call."""
 
     delta: str
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from jaxinfer.server.openai.choice_parts import NumberedCall
-from jaxinfer.server.openai.custom_tools import input_of
 from jaxinfer.server.openai.responses import TokenLogprob
 from jaxinfer.server.responses import objects
 from jaxinfer.server.responses.objects import (
@@ -93,6 +92,30 @@ class _OpenText:
         return {"logprobs": logprobs} if self.form.has_logprobs else {}
 
 
+@dataclass(eq=False)
+class _OpenCall:
+    """A call whose arguments, or text, still grow."""
+
+    id: str
+    call: NumberedCall
+    name: str
+    namespace: str | UnsetType
+    texts: list[str] = field(default_factory=list[str])
+
+    def item(self, status: Status) -> FunctionCall | CustomToolCall:
+        kind, name = (
+            (CustomToolCall, "input") if self.call.is_custom else (FunctionCall, "arguments")
+        )
+        return kind(
+            id=self.id,
+            call_id=self.call.id,
+            name=self.name,
+            namespace=self.namespace,
+            status=status,
+            **{name: "".join(self.texts)},
+        )
+
+
 class OutputItems:
     """The items of one response; ids begin with ``name`` after their prefix. ``origins``: the
     request's tools by the names of functions.
@@ -103,7 +126,7 @@ class OutputItems:
         self._emit = emit
         self._origins = origins
         self._ended: list[OutputItem] = []
-        self._open: _OpenText | None = None
+        self._open: _OpenText | _OpenCall | None = None
 
     @property
     def listed(self) -> list[OutputItem]:
@@ -114,44 +137,46 @@ class OutputItems:
 
     def add_text(self, form: TextForm, text: str, logprobs: list[TokenLogprob]) -> None:
         """Add to the text of the last item, or of a new one if the last is of another kind."""
-        if self._open is None or self._open.form is not form:
-            self.end_text()
-            self._open = self._begun(form)
         last = self._open
+        if not isinstance(last, _OpenText) or last.form is not form:
+            self.end_item()
+            last = self._open = self._begun(form)
         last.texts.append(text)
         last.logprobs += logprobs
         if text:
             self._emit(form.delta, **self._place(last.id), delta=text, **last.listed(logprobs))
 
-    def add_call(self, call: NumberedCall) -> None:
-        """Add a whole call, of a function or a custom tool."""
-        self.end_text()
-        origin = self._origins.get(call.name, Origin(call.name, None, is_custom=False))
-        fields = {"call_id": call.id, "name": origin.name, "namespace": origin.namespace or UNSET}
-        kind, text = FunctionCall, {"arguments": call.arguments}
-        ended: dict[str, Any] = {"name": origin.name, **text}
-        delta, done = objects.ArgumentsDelta, objects.ArgumentsDone
-        if origin.is_custom:
-            kind, text = CustomToolCall, {"input": input_of(call.arguments)}
-            ended, delta, done = text, objects.CustomInputDelta, objects.CustomInputDone
-        fields["id"] = self._new_id("ctc" if origin.is_custom else "fc")
-        item = kind(**fields, **text, status=Status.COMPLETED)
-        begun = kind(**fields, **dict.fromkeys(text, ""), status=Status.IN_PROGRESS)
-        index, place = len(self._ended), self._place(item.id)
-        self._emit(objects.OutputItemAdded, output_index=index, item=begun)
-        self._emit(delta, **place, delta=next(iter(text.values())))
-        self._emit(done, **place, **ended)
-        self._emit(objects.OutputItemDone, output_index=index, item=item)
-        self._ended.append(item)
+    def begin_call(self, call: NumberedCall) -> None:
+        """Add a call without its arguments."""
+        self.end_item()
+        origin = self._origins.get(call.name, Origin(call.name, None, call.is_custom))
+        item_id = self._new_id("ctc" if call.is_custom else "fc")
+        self._open = _OpenCall(item_id, call, origin.name, origin.namespace or UNSET)
+        item = self._open.item(Status.IN_PROGRESS)
+        self._emit(objects.OutputItemAdded, output_index=len(self._ended), item=item)
 
-    def end_text(self, status: Status = Status.COMPLETED) -> None:
-        """End the item whose text grows, if there is one."""
+    def add_arguments(self, text: str) -> None:
+        """Add to the arguments, or the text, of the begun call."""
+        assert isinstance(last := self._open, _OpenCall)
+        last.texts.append(text)
+        kind = objects.CustomInputDelta if last.call.is_custom else objects.ArgumentsDelta
+        self._emit(kind, **self._place(last.id), delta=text)
+
+    def end_item(self, status: Status = Status.COMPLETED) -> None:
+        """End the item that grows, if there is one."""
         if (last := self._open) is None:
             return
         self._open = None
-        form, place, part, item = last.form, self._place(last.id), last.part(), last.item(status)
-        self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
-        self._emit(form.ended, **place, part=part)
+        place, item = self._place(last.id), last.item(status)
+        if isinstance(last, _OpenText):
+            form, part = last.form, last.part()
+            self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
+            self._emit(form.ended, **place, part=part)
+        elif isinstance(item, CustomToolCall):
+            self._emit(objects.CustomInputDone, **place, input=item.input)
+        else:
+            arguments = "".join(last.texts)
+            self._emit(objects.ArgumentsDone, **place, name=last.name, arguments=arguments)
         self._emit(objects.OutputItemDone, output_index=len(self._ended), item=item)
         self._ended.append(item)
 

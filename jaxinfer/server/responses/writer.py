@@ -32,6 +32,7 @@ from jaxinfer.server.responses.objects import (
 )
 from jaxinfer.server.responses.output import MESSAGE, SUMMARY, THOUGHTS, OutputItems
 from jaxinfer.server.responses.tools import Origin
+from jaxinfer.text.answers.call_parts import CallArguments, CallEnd
 from jaxinfer.text.answers.parser import Content, Reasoning
 
 _STATUS: Mapping[FinishReason | None, Status] = MappingProxyType(
@@ -171,7 +172,11 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
             logprobs = self._logprobs(*self._take_tokens())
         for part in parts:
             if isinstance(part, NumberedCall):
-                self._items.add_call(part)
+                self._items.begin_call(part)
+            elif isinstance(part, CallArguments):
+                self._items.add_arguments(part.text)
+            elif isinstance(part, CallEnd):
+                self._items.end_item(Status.COMPLETED if part.is_whole else Status.INCOMPLETE)
             elif isinstance(part, Content):
                 self._items.add_text(MESSAGE, part.text, logprobs)
                 logprobs = []
@@ -195,7 +200,7 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
 
     def _end(self, status: Status, **fields: Any) -> None:
         is_whole = status is Status.COMPLETED
-        self._items.end_text(Status.COMPLETED if is_whole else Status.INCOMPLETE)
+        self._items.end_item(Status.COMPLETED if is_whole else Status.INCOMPLETE)
         self._response = replace(
             self.response,
             status=status,

@@ -78,6 +78,8 @@ def chat_reading(
         )
     if found is not None and not choice.tools:
         found = found.without_calls()
+    if found is not None and not _reads_bare_calls(service, request):
+        found = found.with_marked_calls()
     if found is None or not (found.has_calls or found.has_reasoning):
         return None
     return AnswerReading(
@@ -87,7 +89,17 @@ def chat_reading(
         service.hidden if request.skip_special_tokens else None,
         request.parallel_tool_calls and not choice.is_named,
         num_calls(request.messages),
+        choice.custom,
     )
+
+
+def _reads_bare_calls(service: Service, request: ChatCompletionRequest) -> bool:
+    """True if an answer that is the JSON of a call is one without the marks of calls, too. It is
+    not where the text has a form, or where a grammar follows the marks.
+    """
+    choice = request.chosen_tools
+    is_free = choice.mode == "auto" and not choice.has_strict and request.form_field is None
+    return is_free and not service.config.strict_tool_calls
 
 
 async def generate(call: Call) -> ASGIApp:

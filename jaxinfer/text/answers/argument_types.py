@@ -94,6 +94,12 @@ def _type_of_value(value: Any) -> str:
             return "object"
 
 
+def is_plain_text(schema: Any, root: Any = None) -> bool:
+    """True if ``typed`` returns every text as it is."""
+    listed = any(choices_of(part) for part in schemas_of(schema, root))
+    return not listed and types_of(schema, root) in ((), ("string",))
+
+
 def typed(value: Any, schema: Any, root: Any = None) -> Any:
     """A text as the value of the schema that it is: one of the listed values, else null, else the
     first of the types that fits it, else as it is. ``root``: the document of references.

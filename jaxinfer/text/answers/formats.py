@@ -111,6 +111,10 @@ class AnswerFormat:
         template = self.template.only(lambda one: not one.has_calls)
         return replace(self, template=template, calls=None)
 
+    def with_marked_calls(self) -> AnswerFormat:
+        """The format in which text without the marks of a call is none."""
+        return replace(self, template=self.template.only(lambda one: not one.is_answer))
+
     def without_reasoning(self) -> AnswerFormat:
         """The format in which thoughts are content."""
         template = self.template.only(lambda one: not one.has_reasoning)
@@ -146,6 +150,8 @@ def answer_format(
     elif reasoning_parser is not None:
         thoughts = _read(_known(reasoning_parser, _REASONING_ALIASES, "reasoning_parser"))
         found = thoughts if found is None else _with_reasoning(found, thoughts)
+    if found is not None and found.has_reasoning and _thinks_first(reasoning_parser, chat_template):
+        found = replace(found, template=replace(found.template, thinks_first=True))
     return found if found is not None and (found.has_calls or found.has_reasoning) else None
 
 
@@ -166,13 +172,25 @@ def _thinks(name: str, chat_template: str) -> bool:
 
 def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat:
     kept = found.without_reasoning().template
-    added = thoughts.template.only(lambda one: one.has_reasoning).fields
+    own = _read(found.name) if found.name in FORMATS else found
+    # those of the format itself know its calls, too
+    marks = own if own.think_end == thoughts.think_end else thoughts
+    added = marks.template.only(lambda one: one.has_reasoning).fields
     return replace(
         found,
-        template=ResponseTemplate(kept.start, (*added, *kept.fields)),
+        template=replace(kept, fields=(*added, *kept.fields)),
         think_begin=thoughts.think_begin,
         think_end=thoughts.think_end,
         thinks_in_tokens=thoughts.thinks_in_tokens,
+    )
+
+
+def _thinks_first(reasoning_parser: str | None, chat_template: str) -> bool:
+    """True if each answer begins with thoughts, also without a mark that opens them: as vLLM's
+    parser of this name has it, or where the chat template knows only the mark that ends them.
+    """
+    return reasoning_parser == "deepseek_r1" or (
+        reasoning_parser is None and "</think>" in chat_template and "<think>" not in chat_template
     )
 
 

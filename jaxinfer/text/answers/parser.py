@@ -10,14 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import regex
 
-from jaxinfer.text.answers.template import (
-    CONTENT_FIELD,
-    PATTERN_SECONDS,
-    Anchor,
-    Field,
-    ResponseTemplate,
-)
-from jaxinfer.text.answers.values import Call, read_calls, string_marks
+from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd, CallPart, Reading
+from jaxinfer.text.answers.calls import call_parts
+from jaxinfer.text.answers.source import PATTERN_SECONDS, Source, is_settled
+from jaxinfer.text.answers.template import CONTENT_FIELD, Anchor, Field, ResponseTemplate
 
 
 class Reasoning(NamedTuple):
@@ -32,13 +28,18 @@ class Content(NamedTuple):
     text: str
 
 
-type Part = Reasoning | Content | Call
+type Part = Reasoning | Content | CallPart
+
+
+type _Kind = Literal["open", "again", "close", "hidden"]
 
 
 class _Found(NamedTuple):
-    """An anchor in the buffer: a field begins or ends, or a special token is left out."""
+    """An anchor in the buffer: a field begins or ends, begun thoughts are opened again, or a
+    special token is left out.
+    """
 
-    kind: Literal["open", "close", "hidden"]
+    kind: _Kind
     field: Field | None
     match: regex.Match[str]
 
@@ -46,9 +47,9 @@ class _Found(NamedTuple):
 class AnswerParser:
     """Parses one answer: ``feed`` its text in any pieces, then ``finish``.
 
-    A call is returned when it is complete: its arguments are a JSON object. Text that looks like a
-    call and is none is content; only a call that is cut off at the answer's end is dropped. Methods
-    raise ``TimeoutError`` if a pattern of the model's own template takes too long.
+    Calls are returned as they arrive; the module ``call_parts`` says when one begins. Text that
+    looks like a call and is none is content. Methods raise ``TimeoutError`` if a pattern of the
+    model's own template takes too long.
     """
 
     def __init__(
@@ -69,15 +70,22 @@ class AnswerParser:
         self._implicit = template.implicit
         self._openings = [one for one in template.fields if one.open is not None]
         self._enter(self._implicit)
+        self._last: CallPart | None = None  # of the calls
         self._buffer = template.begun_answer(prompt)
         self._start = 0  # of the text that is not yet returned
         self._scan = 0  # where the next anchor may begin
         self._skips_space = False  # a mark at the prompt's end has the white space after it
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
+        self._has_answered = False  # with content or a call
+        is_new = not self._buffer.strip() or self._buffer == prompt
+        if template.thinks_first and is_new:
+            self._enter(next(one for one in template.fields if one.has_reasoning))
         self._is_prompt = True
-        for _ in self._parts(at_end=False):
-            pass  # text of the prompt
+        parts = list(self._parts(at_end=False))
         self._is_prompt = False
+        # of the prompt only a call that it has begun is part of the answer
+        begun = [number for number, part in enumerate(parts) if isinstance(part, CallBegin)]
+        self._begun = parts[begun[-1] :] if begun and self._source else []
 
     @property
     def in_reasoning(self) -> bool:
@@ -94,10 +102,14 @@ class AnswerParser:
         if self._skips_space:
             text = text.lstrip()
             self._skips_space = not text
-        self._buffer += text
-        parts = _joined(self._parts(at_end=False))
+        if self._source is None:
+            self._buffer += text
+        else:
+            self._source.add(text)
+        begun, self._begun = self._begun, []
+        parts = _joined([*begun, *self._parts(at_end=False)])
         # a character before stays, for patterns that look behind
-        if (done := self._start - 1) > 0:
+        if self._source is None and (done := self._start - 1) > 0:
             self._buffer = self._buffer[done:]
             self._start, self._scan = 1, self._scan - done
             self._own = max(self._own - done, 0)
@@ -105,31 +117,32 @@ class AnswerParser:
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """The rest at the answer's end. ``is_cut``: the model has not ended it, so that a call
-        without its closing mark is not complete.
+        without its closing mark is not whole.
         """
-        return _joined([*self._parts(at_end=True), *self._rest(is_cut)])
+        begun, self._begun = self._begun, []
+        return _joined([*begun, *self._parts(at_end=True, is_cut=is_cut)])
 
-    def _parts(self, *, at_end: bool) -> Iterator[Part]:
+    def _parts(self, *, at_end: bool, is_cut: bool = False) -> Iterator[Part]:
         while True:
+            if self._source is not None:
+                if at_end:
+                    self._source.end(is_cut=is_cut)
+                yield from self._call_parts(self._source)
+                if self._source is not None:
+                    return
             found, hold = self._next_anchor(at_end)
             if found is None:
-                if not self._collects:
-                    yield from self._text(hold)
-                    self._start = hold
-                self._scan = max(self._scan, hold)
+                end = len(self._buffer) if at_end else hold
+                yield from self._text(end)
+                self._start, self._scan = end, max(self._scan, end)
                 return
             start, end = found.match.span()
-            if self._is_in_string(start):
-                self._scan = start + 1
+            if found.kind == "again":
+                self._start = self._scan = end
             elif found.kind == "open":
                 yield from self._text(start)
                 self._start = self._scan = end
                 self._enter(found.field, found.match)
-            elif self._collects:
-                yield from self._collected(start, end, found.match.groupdict())
-                is_empty = not self._opening and end == self._start
-                self._start, self._scan = end, end + is_empty
-                self._enter(self._implicit)
             else:  # a text ends, or a special token is left out
                 yield from self._text(start)
                 stays = found.kind == "hidden" or self._field is self._implicit
@@ -137,26 +150,48 @@ class AnswerParser:
                 if not stays:
                     self._enter(self._implicit)
 
-    def _rest(self, is_cut: bool) -> Iterator[Part]:
-        end = len(self._buffer)
-        if not self._collects:
-            yield from self._text(end)
-        elif is_cut:  # text without a mark before it may be an answer in JSON
-            yield from () if self._opening.strip() else self._as_content(end)
-        else:
-            yield from self._collected(end, end, {})
-
     # fields
 
     def _enter(self, field: Field | None, match: regex.Match[str] | None = None) -> None:
         self._field = field
-        self._captures = {} if match is None else _groups(match.groupdict())
-        self._opening = "" if match is None else match[0]
-        self._collects = field is not None and field.has_calls
-        marks = string_marks(field.reader, field.reader_args) if field and self._collects else ()
-        self._strings = _StringTracker(marks) if marks else None
         self._is_blank = True  # no text of the field has been returned since it was opened
         self._spaces = ""  # at its end: they are part of it if further text follows
+        self._source: Source | None = None  # of the calls that are read
+        if field is not None and field.has_calls and match is not None:
+            source = self._source = Source(self._buffer, match.end())
+            source.unsent.append(match[0])
+            groups = {name: text for name, text in match.groupdict().items() if text is not None}
+            self._reading: Reading[None] = call_parts(source, field, groups, self._tools)
+
+    def _call_parts(self, source: Source) -> Iterator[Part]:
+        """The parts of calls that have arrived, and text that turned out to be no call."""
+        skipped, after = 0, self._implicit
+        try:
+            for part in self._reading:
+                if part is None:
+                    return
+                source.unsent.clear()
+                self._has_answered = True
+                self._last = part
+                yield part
+            if source.is_cut and self._last == CallEnd(False):
+                source.take(len(source.text))  # of an argument that is cut off
+        except (ValueError, KeyError, TypeError):
+            if isinstance(self._last, CallBegin | CallArguments):
+                self._last = CallEnd(False)
+                yield self._last
+            if self._field is not None and (after is None or after.name != CONTENT_FIELD):
+                after = self._field.as_content
+            skipped = 1  # an opening of no characters must not be found again
+            if text := "".join(source.unsent):
+                skipped = 0
+                self._has_answered = True
+                yield Content(text)
+        self._buffer, self._start = source.text, source.at
+        self._scan = source.at + skipped
+        if not self._is_prompt:
+            self._own = 0
+        self._enter(after)
 
     def _text(self, end: int) -> Iterator[Part]:
         """The buffer up to ``end`` as text of the current field."""
@@ -169,51 +204,27 @@ class AnswerParser:
             kept = text.rstrip()
             text, self._spaces = kept, text[len(kept) :]
         if text:
-            self._is_blank = False
+            self._is_blank = self._is_blank and not text.strip()
             if field.name == CONTENT_FIELD:
+                self._has_answered = True
                 yield Content(text)
             elif field.has_reasoning:
                 yield Reasoning(text)
 
-    def _collected(self, start: int, end: int, groups: Mapping[str, Any]) -> Iterator[Part]:
-        """The calls in the buffer up to ``start``, where their closing mark begins."""
-        field = self._field
-        assert field is not None
-        try:
-            yield from read_calls(
-                self._buffer[self._start : start],
-                field.reader,
-                field.reader_args,
-                transform=field.transform,
-                transform_each=field.transform_each,
-                captures={**self._captures, **_groups(groups)},
-                tools=self._tools,
-            )
-        except (ValueError, KeyError, TypeError):
-            yield from self._as_content(end)
-
-    def _as_content(self, end: int) -> Iterator[Part]:
-        """A part that is no call, with its marks."""
-        if text := self._opening + self._buffer[self._start : end]:
-            yield Content(text)
-
     # anchors
 
-    def _is_in_string(self, end: int) -> bool:
-        """True if ``end`` is within a string of the collected JSON."""
-        if self._strings is None:
-            return False
-        return self._strings.is_inside(self._buffer, self._start, end)
-
-    def _watched(self) -> Iterator[tuple[Literal["open", "close", "hidden"], Field | None, Anchor]]:
+    def _watched(self) -> Iterator[tuple[_Kind, Field | None, Anchor]]:
         field = self._field
         if field is self._implicit:
             for one in self._openings:
                 assert one.open is not None
-                yield "open", one, one.open
+                if not (one.is_answer and self._has_answered):
+                    yield "open", one, one.open
+        elif field is not None and field.open and field.has_reasoning and self._is_blank:
+            yield "again", field, field.open
         if field is not None and field.close is not None:
             yield "close", field, field.close
-        if self._hidden is not None and not self._collects:
+        if self._hidden is not None:
             yield "hidden", None, Anchor(self._hidden, is_final=True)
 
     def _next_anchor(self, at_end: bool) -> tuple[_Found | None, int]:
@@ -225,13 +236,14 @@ class AnswerParser:
         best: _Found | None = None
         hold = len(self._buffer)
         for kind, field, anchor in self._watched():
-            match = anchor.pattern.search(
-                self._buffer, self._scan, partial=not at_end, timeout=PATTERN_SECONDS
-            )
+            find, begin = anchor.pattern.search, self._scan
+            if kind == "again":
+                find, begin = anchor.pattern.match, _after_space(self._buffer, self._start)
+            match = find(self._buffer, begin, partial=not at_end, timeout=PATTERN_SECONDS)
             if match is None:
                 continue
             if not at_end and (match.partial or not self._is_settled(anchor, match)):
-                hold = min(hold, match.start())
+                hold = min(hold, self._start if kind == "again" else match.start())
             elif best is None or _rank(match, kind) < _rank(best.match, best.kind):
                 best = _Found(kind, field, match)
         if best is not None and best.match.start() >= hold:
@@ -251,55 +263,16 @@ class AnswerParser:
                 longer = anchor.pattern.match(self._buffer + " ", match.start())
                 self._skips_space = longer is not None and longer.end() > match.end()
             return True
-        if match.end() == len(self._buffer):
-            return False
-        # a pattern may look ahead to the end: a character that no text has shows it
-        again = anchor.pattern.match(self._buffer + "\0", match.start(), timeout=PATTERN_SECONDS)
-        return (
-            again is not None
-            and again.span() == match.span()
-            and again.groupdict() == match.groupdict()
-        )
-
-
-class _StringTracker:
-    """Follows the strings in JSON text, so that marks within them do not count."""
-
-    def __init__(self, marks: Sequence[tuple[str, str]]) -> None:
-        self._closing = dict(marks)
-        self._opening = regex.compile("|".join(regex.escape(opening) for opening, _ in marks))
-        self._read = 0  # characters after the start that have been read
-        self._inside: str | None = None  # the mark that ends the open string
-
-    def is_inside(self, buffer: str, start: int, end: int) -> bool:
-        """True if ``end`` is within a string of the text that begins at ``start``."""
-        position = start + self._read
-        while position < end:
-            found = self._next_mark(buffer, position, end)
-            if found is None:
-                position = end
-            elif found[0] == "\\":  # it escapes the next character
-                position = found.end() + 1
-            else:
-                self._inside = self._closing[found[0]] if self._inside is None else None
-                position = found.end()
-        self._read = position - start
-        return self._inside is not None
-
-    def _next_mark(self, buffer: str, position: int, end: int) -> regex.Match[str] | None:
-        if self._inside is None:
-            return self._opening.search(buffer, position, end)
-        # strings in other marks than quotes have no escapes
-        pattern = r'["\\]' if self._inside == '"' else regex.escape(self._inside)
-        return regex.search(pattern, buffer, pos=position, endpos=end)
+        return is_settled(anchor.pattern, match, self._buffer)
 
 
 def _rank(match: regex.Match[str], kind: str) -> tuple[int, bool, int]:
     return match.start(), kind == "hidden", -(match.end() - match.start())
 
 
-def _groups(found: Mapping[str, Any]) -> dict[str, str]:
-    return {name: text for name, text in found.items() if text is not None}
+def _after_space(text: str, start: int) -> int:
+    found = regex.compile(r"\S").search(text, start)
+    return len(text) if found is None else found.start()
 
 
 def _joined(parts: Iterator[Part] | Sequence[Part]) -> list[Part]:
@@ -311,6 +284,8 @@ def _joined(parts: Iterator[Part] | Sequence[Part]) -> list[Part]:
             joined[-1] = Content(last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
             joined[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
+            joined[-1] = CallArguments(last.text + part.text)
         else:
             joined.append(part)
     return joined

@@ -18,9 +18,7 @@ def read_python_calls(text: str) -> list[dict[str, Any]]:
     if len(text) > MAX_CHARACTERS:
         raise ValueError("too long")
     try:
-        # JSON's \/, which Python takes for two characters
-        text = regex.sub(r"(\\\\)|\\/", lambda found: found[1] or "/", text)
-        tree = ast.parse(text.strip(), mode="eval").body
+        tree = _parsed(text)
         if not isinstance(tree, ast.List):
             raise ValueError("the calls are no list")
         return [_call(item) for item in tree.elts]
@@ -33,9 +31,15 @@ def read_python_value(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise ValueError("too long")
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
+        return _value(_parsed(text))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from None
+
+
+def _parsed(text: str) -> ast.expr:
+    # JSON's \/, which Python takes for two characters
+    text = regex.sub(r"(\\\\)|\\/", lambda found: found[1] or "/", text)
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def is_python_name(name: str) -> bool:

@@ -8,19 +8,20 @@ named reader. A field without an opening is the text outside all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, cast
 
 import regex
 
 from jaxinfer.core.errors import TokenizerError
+from jaxinfer.text.answers.source import PATTERN_SECONDS
 from jaxinfer.text.answers.values import READERS
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CONTENT_FIELD = "content"
 CALLS_FIELD = "tool_calls"  # or a name that begins so, for a second form of calls
-PATTERN_SECONDS = 1.0  # a pattern from a model's files that takes longer ends its request
+CALL_READERS = ("tags", "json-answer")  # of this project's own formats; see ``calls``
 _KEYS = frozenset({"version", "defaults", "start_anchor", "start_anchor_pattern", "fields"})
 _FIELD_KEYS = frozenset(
     {
@@ -50,6 +51,9 @@ class Field:
     join: str = ""  # between the texts of a field that occurs several times
     transform: Any = None
     transform_each: bool = False
+    ending: regex.Pattern[str] | None = (
+        None  # ``close`` right after a call; brackets may precede it
+    )
 
     @property
     def has_reasoning(self) -> bool:
@@ -60,6 +64,26 @@ class Field:
     def has_calls(self) -> bool:
         """True if its content is tool calls."""
         return self.name.startswith(CALLS_FIELD)
+
+    @property
+    def has_named_arguments(self) -> bool:
+        """True if its opening has the name of a call, and its content the arguments."""
+        entries = self.transform if isinstance(self.transform, Mapping) else {}
+        call = cast("Mapping[str, Any]", entries).get("function", entries)
+        return isinstance(call, Mapping) and {**cast("Mapping[str, Any]", call)} == {
+            "name": "{name}",
+            "arguments": "{content}",
+        }
+
+    @property
+    def is_answer(self) -> bool:
+        """True if it can only be the whole answer, after thoughts."""
+        return self.reader == "json-answer"
+
+    @property
+    def as_content(self) -> Field:
+        """The field as content, for text in it that is no call."""
+        return replace(self, name=CONTENT_FIELD, reader="text", reader_args={"strip": False})
 
     @property
     def strips(self) -> bool:
@@ -73,6 +97,7 @@ class ResponseTemplate:
 
     start: regex.Pattern[str]
     fields: tuple[Field, ...]
+    thinks_first: bool = False  # an answer begins with thoughts, whether or not a mark opens them
 
     @property
     def implicit(self) -> Field | None:
@@ -81,7 +106,7 @@ class ResponseTemplate:
 
     def only(self, keep: Callable[[Field], bool]) -> ResponseTemplate:
         """The template with the fields for which ``keep`` is true."""
-        return ResponseTemplate(self.start, tuple(filter(keep, self.fields)))
+        return replace(self, fields=tuple(filter(keep, self.fields)))
 
     def begun_answer(self, prompt: str) -> str:
         """The part of a prompt that belongs to the answer, such as an opened ``<think>``."""
@@ -118,22 +143,25 @@ def _field(name: str, given: Any) -> Field:
     entries = cast("Mapping[str, Any]", given)
     _refuse_others(where, entries, _FIELD_KEYS)
     reader = entries.get("content", "text")
-    if reader not in READERS:
+    if reader not in READERS and reader not in CALL_READERS:
         raise _error(f"{where}.content", f"{reader!r} is unknown; use one of {', '.join(READERS)}")
     if reader != "text" and name in (CONTENT_FIELD, *REASONING_FIELDS):
         raise _error(f"{where}.content", "must be text, since it is streamed")
     join = entries.get("join") or ""
     if not isinstance(join, str):
         raise _error(f"{where}.join", "must be text")
+    close = _anchor(where, entries, "close")
     return Field(
         name,
         _anchor(where, entries, "open"),
-        _anchor(where, entries, "close"),
+        close,
         reader,
         entries.get("content_args") or {},
         join,
         entries.get("transform"),
         bool(entries.get("transform_each", False)),
+        # models write one bracket too many at times
+        close and regex.compile(rf"[\s}}\]]*(?:{close.pattern.pattern})", regex.DOTALL),
     )
 
 

@@ -50,6 +50,16 @@ def _read_json(text: str, args: Arguments) -> Any:
         raise
 
 
+def read_dialect(text: str, args: Arguments) -> Any:
+    """The value of an argument in a dialect of JSON; a word that is none is text."""
+    try:
+        return strict_json(_standard_json(text, args))
+    except ValueError:
+        if regex.search(r'["\[\]{}]|^\s*$', text):
+            raise
+        return text.strip()
+
+
 # a whole string, or a key that has no quotes
 _STRING_OR_KEY = regex.compile(r'"(?:\\.|[^"\\])*+"|(?<=[{,]\s*)[^\s"{}\[\],:][^"{}\[\],:]*(?=:)')
 
@@ -112,21 +122,14 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 TEXTUAL = ("xml-inline", "kv-lines")  # readers whose values are text, to be read by the schema
 
 
-def string_marks(reader: str, args: Arguments) -> tuple[tuple[str, str], ...]:
-    """The marks around strings in which the end of a part does not count."""
-    if reader != "json":
-        return ()
-    return (*((str(a), str(b)) for a, b in args.get("string_delims", ())), ('"', '"'))
-
-
 def read_calls(
     text: str,
     reader: str,
     args: Arguments,
     *,
-    transform: Any,
-    transform_each: bool,
-    captures: Mapping[str, str],
+    transform: Any = None,
+    transform_each: bool = False,
+    captures: Mapping[str, str] = MappingProxyType({}),
     tools: Mapping[str, Mapping[str, Any]],
 ) -> list[Call]:
     """The calls in the text of a part; raises ``ValueError`` if it holds none that is valid.
