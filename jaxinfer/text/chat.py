@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerError
+from jaxinfer.text.chat_forms import adapted_messages, adapted_tools
 from jaxinfer.text.messages import Message, check_messages
-from jaxinfer.text.template_probes import TemplateProbes
+from jaxinfer.text.template_probes import Renders, TemplateProbes
+from jaxinfer.text.tools import check_tools
 
 MAX_COMPILED_TEMPLATES = 16  # more than a model has; requests may bring their own
 MAX_CHARACTERS = 1 << 26  # of a prompt, where the context's length does not say less
@@ -35,11 +39,19 @@ class ChatTemplate:
         """
         self._special_tokens = special_tokens
         self._probes = TemplateProbes(
-            lambda chat: self._text(chat, {"add_generation_prompt": False}, MAX_CHARACTERS)
+            source,
+            lambda chat, variables: self._text(
+                chat, {"add_generation_prompt": False, **variables}, MAX_CHARACTERS
+            ),
         )
         from jaxinfer.text.jinja import Program  # not at a start: it takes 0.1 s
 
         self._program = Program(source, clock)
+
+    @property
+    def renders(self) -> Renders:
+        """Which parts of a chat with tools the template writes; found by rendering small chats."""
+        return self._probes.renders
 
     def render(
         self,
@@ -61,7 +73,8 @@ class ChatTemplate:
         of more than ``max_characters``, and ``TokenizerError`` with the template's own message if
         it refuses or fails.
         """
-        chat = self._probes.adapt(check_messages(messages))
+        checked = check_messages(messages)
+        chat = adapted_messages(self._probes, checked)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -69,9 +82,59 @@ class ChatTemplate:
                     "set one of them to false."
                 )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
-        chosen = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-        text = self._text(chat, chosen, max_characters)
+        given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
+        tools = given.pop("tools", ())
+        check_tools(tools)
+        tools = adapted_tools(self._probes, tools)
+        chosen = {**given, "add_generation_prompt": add_generation_prompt}
+
+        def rendered(chat: Sequence[Message], tools: Sequence[Any] = tools) -> str:
+            all_variables = {**chosen, "tools": tools or self._probes.no_tools}
+            return self._text(chat, all_variables, max_characters)
+
+        try:
+            text = rendered(chat)
+        except TokenizerError as error:
+            raise self._located(error, rendered, checked, chat, tools) from None
         return _text_before_mark(text) if continue_final_message else text
+
+    def _located(
+        self,
+        error: TokenizerError,
+        rendered: Callable[[Sequence[Message], Sequence[Any]], str],
+        checked: Sequence[Message],  # the chat before it was adapted
+        chat: Sequence[Message],
+        tools: Sequence[Any],
+    ) -> TokenizerError:
+        """The error naming the tool or message that the template's code cannot render; the same
+        one if the template refuses the chat in its own words.
+        """
+        from jaxinfer.text.jinja import is_deliberate, reason
+
+        cause = error.__cause__
+        if cause is None or is_deliberate(cause) or not self._probes.takes_questions:
+            return error
+
+        def fails(chat: Sequence[Message], tools: Sequence[Any]) -> bool:
+            try:
+                rendered(chat, tools)
+            except TokenizerError:
+                return True
+            except ContextLengthError:
+                return False
+            return False
+
+        if tools and not fails(chat, ()):
+            number = _first(len(tools), lambda count: fails(chat, tools[:count]))
+            name, remedy = "tools", "describe it more simply"
+        else:
+            prefix = partial(adapted_messages, self._probes)
+            number = _first(len(checked), lambda count: fails(prefix(checked[:count]), tools))
+            name, remedy = "messages", "send it in a simpler form"
+        return TokenizerError(
+            f"The chat template failed: it cannot render {name}[{number}] "
+            f"({reason(cause).rstrip('.')}); {remedy}, or leave it out."
+        )
 
     def _text(
         self, chat: Sequence[Message], variables: Mapping[str, Any], max_characters: int
@@ -79,9 +142,8 @@ class ChatTemplate:
         from jaxinfer.text.jinja import reason
 
         defaults = {**dict.fromkeys(_LISTS), **self._special_tokens}
-        given = {name: value for name, value in variables.items() if value or name not in _LISTS}
         try:
-            text = self._program.run({**defaults, **given, "messages": chat}, max_characters)
+            text = self._program.run({**defaults, **variables, "messages": chat}, max_characters)
         except Exception as error:  # a template is a program: it can raise anything
             raise TokenizerError(f"The chat template failed: {reason(error)}") from error
         if text is None:
@@ -89,6 +151,13 @@ class ChatTemplate:
                 f"The chat has more than {max_characters} characters as a prompt; shorten it."
             )
         return text
+
+
+def _first(length: int, fails: Callable[[int], bool]) -> int:
+    """The index of the item with which a list of ``length`` items fails, by bisection: ``fails`` of
+    a number of its first items.
+    """
+    return bisect_left(range(1, length), True, key=fails)
 
 
 def _with_end_mark(content: str | list[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ Imported for a first template: it takes 0.1 s, which a start of an engine's own 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sized
 from datetime import datetime
 from typing import Any, ClassVar, NoReturn
@@ -28,6 +29,8 @@ MAX_STEPS = 1_000_000  # of one rendering: 0.5 to 1 s; a chat of 1,000 messages 
 STEPS_OF_CALL = 16  # a call of a macro takes 12 us, an iteration 0.5 us
 MAX_REPEATED = 1 << 24  # items of a list, or characters of a text, that is multiplied by a number
 MAX_BITS = 1 << 16  # of a power of integers
+_VARIABLE = re.compile(r"'(\w+)' is undefined")  # Jinja's words
+_FIELD = re.compile(r"'[\w ]+' has no (?:attribute|element) '?(\w+)'?")
 # Names that no template can spell: a variable and a filter.
 _STEPS, _COUNT = "steps left", "count a step"
 
@@ -69,7 +72,21 @@ def reason(error: BaseException) -> str:
     """The error in words; some have none of their own."""
     if isinstance(error, MemoryError):
         return "it needs too much memory"
-    return str(error) or type(error).__name__
+    if isinstance(error, RecursionError):
+        return "it calls itself without an end"
+    words = str(error) or type(error).__name__
+    if isinstance(error, jinja2.UndefinedError):
+        if found := _VARIABLE.fullmatch(words):
+            unset = f"it reads the variable {found[1]}, which is not set"
+            return f"{unset}; pass it in chat_template_kwargs"
+        if found := _FIELD.fullmatch(words):
+            return f"it reads the field {found[1]}, which is absent"
+    return words
+
+
+def is_deliberate(error: BaseException | None) -> bool:
+    """True if the template has raised this error itself, or exceeds a budget."""
+    return type(error) is jinja2.TemplateError or isinstance(error, MemoryError)
 
 
 class _Steps:

@@ -30,11 +30,34 @@ def check_messages(messages: Sequence[Any]) -> list[Message]:
     ``content``: a string, or a list of ``{"type": "text", "text": ...}``. An assistant's message
     and one with ``tool_calls`` may lack content; the copy then has no such key. A tool's missing
     content becomes "". A field that is null counts as absent, and so does an empty optional one.
-    Other keys are passed to the template. Raises ``RequestError`` naming the message.
+    A tool's message names an earlier call by its id. Other keys are passed to the template. Raises
+    ``RequestError`` naming the message.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message.")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    checked = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    _check_results(checked)
+    return checked
+
+
+def _check_results(messages: Sequence[Message]) -> None:
+    """Raise ``RequestError`` for a result whose call is not in the chat. Calls without an id have
+    results without one, in their order.
+    """
+    ids = set[Any]()
+    for index, message in enumerate(messages):
+        ids |= {call.get("id") for call in message.get("tool_calls", ())}
+        given, where = message.get("tool_call_id"), f"messages[{index}].tool_call_id"
+        if message["role"] != "tool" or given in ids:
+            continue
+        if given is None:
+            raise RequestError(
+                f"{where} is required; it is the id of the call whose result the message is."
+            )
+        raise RequestError(
+            f"{where} {given!r:.60} is not the id of an earlier call; send the assistant's message "
+            "with the call too."
+        )
 
 
 def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,6 +103,10 @@ def _message(where: str, given: Any) -> Message:
     }
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where}.role must be a string.")
+    if not isinstance(message.get("tool_call_id"), str | None):
+        raise RequestError(f"{where}.tool_call_id must be a string.")
+    if "function_call" in message:
+        raise RequestError(f"{where}.function_call is not supported; use tool_calls.")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"])
     reasoning = next((message[name] for name in _REASONING if name in message), None)
@@ -156,8 +183,14 @@ def _tool_call(where: str, given: Any) -> dict[str, Any]:
             raise RequestError(f"{where}.custom.input must be a string.")
         function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
         call |= {"type": "function", "function": function}
-    if "function" not in call:  # another kind of call, or one in the form before OpenAI's
-        return _with_arguments(where, call) if "name" in call else call
+    if not isinstance(call.get("id"), str | None):
+        raise RequestError(f"{where}.id must be a string.")
+    if not call.get("id"):
+        call.pop("id", None)
+    if "function" not in call and "name" not in call:
+        raise RequestError(f"{where}.function is required: an object with name and arguments.")
+    if "function" not in call:  # in the form before OpenAI's
+        return _with_arguments(where, call)
     where += ".function"
     call["function"] = _with_arguments(
         where, _object(where, call["function"], "name and arguments")
@@ -167,6 +200,8 @@ def _tool_call(where: str, given: Any) -> dict[str, Any]:
 
 def _with_arguments(where: str, function: dict[str, Any]) -> dict[str, Any]:
     """The function, with an empty object if the call has no arguments."""
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(f"{where}.name must be the name of a function.")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         return {**function, "arguments": {}}

@@ -32,6 +32,18 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "id", "content": content, **fields}
 
 
+CALLING = {
+    "role": "assistant",
+    "content": [{"type": "tool_use", "id": "id", "name": "f", "input": {}}],
+}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "",
+    "tool_calls": [
+        {"id": "id", "type": "function", "function": {"name": "f", "arguments": {}}},
+    ],
+}
 A, B = ({"type": "text", "text": one} for one in "ab")
 
 
@@ -48,16 +60,17 @@ A, B = ({"type": "text", "text": one} for one in "ab")
             [{"role": "system", "content": "s"}, user("a")],
         ),
         (
-            [user([result("r"), result([text("a"), text("b")]), text("a")])],
+            [CALLING, user([result("r"), result([text("a"), text("b")]), text("a")])],
             [
+                CALLED,
                 {"role": "tool", "tool_call_id": "id", "content": "r"},
                 {"role": "tool", "tool_call_id": "id", "content": [A, B]},
                 user("a"),
             ],
         ),
         (
-            [user([result(None, is_error=True)])],
-            [{"role": "tool", "tool_call_id": "id", "content": "", "is_error": True}],
+            [CALLING, user([result(None, is_error=True)])],
+            [CALLED, {"role": "tool", "tool_call_id": "id", "content": "", "is_error": True}],
         ),
     ],
 )

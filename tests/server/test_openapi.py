@@ -177,10 +177,12 @@ ACROSS_FIELDS = (
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps", "text_2", "documents")
 ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
-# two tools with one name; a grammar that is none; calls in a last message of Anthropic's form
+# two tools with one name; a grammar that is none; calls in a last message of Anthropic's form;
+# results without calls
 ACROSS_ITEMS = re.compile(
-    r"tools\[\d+\](\.function|\.tools\[\d+\])?\.name|messages\[\d+\]|input\[\d+\]\.arguments"
-    r"|tool_choice\.tools\[\d\]|tools\[\d+\](\.custom|\.tools\[\d+\])?\.format(\.grammar)?\.definition"
+    r"tools\[\d+\](\.function|\.tools\[\d+\])?\.name|messages\[\d+\](\.content\[\d+\]\.tool_use_id)?"
+    r"|tools\[\d+\]\.input_schema|input\[\d+\]\.(arguments|call_id)|tool_choice\.tools\[\d\]"
+    r"|tools\[\d+\](\.custom|\.tools\[\d+\])?\.format(\.grammar)?\.definition"
 )
 
 
@@ -210,7 +212,8 @@ def test_parser_accepts_requests_that_the_document_allows(method, path):
                 error.message,
                 case.body,
             )
-            verdicts["refused"] += 1
+            # an id of a result is random, so it is never that of a call
+            verdicts["refused" if not param.endswith(("call_id", "tool_use_id")) else "lost"] += 1
         else:
             verdicts["taken"] += 1
 

@@ -259,7 +259,7 @@ def test_thinking_is_switched_by_the_template(scripted: Scripted) -> None:
                 "tools": [tool(parameters={"type": "object", "properties": {"a": {"type": "b"}}})],
                 "tool_choice": "required",
             },
-            "tools",
+            "tools[0].function.parameters.properties.a.type",
         ),
         ({"tools": [tool(parameters={"properties": {"a": {"not": {}}}}, strict=True)]}, "tools"),
         ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),

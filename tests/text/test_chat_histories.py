@@ -21,6 +21,12 @@ from kit.tokenizers import GOLDEN_CHAT, real_spec, tiny_tokenizer_json
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 GOLDEN: dict[str, Any] = json.loads(gzip.decompress(GOLDEN_CHAT.read_bytes()))
 USER = {"role": "user", "content": "hi"}
+# what these templates drop or refuse here gets messages of its own: see test_template_chats
+SPLIT = {
+    ("deepseek-r1-distill", "calls, text"),  # the call is dropped
+    ("own-key-tests", "calls, text"),  # the text is dropped
+    ("own-key-tests", "two calls"),  # refused
+}
 
 
 @cache
@@ -41,7 +47,9 @@ def published(name: str) -> Tokenizer:
 @pytest.mark.parametrize("template", GOLDEN["expected"])
 def test_equals_transformers(template: str, history: str) -> None:
     messages, expected = GOLDEN["histories"][history], GOLDEN["expected"][template][history]
-    if expected is None:
+    if (template, history) in SPLIT:
+        assert published(template).render_chat(messages) != expected
+    elif expected is None:
         with pytest.raises(TokenizerError, match="chat template failed"):
             published(template).render_chat(messages)
     else:

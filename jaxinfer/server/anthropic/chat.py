@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from jaxinfer.server.anthropic.inputs import (
     ToolUseInput,
     UserInput,
 )
+from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import RequestedTokens, field_error
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.openai.tools import check_function
@@ -60,7 +62,10 @@ class MessagesChat(ChatCompletionRequest, frozen=True, kw_only=True, dict=True):
 def chat_messages(
     system: str | Sequence[TextInput] | None, messages: Sequence[InputMessage]
 ) -> tuple[dict[str, Any], ...]:
-    """The messages of the chat. Neighbouring messages of one role are one turn."""
+    """The messages of the chat. Neighbouring messages of one role are one turn. Raises ``ApiError``
+    for a result whose call is not in it.
+    """
+    _check_results(messages)
     chat: list[dict[str, Any]] = []
     if system and (content := _system(_blocks(system))):
         chat.append({"role": "system", "content": content})
@@ -92,10 +97,16 @@ def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
     for number, tool in enumerate(tools):
         if tool.type not in (None, CUSTOM):
             continue
+        if tool.input_schema is None:
+            where = f"tools[{number}].input_schema"
+            raise field_error(where, f"{where} is required")
         described = {} if tool.description is None else {"description": tool.description}
         strict = {} if tool.strict is None else {"strict": tool.strict}
-        function = {"name": tool.name, **described, "parameters": tool.input_schema or {}, **strict}
-        check_function(f"tools[{number}]", function, functions)
+        function = {"name": tool.name, **described, "parameters": tool.input_schema, **strict}
+        try:
+            check_function(f"tools[{number}]", function, functions)
+        except ApiError as error:
+            raise _with_input_schema(error) from None
         functions[tool.name] = function
     return tuple({"type": "function", "function": one} for one in functions.values())
 
@@ -118,6 +129,29 @@ def chat_tool_choice(choice: ToolChoiceInput, tools: Sequence[Any]) -> str | dic
             raise field_error("tool_choice.name", "tool_choice.name is required if type is tool")
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
+
+
+def _with_input_schema(error: ApiError) -> ApiError:
+    """An error about a tool in OpenAI's form with the name that its schema has here."""
+    name = re.compile(r"^(tools\[\d+\])\.parameters\b")
+    error.message = name.sub(r"\1.input_schema", error.message)
+    error.param = name.sub(r"\1.input_schema", error.param or "")
+    return error
+
+
+def _check_results(messages: Sequence[InputMessage]) -> None:
+    ids = set[str]()
+    for number, message in enumerate(messages):
+        for index, block in enumerate(_blocks(message.content)):
+            if isinstance(block, ToolUseInput):
+                ids.add(block.id)
+            elif isinstance(block, ToolResultInput) and block.tool_use_id not in ids:
+                where = f"messages[{number}].content[{index}].tool_use_id"
+                raise field_error(
+                    where,
+                    f"{where} {block.tool_use_id!r:.60} is not the id of an earlier tool_use; send "
+                    "that block too",
+                )
 
 
 def _blocks[B](content: str | Sequence[B]) -> Sequence[B | TextInput]:

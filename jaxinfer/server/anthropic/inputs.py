@@ -100,7 +100,7 @@ class AssistantInput(_Message, frozen=True, kw_only=True, tag="assistant"):
 
 
 class SystemInput(_Message, frozen=True, kw_only=True, tag="system"):
-    """Instructions within the conversation; the chat template decides whether it takes them."""
+    """Instructions within the conversation; the user's where the chat template takes none there."""
 
     content: Annotated[str | tuple[TextInput, ...], Meta(description="Text, or blocks of text.")]
 
@@ -117,7 +117,8 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     ]
     description: Annotated[str | None, Meta(description="What it does.")] = None
     input_schema: Annotated[
-        dict[str, Any] | None, Meta(description="The JSON schema of a call's input, an object.")
+        dict[str, Any] | None,
+        Meta(description="The JSON schema of a call's input, an object; hosted tools have none."),
     ] = None
     strict: Annotated[
         bool | None, Meta(description="True: the input of a call follows the schema.")

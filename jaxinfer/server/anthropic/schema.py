@@ -45,6 +45,7 @@ UNSUPPORTED: Neutral = MappingProxyType(
         "mcp_servers": (None, []),
         "output_format": (None,),  # of older clients; newer ones send output_config.format
         "speed": (None, "standard"),
+        "thread": (None,),  # a conversation that the server holds; clients can send it whole
     }
 )
 # without an effect: prefixes are cached by themselves, and there is one tier of service
@@ -58,6 +59,9 @@ class CountTokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
     """``POST /v1/messages/count_tokens``: the fields that a prompt is made of."""
 
     unsupported: ClassVar[Neutral] = UNSUPPORTED
+    unsupported_codes: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"thread": "thread_unsupported_request"}
+    )
     ignored: ClassVar[tuple[str, ...]] = IGNORED
     nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType(
         {

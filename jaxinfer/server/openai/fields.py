@@ -144,6 +144,8 @@ class RequestPart(msgspec.Struct, frozen=True, kw_only=True):
     """The body of a request, or an object in it. A field that is null counts as absent."""
 
     unsupported: ClassVar[Neutral] = MappingProxyType({})
+    # error codes from which clients learn that they can do without the field
+    unsupported_codes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ignored: ClassVar[tuple[str, ...]] = ()
     nested: ClassVar[Mapping[str, type[RequestPart]]] = MappingProxyType({})  # fields with fields
 

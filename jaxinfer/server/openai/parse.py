@@ -185,7 +185,9 @@ def _refuse_unsupported(given: dict[str, Any], kind: type[RequestPart], path: st
         # the types too, since 1 == True
         same = (type(given[name]) is type(one) and given[name] == one for one in neutral)
         if name in given and not any(same):
-            raise field_error(path + name, f"{path}{name} is not supported; leave it out")
+            error = field_error(path + name, f"{path}{name} is not supported; leave it out")
+            error.code = kind.unsupported_codes.get(name)
+            raise error
 
 
 def _with_integers(value: Any, num_levels: int = 2) -> Any:

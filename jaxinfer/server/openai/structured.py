@@ -29,7 +29,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str | None = None
     description: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: dict[str, Any]
     strict: bool | None = None
 
 
@@ -121,8 +121,6 @@ def _of_format(given: ResponseFormat) -> tuple[str, dict[str, Any]]:
                     "response_format.json_schema is required",
                     param="response_format.json_schema",
                 )
-            if schema.schema is None:  # any JSON object, as in vLLM
-                return "response_format", {"json_object": True}
             return "response_format.json_schema.schema", {"json": schema.schema}
         case "structural_tag":
             tag = {"structures": given.structures, "triggers": given.triggers}

@@ -18,6 +18,7 @@ from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tools import wrong_type
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256  # of a function
@@ -120,6 +121,8 @@ def check_function(where: str, function: Mapping[str, Any], others: Container[st
         raise field_error(
             f"{where}.parameters", f"{where}.parameters must be a JSON schema, an object"
         )
+    if wrong := wrong_type(f"{where}.parameters", function.get("parameters")):
+        raise field_error(wrong.path, wrong.reason)
     if function.get("description") is not None and not isinstance(function["description"], str):
         raise field_error(f"{where}.description", f"{where}.description must be text")
 

@@ -44,6 +44,24 @@ def hosted_items(items: Iterable[Item]) -> list[tuple[str, str]]:
     ]
 
 
+def check_outputs(earlier: Iterable[Item], items: Sequence[Item]) -> None:
+    """Raise ``ApiError`` for an output whose call is in none of the items before it."""
+    ids = {item.get("call_id") for item in earlier if str(_kind(item)).endswith("_call")}
+    for index, item in enumerate(items):
+        kind = str(_kind(item))
+        if kind.endswith("_call"):
+            ids.add(item.get("call_id"))
+        elif kind in HOSTED_ITEMS:
+            continue
+        elif kind.endswith("_call_output") and item.get("call_id") not in ids:
+            where = f"input[{index}].call_id"
+            raise field_error(
+                where,
+                f"{where} {item.get('call_id')!r:.60} is not the id of an earlier call; send its "
+                f"{kind.removesuffix('_output')} too",
+            )
+
+
 def messages_of(
     items: Iterable[Item], instructions: str | None = None, *, knows_developer: bool = False
 ) -> list[Message]:

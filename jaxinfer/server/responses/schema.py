@@ -24,7 +24,13 @@ from jaxinfer.server.openai.fields import (
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest, Tools
 from jaxinfer.server.openai.structured import GUIDED, JsonSchemaFormat, ResponseFormat
-from jaxinfer.server.responses.items import Item, hosted_items, input_items, messages_of
+from jaxinfer.server.responses.items import (
+    Item,
+    check_outputs,
+    hosted_items,
+    input_items,
+    messages_of,
+)
 from jaxinfer.server.responses.tools import Origin, chat_choice, chat_tools, hosted, origins
 
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
@@ -169,6 +175,8 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         self, earlier: Sequence[Item] = (), *, knows_developer: bool = False
     ) -> ChatCompletionRequest:
         """The chat of this request after the ``earlier`` items; raises ``ApiError``."""
+        if earlier or self.previous_response_id is None:
+            check_outputs(earlier, self.items)
         messages = messages_of(
             (*earlier, *self.items), self.instructions, knows_developer=knows_developer
         )
@@ -207,5 +215,9 @@ def renamed(error: ApiError) -> ApiError:
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None or given.type == "text":
         return None
+    if given.type != "json_schema":
+        return ResponseFormat(type=given.type)
+    if given.schema is None:
+        raise field_error("text.format.schema", "text.format.schema is required")
     schema = JsonSchemaFormat(name=given.name, schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)

@@ -122,7 +122,8 @@ def _message() -> dict[str, Any]:
     text = {"type": "string"}
     part = object_schema({"type": {"const": "text"}, "text": text}, "type", "text")
     content = [text, {"type": "array", "items": part}]
-    usual = object_schema({"role": text, "content": {"anyOf": content}}, "role", "content")
+    role = {"type": "string", "minLength": 1}
+    usual = object_schema({"role": role, "content": {"anyOf": content}}, "role", "content")
     optional = {"anyOf": [*content, {"type": "null"}]}
     roles = {"enum": ["assistant", "tool"]}
     return {"anyOf": [usual, object_schema({"role": roles, "content": optional}, "role")]}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from starlette.types import ASGIApp
 
@@ -38,8 +38,6 @@ async def chat_prompt(
     """The prompt for ``messages``; raises ``RequestError``, ``TokenizerError`` or ``ApiError``."""
     service = call.service
     template = chosen_template(service, request)
-    if not knows_developer(service, template, request.template_variables.get("tools")):
-        messages = _without_developers(messages)
     variables = {
         **service.config.default_chat_template_kwargs,
         **request.template_variables,
@@ -61,25 +59,6 @@ async def chat_prompt(
 def knows_developer(service: Service, template: str | None, tools: Sequence[Any] | None) -> bool:
     """True if the chat template has a role for developers."""
     return "developer" in service.tokenizer.get_chat_template(template, tools or None)
-
-
-def _without_developers(messages: Sequence[Any]) -> list[Any]:
-    """The messages with the developer's as the system's; the first two of them become one, as many
-    templates allow only one.
-    """
-    found: list[Any] = []
-    for message in messages:
-        if not isinstance(message, Mapping) or message.get("role") != "developer":
-            found.append(message)
-            continue
-        given = {**cast("Mapping[str, Any]", message), "role": "system"}
-        first = found[0] if len(found) == 1 and found[0].get("role") == "system" else {}
-        texts = [text for one in (first, given) if isinstance(text := one.get("content"), str)]
-        if len(texts) == 2:
-            found[0] = {**first, "content": "\n\n".join(texts)}
-        else:
-            found.append(given)
-    return found
 
 
 async def tokenize(call: Call) -> ASGIApp:
