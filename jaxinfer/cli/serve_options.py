@@ -99,6 +99,11 @@ GROUPS = (
             Setting("max_stored_responses", size, "Responses kept for later requests; 0: none."),
             Setting("max_stored_response_bytes", size, "Most bytes of the kept responses."),
             Setting("strict_fields", boolean, "Refuse requests with unknown fields."),
+            Setting(
+                "ignore_hosted_tools",
+                boolean,
+                "Leave out tools that OpenAI's and Anthropic's servers run; or refuse them.",
+            ),
         ),
     ),
     Group(

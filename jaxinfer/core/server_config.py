@@ -104,6 +104,7 @@ class ServerConfig:
     # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
     strict_fields: bool = False
+    ignore_hosted_tools: bool = False  # leave out tools that OpenAI's and Anthropic's servers run
     max_logprobs: int = 20
     chat_template: str | None = None  # the template itself
     trust_request_chat_template: bool = False  # requests may bring their own

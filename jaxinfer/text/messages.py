@@ -10,6 +10,7 @@ from jaxinfer.core.errors import RequestError
 
 type Message = dict[str, Any]
 
+CUSTOM_INPUT = "input"  # the argument of the function that stands for a custom tool
 # Names under which clients send an answer's reasoning; templates read the first, some the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Fields that count as absent if they are empty. An empty content can be an answer.
@@ -75,6 +76,11 @@ def arguments_object(where: str, arguments: str | Mapping[str, Any]) -> Mapping[
     if not isinstance(parsed, dict):
         raise RequestError(f"{where} must be a JSON object as text, but is another JSON value.")
     return cast("dict[str, Any]", parsed)
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of the function that stands for a custom tool, in a call with this text."""
+    return json.dumps({CUSTOM_INPUT: text}, ensure_ascii=False)
 
 
 def arguments_text(arguments: str | Mapping[str, Any]) -> str:
@@ -177,6 +183,12 @@ def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 def _tool_call(where: str, given: Any) -> dict[str, Any]:
     call = _object(where, given, "id, type and function")
+    if "custom" in call:
+        custom = _object(f"{where}.custom", call.pop("custom"), "name and input")
+        if not isinstance(text := custom.get("input"), str):
+            raise RequestError(f"{where}.custom.input must be a string.")
+        function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
+        call |= {"type": "function", "function": function}
     if not isinstance(call.get("id"), str | None):
         raise RequestError(f"{where}.id must be a string.")
     if not call.get("id"):

@@ -107,6 +107,7 @@ SET: dict[str, dict[str, Any]] = {
     "--no-ui": {"ui": False},
     "--uds there.sock": {"uds": "there.sock"},
     "--request-timeout 1.5 --shutdown-timeout 0": {"request_timeout": 1.5, "shutdown_timeout": 0.0},
+    "--ignore-hosted-tools": {"ignore_hosted_tools": True},
     "--strict-fields --max-body-bytes 1M": {"strict_fields": True, "max_body_bytes": 1 << 20},
     "--return-tokens-as-token-ids": {"return_tokens_as_token_ids": True},
     "--enable-force-include-usage": {"enable_force_include_usage": True},

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def test_links_lead_to_files(document: Path) -> None:
 def test_commands_are_accepted(block: Block) -> None:
     if block.language == "python":
         compile(block.text, block.name, "exec")
+    if block.language == "toml":
+        tomllib.loads(block.text)
     if block.language == "sh":
         assert block.commands
         for words in block.commands:

@@ -1,8 +1,8 @@
 """The code blocks of README.md and docs/*.md, and the option parsers that their commands have.
 
-A block is fenced and names its language: ``sh``, ``python`` or ``text``. A ``text`` block directly
-after another one is what that one prints. A block that the tests cannot run begins with the comment
-``NOT_RUN`` and one of ``REASONS``.
+A block is fenced and names its language: ``sh``, ``python``, ``toml`` or ``text``. A ``text`` block
+directly after another one is what that one prints. A block that the tests cannot run begins with
+the comment ``NOT_RUN`` and one of ``REASONS``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = ("sh", "python", "text")
+LANGUAGES = ("sh", "python", "text", "toml")
 NOT_RUN = "# Not run by the tests: "
 REASONS = (
     "needs an NVIDIA GPU.",
@@ -34,7 +34,8 @@ REASONS = (
 )
 # Their options are not ours to check.
 OTHER_PROGRAMS = (
-    *("curl", "docker", "echo", "env", "guidellm", "install", "lm_eval", "mkdir", "pgrep"),
+    *("claude", "curl", "docker", "echo", "env", "export", "guidellm", "install"),
+    *("lm_eval", "mkdir", "pgrep"),
     *("python3", "python3.11", "systemctl", "useradd", "vllm"),
 )
 

@@ -177,10 +177,12 @@ ACROSS_FIELDS = (
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps", "text_2", "documents")
 ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
-# two tools with one name; calls in a last message of Anthropic's form; results without calls
+# two tools with one name; a grammar that is none; calls in a last message of Anthropic's form;
+# results without calls
 ACROSS_ITEMS = re.compile(
-    r"tools\[\d+\](\.function)?\.name|messages\[\d+\](\.content\[\d+\]\.tool_use_id)?"
-    r"|input\[\d+\]\.(arguments|call_id)|tool_choice\.tools\[\d\]"
+    r"tools\[\d+\](\.function|\.tools\[\d+\])?\.name|messages\[\d+\](\.content\[\d+\]\.tool_use_id)?"
+    r"|tools\[\d+\]\.input_schema|input\[\d+\]\.(arguments|call_id)|tool_choice\.tools\[\d\]"
+    r"|tools\[\d+\](\.custom|\.tools\[\d+\])?\.format(\.grammar)?\.definition"
 )
 
 

@@ -27,6 +27,7 @@ from jaxinfer.server.openai.tools import check_function
 # The block that Claude Code puts before its system prompt. It has a number that differs from
 # request to request, with which no prefix would ever be found in the cache.
 BILLING = "x-anthropic-billing-header:"
+CUSTOM = "custom"  # the type of the client's own tools
 SCHEMA_FIELD = "output_config.format.schema"
 
 
@@ -94,6 +95,11 @@ def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
     """The tools in OpenAI's form; raises ``ApiError`` naming the field that is wrong."""
     functions: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
+        if tool.type not in (None, CUSTOM):
+            continue
+        if tool.input_schema is None:
+            where = f"tools[{number}].input_schema"
+            raise field_error(where, f"{where} is required")
         described = {} if tool.description is None else {"description": tool.description}
         strict = {} if tool.strict is None else {"strict": tool.strict}
         function = {"name": tool.name, **described, "parameters": tool.input_schema, **strict}
@@ -103,6 +109,15 @@ def chat_tools(tools: Sequence[ToolInput]) -> tuple[dict[str, Any], ...]:
             raise _with_input_schema(error) from None
         functions[tool.name] = function
     return tuple({"type": "function", "function": one} for one in functions.values())
+
+
+def hosted_tools(tools: Sequence[ToolInput]) -> list[tuple[str, str]]:
+    """The path and kind of each tool that only Anthropic's servers or models know."""
+    return [
+        (f"tools[{number}]", tool.type)
+        for number, tool in enumerate(tools)
+        if tool.type is not None and tool.type != CUSTOM
+    ]
 
 
 def chat_tool_choice(choice: ToolChoiceInput, tools: Sequence[Any]) -> str | dict[str, Any]:

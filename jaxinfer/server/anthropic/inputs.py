@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.request import INT32_MAX
-from jaxinfer.server.openai.fields import RequestPart, one_of
+from jaxinfer.server.openai.fields import KIND_TEXT, RequestPart, one_of
 
 NO_EFFECT = Meta(description="Accepted, without an effect.")
 
@@ -52,12 +52,24 @@ class ToolUseInput(_Block, frozen=True, kw_only=True, tag="tool_use"):
     input: Annotated[dict[str, Any], Meta(description="The arguments.")]
 
 
+class ToolReferenceInput(_Block, frozen=True, kw_only=True, tag="tool_reference"):
+    """A tool that the client's search has found; the prompt has its definition from the start."""
+
+    tool_name: Annotated[str, Meta(description="The name of the tool.")]
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return f"The tool {self.tool_name} is available."
+
+
 class ToolResultInput(_Block, frozen=True, kw_only=True, tag="tool_result"):
     """The result of a call."""
 
     tool_use_id: Annotated[str, Meta(min_length=1, description="The id of the call.")]
     content: Annotated[
-        str | tuple[TextInput, ...] | None, Meta(description="What the tool has returned.")
+        str | tuple[TextInput | ToolReferenceInput, ...] | None,
+        Meta(description="What the tool has returned."),
     ] = None
     is_error: Annotated[
         bool | None,
@@ -73,7 +85,8 @@ class UserInput(_Message, frozen=True, kw_only=True, tag="user"):
     """A message of the user, or results of tools."""
 
     content: Annotated[
-        str | tuple[TextInput | ToolResultInput, ...], Meta(description="Text, or blocks.")
+        str | tuple[TextInput | ToolResultInput, ...],
+        Meta(description="Text, or blocks."),
     ]
 
 
@@ -104,15 +117,23 @@ class ToolInput(msgspec.Struct, frozen=True, kw_only=True):
     ]
     description: Annotated[str | None, Meta(description="What it does.")] = None
     input_schema: Annotated[
-        dict[str, Any], Meta(description="The JSON schema of a call's input, an object.")
-    ]
+        dict[str, Any] | None,
+        Meta(description="The JSON schema of a call's input, an object; hosted tools have none."),
+    ] = None
     strict: Annotated[
         bool | None, Meta(description="True: the input of a call follows the schema.")
     ] = None
-    type: Annotated[Annotated[str, one_of("custom")] | None, Meta(description="The only kind.")] = (
-        None
-    )
+    type: Annotated[
+        Annotated[str, Meta(pattern=KIND_TEXT)] | None,
+        Meta(
+            description="custom, or the type of a tool that only Anthropic's servers or models "
+            "know, with its date; --ignore-hosted-tools leaves such tools out."
+        ),
+    ] = None
     cache_control: Annotated[Any, NO_EFFECT] = None
+    defer_loading: Annotated[
+        bool | None, Meta(description="No effect: all tools are in the prompt.")
+    ] = None
 
 
 class ToolChoiceInput(RequestPart, frozen=True, kw_only=True):
@@ -132,7 +153,7 @@ class ThinkingInput(RequestPart, frozen=True, kw_only=True):
     """The setting of thoughts before an answer."""
 
     type: Annotated[
-        Annotated[str, one_of("enabled", "adaptive", "disabled")],
+        Annotated[str, one_of("enabled", "adaptive", "between_tools", "disabled")],
         Meta(
             description="enabled has a budget; disabled works with chat templates that know "
             "enable_thinking or thinking."

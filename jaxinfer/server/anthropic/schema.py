@@ -16,6 +16,7 @@ from jaxinfer.server.anthropic.chat import (
     chat_tool_choice,
     chat_tools,
     continues_answer,
+    hosted_tools,
 )
 from jaxinfer.server.anthropic.inputs import (
     InputMessage,
@@ -121,6 +122,11 @@ class CountTokensRequest(AnyRequest, frozen=True, kw_only=True, dict=True):
             chat_template_kwargs=variables,
             **self._answer_fields(),
         )
+
+    @property
+    def hosted(self) -> list[tuple[str, str]]:
+        """The path and kind of each tool that only Anthropic's servers or models know."""
+        return hosted_tools(self.tools or ())
 
     def check(self) -> None:
         thinking = self.thinking

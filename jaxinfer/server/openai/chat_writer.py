@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -13,6 +14,7 @@ from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import (
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -22,6 +24,7 @@ from jaxinfer.server.openai.responses import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
+    CustomCall,
     ToolCall,
     ToolCallDelta,
     Usage,
@@ -151,7 +154,7 @@ class _ChoiceReader:
         self._role = context.role
         self._shows_reasoning = request.include_reasoning
         self._is_named = request.chosen_tools.is_named
-        self._number = 0  # of the last call
+        self._call: NumberedCall | None = None  # the last one
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
         """The whole message; ``before`` is the text that it continues."""
@@ -176,14 +179,14 @@ class _ChoiceReader:
             elif isinstance(part, Reasoning):
                 found.append(ChatDelta(reasoning=part.text, reasoning_content=part.text))
             elif isinstance(part, NumberedCall):
-                self._number = part.number
-                name = CalledFunction(name=part.name, arguments="")
-                call = ToolCallDelta(index=part.number, id=part.id, type="function", function=name)
+                self._call = part
+                called = _called(part, "", name=part.name)
+                kind = "custom" if part.is_custom else "function"
+                call = ToolCallDelta(index=part.number, id=part.id, type=kind, **called)
                 found.append(ChatDelta(tool_calls=[call]))
             elif isinstance(part, CallArguments):
-                call = ToolCallDelta(
-                    index=self._number, function=CalledFunction(arguments=part.text)
-                )
+                assert self._call is not None, "a call has begun"
+                call = ToolCallDelta(index=self._call.number, **_called(self._call, part.text))
                 found.append(ChatDelta(tool_calls=[call]))
         return found
 
@@ -203,7 +206,7 @@ class _ChoiceReader:
         return [part for part in parts if not isinstance(part, Reasoning)]
 
 
-def _whole_calls(parts: Sequence[ChoicePart]) -> list[ToolCall]:
+def _whole_calls(parts: Sequence[ChoicePart]) -> list[ToolCall | CustomCall]:
     """The calls that the parts add up to; one that is cut off has the arguments so far."""
     begun: list[tuple[NumberedCall, list[str]]] = []
     for part in parts:
@@ -212,6 +215,15 @@ def _whole_calls(parts: Sequence[ChoicePart]) -> list[ToolCall]:
         elif isinstance(part, CallArguments):
             begun[-1][1].append(part.text)
     return [
-        ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments="".join(arguments)))
+        (CustomCall if call.is_custom else ToolCall)(
+            id=call.id, **_called(call, "".join(arguments), name=call.name)
+        )
         for call, arguments in begun
     ]
+
+
+def _called(call: NumberedCall, text: str, **named: str) -> dict[str, Any]:
+    """The field of a call with its arguments, or with the text of a custom tool."""
+    if call.is_custom:
+        return {"custom": CalledCustom(input=text, **named)}
+    return {"function": CalledFunction(arguments=text, **named)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
+from jaxinfer.server.openai.custom_tools import input_of
 from jaxinfer.server.openai.tools import AnswerReading
 from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd
 from jaxinfer.text.answers.parser import Content, Part, Reasoning
@@ -17,6 +19,7 @@ class NumberedCall(NamedTuple):
     number: int
     id: str
     name: str
+    is_custom: bool = False  # the arguments that follow are the free text of a custom tool
 
 
 type ChoicePart = Reasoning | Content | NumberedCall | CallArguments | CallEnd
@@ -32,6 +35,7 @@ class ChoiceParts:
         self._choice = choice
         self._num_calls = 0
         self._drops_call = False  # the open call is one too many
+        self._custom: list[str] | None = None  # arguments of the open call of a custom tool
 
     @property
     def in_reasoning(self) -> bool:
@@ -47,23 +51,39 @@ class ChoiceParts:
         parts = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
             parts += self._parser.finish(is_cut=delta.finish_reason is not FinishReason.STOP)
-        return [numbered for part in parts if (numbered := self._numbered(part)) is not None]
+        return [numbered for part in parts for numbered in self._numbered(part)]
 
     def ends_with_calls(self, delta: Delta) -> bool:
         """True if the answer, whose last delta this is, waits for the results of its calls."""
         return self._num_calls > 0 and delta.finish_reason is FinishReason.STOP
 
-    def _numbered(self, part: Part) -> ChoicePart | None:
-        """The part, a call with its number and id; None for parts of a call too many."""
+    def _numbered(self, part: Part) -> Iterator[ChoicePart]:
+        """The part, a call with its number and id; none for parts of a call too many. The text of a
+        custom tool's call comes at once.
+        """
         if isinstance(part, CallArguments | CallEnd):
-            return None if self._drops_call else part
+            if not self._drops_call:
+                yield from self._of_call(part)
+            return
         if not isinstance(part, CallBegin):
-            return part
+            yield part
+            return
         reading, number = self._reading, self._num_calls
         assert reading is not None, "only a parser finds calls"
         self._drops_call = number > 0 and not reading.parallel
         if self._drops_call:
-            return None
+            return
         self._num_calls += 1
+        is_custom = part.name in reading.custom
+        self._custom = [] if is_custom else None
         call_id = reading.call_id(self._request_id, self._choice, number, part.name)
-        return NumberedCall(number, call_id, part.name)
+        yield NumberedCall(number, call_id, part.name, is_custom)
+
+    def _of_call(self, part: CallArguments | CallEnd) -> Iterator[ChoicePart]:
+        if self._custom is None:
+            yield part
+        elif isinstance(part, CallArguments):
+            self._custom.append(part.text)
+        else:
+            yield CallArguments(input_of("".join(self._custom)))
+            yield part

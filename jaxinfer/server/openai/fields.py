@@ -44,11 +44,13 @@ from jaxinfer.server.openai.structured import (
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
 VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 NEVER_TEXT = "^never$(?![^a-z])"
+KIND_TEXT = "^[a-z0-9_]{1,64}$(?![^a-z])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         TOKEN_ID_TEXT: "a token id",
         VISIBLE_TEXT: "printable ASCII without spaces",
         NEVER_TEXT: "true, false or never",
+        KIND_TEXT: "a word of small letters, digits and _, of at most 64 characters",
     }
 )
 _CHOICES = ("^(", ")$(?![^a-z])")  # around the alternatives of a pattern

@@ -27,6 +27,7 @@ MAX_LOCATED_CHARACTERS = 1 << 17
 MAX_CONTAINERS = 250_000
 MAX_NAMES_LISTED = 16  # unknown fields that an error or the log lists
 MAX_NAME_CHARACTERS = 64
+NO_TEXT = ("image", "document", "container_upload")  # types of parts of a message
 MAX_DIGITS = 32  # of a number that an error repeats
 
 _NOUNS: Mapping[str, str] = MappingProxyType(
@@ -228,6 +229,9 @@ def _readable_error(message: str, fields: dict[str, Any]) -> ApiError:
         return field_error(missing, f"{missing} is required")
     if found := _UNKNOWN.fullmatch(what):
         value = found["value"][:MAX_NAME_CHARACTERS]
+        if value.strip("'") in NO_TEXT:
+            no_text = "the models of this server read text alone; leave the part out"
+            return field_error(path, f"{path} {value} is not supported here: {no_text}")
         known = "/openapi.json lists the values that are"
         return field_error(path, f"{path} {value} is not supported here; {known}")
     name, value = path, ...

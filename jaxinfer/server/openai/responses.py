@@ -156,12 +156,25 @@ class CalledFunction(AnswerStruct, frozen=True, kw_only=True):
     arguments: str  # a JSON object as text; of a call that is cut off the beginning
 
 
-class ToolCall(AnswerStruct, frozen=True, kw_only=True):
+class ToolCall(AnswerStruct, frozen=True, kw_only=True, tag_field="type", tag="function"):
     """A call of one of the request's tools."""
 
     id: str
-    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+class CalledCustom(AnswerStruct, frozen=True, kw_only=True):
+    """A custom tool that the model calls; in a stream the name comes first, then the text."""
+
+    name: str | UnsetType = UNSET
+    input: str  # free text
+
+
+class CustomCall(AnswerStruct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A call of one of the request's custom tools."""
+
+    id: str
+    custom: CalledCustom
 
 
 class ToolCallDelta(AnswerStruct, frozen=True, kw_only=True):
@@ -169,8 +182,9 @@ class ToolCallDelta(AnswerStruct, frozen=True, kw_only=True):
 
     index: int  # of the call
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
@@ -181,7 +195,7 @@ class ChatMessage(AnswerStruct, frozen=True, kw_only=True):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomCall] | UnsetType = UNSET
 
 
 class ChatChoice(AnswerStruct, frozen=True, kw_only=True):

@@ -13,6 +13,11 @@ from msgspec.structs import replace
 from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.server.openai.beams import BeamFields
+from jaxinfer.server.openai.custom_tools import (
+    as_function_choice,
+    as_functions,
+    without_format,
+)
 from jaxinfer.server.openai.fields import (
     IGNORED,
     NO_BEAMS,
@@ -149,8 +154,8 @@ class ChatCompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def chosen_tools(self) -> ToolChoice:
-        """The tools that the answer may call; raises ``ApiError``."""
-        return tool_choice(self.tools, self.tool_choice)
+        """The tools that the answer may call, all as functions; raises ``ApiError``."""
+        return tool_choice(as_functions(self.tools or ()), as_function_choice(self.tool_choice))
 
     def check(self) -> None:
         super().check()
@@ -271,10 +276,12 @@ class TokenizeRequest(AnyRequest, frozen=True, kw_only=True):
     @property
     def template_variables(self) -> dict[str, Any]:
         """The fields that are variables of the chat template."""
-        return _template_variables(tool_choice(self.tools, None).tools, self.reasoning_effort)
+        return _template_variables(
+            tool_choice(as_functions(self.tools or ()), None).tools, self.reasoning_effort
+        )
 
     def check(self) -> None:
-        tool_choice(self.tools, None)
+        tool_choice(as_functions(self.tools or ()), None)
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "prompt or messages must be given, and not both")
         _check_depths(self)
@@ -332,7 +339,11 @@ def _template_variables(tools: Sequence[Any], effort: str | None) -> dict[str, A
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool without ``strict``, which a grammar enforces: the prompt would have it in vain."""
+    """A tool without ``strict`` and patterns of custom tools, which a grammar enforces: the prompt
+    would have them in vain.
+    """
+    if "custom" in tool:
+        return {"type": "function", "function": without_format(tool)["function"]}
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}
 

@@ -39,6 +39,11 @@ class ToolChoice:
         return {tool["function"]["name"]: tool["function"] for tool in self.tools}
 
     @property
+    def custom(self) -> frozenset[str]:
+        """The names of functions that stand for custom tools."""
+        return frozenset(tool["function"]["name"] for tool in self.tools if "custom" in tool)
+
+    @property
     def has_strict(self) -> bool:
         """True if the arguments of a function must follow its schema."""
         return any(function.get("strict") is True for function in self.functions.values())
@@ -132,6 +137,7 @@ class AnswerReading:
     hidden: regex.Pattern[str] | None = None  # special tokens that no text shows
     parallel: bool = True  # False: only the first call of an answer counts
     num_earlier_calls: int = 0  # in the messages
+    custom: frozenset[str] = frozenset()  # functions that stand for custom tools
 
     def constrained(
         self, sampling: SamplingParams, choice: ToolChoice, budget: int | None, tokenizer: Tokenizer

@@ -7,23 +7,26 @@ from collections.abc import Awaitable, Callable
 
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.answer import Answer
+from jaxinfer.server.responses.store import Turn
 from jaxinfer.server.responses.writer import ResponseWriter
 
 
 class BackgroundRun:
     """Runs from its creation until the answer has ended; then ``close`` is called.
 
-    ``owner``: see ``StoredResponse``.
+    ``asked``: the turn of its request. ``owner``: see ``StoredResponse``.
     """
 
     def __init__(
         self,
         writer: ResponseWriter,
         answer: Answer,
+        asked: Turn,
         explain: Callable[[Exception], ApiError],
         close: Callable[[], None],
     ) -> None:
         self.writer = writer
+        self.asked = asked
         self.owner = answer.caller.key_salt
         self._answer = answer
         self._explain = explain

@@ -7,11 +7,16 @@ from typing import Any, cast
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.server.openai.fields import field_error
-from jaxinfer.text.messages import arguments_object
+from jaxinfer.server.responses.tools import HOSTED_ITEMS, joined_name
+from jaxinfer.text.messages import arguments_object, custom_arguments
 
-KINDS = ("message", "function_call", "function_call_output", "reasoning")
+KINDS = (
+    *("message", "function_call", "function_call_output", "custom_tool_call"),
+    *("custom_tool_call_output", "reasoning"),
+)
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+OTHER_PARTS = ("input_image", "input_file", "input_audio", "image_url", "computer_screenshot")
 GUIDANCE = ("system", "developer")
 # the order in which a template writes the fields of an assistant's message
 _FIELDS = ("reasoning_content", "content", "tool_calls")
@@ -30,6 +35,15 @@ def input_items(given: str | Sequence[Any]) -> tuple[Item, ...]:
     return tuple(given)
 
 
+def hosted_items(items: Iterable[Item]) -> list[tuple[str, str]]:
+    """The path and kind of each item of a tool that this server does not run."""
+    return [
+        (f"input[{index}]", kind)
+        for index, item in enumerate(items)
+        if (kind := _kind(item)) in HOSTED_ITEMS
+    ]
+
+
 def check_outputs(earlier: Iterable[Item], items: Sequence[Item]) -> None:
     """Raise ``ApiError`` for an output whose call is in none of the items before it."""
     ids = {item.get("call_id") for item in earlier if str(_kind(item)).endswith("_call")}
@@ -37,6 +51,8 @@ def check_outputs(earlier: Iterable[Item], items: Sequence[Item]) -> None:
         kind = str(_kind(item))
         if kind.endswith("_call"):
             ids.add(item.get("call_id"))
+        elif kind in HOSTED_ITEMS:
+            continue
         elif kind.endswith("_call_output") and item.get("call_id") not in ids:
             where = f"input[{index}].call_id"
             raise field_error(
@@ -64,15 +80,18 @@ def messages_of(
             case "reasoning":
                 if text := _thoughts(item):
                     _answer_message(messages, "reasoning_content")["reasoning_content"] = text
-            case "function_call":
-                names[item["call_id"]] = item["name"]
+            case "function_call" | "custom_tool_call":
+                call = _call(item)
+                names[item["call_id"]] = call["function"]["name"]
                 message = _answer_message(messages, "tool_calls")
-                message.setdefault("tool_calls", []).append(_call(item))
-            case "function_call_output":
+                message.setdefault("tool_calls", []).append(call)
+            case "function_call_output" | "custom_tool_call_output":
                 result = {"role": "tool", "tool_call_id": item["call_id"]}
                 if name := names.get(item["call_id"]):
                     result["name"] = name
                 messages.append({**result, "content": _text("", item["output"])})
+            case kind if kind in HOSTED_ITEMS:
+                pass
             case _:
                 _add_message(messages, item, knows_developer)
     return messages
@@ -102,7 +121,12 @@ def _answer_message(messages: list[Message], field: str) -> Message:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
+    """A call in the form of a chat, which knows functions only."""
+    if _kind(item) == "custom_tool_call":
+        arguments = custom_arguments(item["input"])
+    else:
+        arguments = item.get("arguments") or "{}"
+    function = {"name": joined_name(item["name"], item.get("namespace")), "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
 
 
@@ -130,16 +154,23 @@ def _check(where: str, item: Item) -> None:
             for name in ("call_id", "name"):
                 _check_name(f"{where}.{name}", item.get(name))
             _check_arguments(f"{where}.arguments", item.get("arguments"))
-        case "function_call_output":
+        case "custom_tool_call":
+            for name in ("call_id", "name"):
+                _check_name(f"{where}.{name}", item.get(name))
+            if not isinstance(item.get("input"), str):
+                raise field_error(f"{where}.input", f"{where}.input must be a string")
+        case "function_call_output" | "custom_tool_call_output":
             _check_name(f"{where}.call_id", item.get("call_id"))
             _text(f"{where}.output", item.get("output"))
         case "reasoning":
             for name in ("summary", "content"):
                 _check_thoughts(f"{where}.{name}", item.get(name))
-        case other:
+        case other if other not in HOSTED_ITEMS:
             raise field_error(
                 f"{where}.type", f"{where}.type {other!r:.60} is not supported; use {_list(KINDS)}"
             )
+        case _:  # of a hosted tool
+            pass
 
 
 def _text(where: str, content: Any) -> str:
@@ -157,6 +188,12 @@ def _part_text(where: str, part: Any) -> str:
         raise field_error(where, f"{where} must be an object with type and text")
     fields = cast("Mapping[str, Any]", part)
     kind = fields.get("type")
+    if kind in OTHER_PARTS:
+        raise field_error(
+            f"{where}.type",
+            f"{where}.type {kind!r} is not supported: this server's models read text alone; "
+            "leave the part out",
+        )
     if kind not in TEXT_PARTS:
         raise field_error(
             f"{where}.type", f"{where}.type {kind!r:.60} is not supported; use {_list(TEXT_PARTS)}"

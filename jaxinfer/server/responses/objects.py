@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jaxinfer.server.openai.responses import TokenLogprob
 
@@ -79,11 +80,23 @@ class FunctionCall(_Typed, frozen=True, kw_only=True, tag="function_call"):
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str  # a JSON object as text; of a call that is cut off the beginning
     status: Status
 
 
-type OutputItem = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(_Typed, frozen=True, kw_only=True, tag="custom_tool_call"):
+    """A call of one of the request's custom tools."""
+
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str  # free text
+    status: Status
+
+
+type OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 # the response
 
@@ -314,10 +327,37 @@ class ArgumentsDone(
     arguments: str
 
 
+class CustomInputDelta(
+    _InItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"
+):
+    """The text of a custom tool's call, which comes at once."""
+
+    delta: str
+
+
+class CustomInputDone(
+    _InItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"
+):
+    """The whole text of a custom tool's call."""
+
+    input: str
+
+
+class InputItemList(_Object, frozen=True, kw_only=True):
+    """A page of the items that a response answers."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 EVENTS: tuple[type[Event], ...] = (
     *(ResponseCreated, ResponseQueued, ResponseInProgress, ResponseCompleted),
     *(ResponseIncomplete, ResponseFailed, OutputItemAdded, OutputItemDone),
     *(ContentPartAdded, ContentPartDone, OutputTextDelta, OutputTextDone),
     *(ReasoningTextDelta, ReasoningTextDone, SummaryPartAdded, SummaryPartDone),
     *(SummaryTextDelta, SummaryTextDone, ArgumentsDelta, ArgumentsDone),
+    *(CustomInputDelta, CustomInputDone),
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import UNSET, UnsetType
 
 from jaxinfer.server.openai.choice_parts import NumberedCall
 from jaxinfer.server.openai.responses import TokenLogprob
 from jaxinfer.server.responses import objects
 from jaxinfer.server.responses.objects import (
+    CustomToolCall,
     FunctionCall,
     OutputItem,
     OutputMessage,
@@ -19,6 +22,7 @@ from jaxinfer.server.responses.objects import (
     Status,
     SummaryText,
 )
+from jaxinfer.server.responses.tools import Origin
 
 # called with the type and the fields of each event, without its sequence number
 type Emit = Callable[..., None]
@@ -90,28 +94,37 @@ class _OpenText:
 
 @dataclass(eq=False)
 class _OpenCall:
-    """A call whose arguments still grow."""
+    """A call whose arguments, or text, still grow."""
 
     id: str
     call: NumberedCall
+    name: str
+    namespace: str | UnsetType
     texts: list[str] = field(default_factory=list[str])
 
-    def item(self, status: Status) -> FunctionCall:
-        return FunctionCall(
+    def item(self, status: Status) -> FunctionCall | CustomToolCall:
+        kind, name = (
+            (CustomToolCall, "input") if self.call.is_custom else (FunctionCall, "arguments")
+        )
+        return kind(
             id=self.id,
             call_id=self.call.id,
-            name=self.call.name,
-            arguments="".join(self.texts),
+            name=self.name,
+            namespace=self.namespace,
             status=status,
+            **{name: "".join(self.texts)},
         )
 
 
 class OutputItems:
-    """The items of one response; ids begin with ``name`` after their prefix."""
+    """The items of one response; ids begin with ``name`` after their prefix. ``origins``: the
+    request's tools by the names of functions.
+    """
 
-    def __init__(self, name: str, emit: Emit) -> None:
+    def __init__(self, name: str, emit: Emit, origins: Mapping[str, Origin]) -> None:
         self._name = name
         self._emit = emit
+        self._origins = origins
         self._ended: list[OutputItem] = []
         self._open: _OpenText | _OpenCall | None = None
 
@@ -136,15 +149,18 @@ class OutputItems:
     def begin_call(self, call: NumberedCall) -> None:
         """Add a call without its arguments."""
         self.end_item()
-        self._open = _OpenCall(self._new_id("fc"), call)
+        origin = self._origins.get(call.name, Origin(call.name, None, call.is_custom))
+        item_id = self._new_id("ctc" if call.is_custom else "fc")
+        self._open = _OpenCall(item_id, call, origin.name, origin.namespace or UNSET)
         item = self._open.item(Status.IN_PROGRESS)
         self._emit(objects.OutputItemAdded, output_index=len(self._ended), item=item)
 
     def add_arguments(self, text: str) -> None:
-        """Add to the arguments of the begun call."""
-        assert isinstance(self._open, _OpenCall)
-        self._open.texts.append(text)
-        self._emit(objects.ArgumentsDelta, **self._place(self._open.id), delta=text)
+        """Add to the arguments, or the text, of the begun call."""
+        assert isinstance(last := self._open, _OpenCall)
+        last.texts.append(text)
+        kind = objects.CustomInputDelta if last.call.is_custom else objects.ArgumentsDelta
+        self._emit(kind, **self._place(last.id), delta=text)
 
     def end_item(self, status: Status = Status.COMPLETED) -> None:
         """End the item that grows, if there is one."""
@@ -156,9 +172,11 @@ class OutputItems:
             form, part = last.form, last.part()
             self._emit(form.done, **place, text=part.text, **last.listed(last.logprobs))
             self._emit(form.ended, **place, part=part)
+        elif isinstance(item, CustomToolCall):
+            self._emit(objects.CustomInputDone, **place, input=item.input)
         else:
             arguments = "".join(last.texts)
-            self._emit(objects.ArgumentsDone, **place, name=last.call.name, arguments=arguments)
+            self._emit(objects.ArgumentsDone, **place, name=last.name, arguments=arguments)
         self._emit(objects.OutputItemDone, output_index=len(self._ended), item=item)
         self._ended.append(item)
 

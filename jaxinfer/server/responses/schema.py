@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,14 @@ from jaxinfer.server.openai.fields import (
 )
 from jaxinfer.server.openai.schema import ChatCompletionRequest, Tools
 from jaxinfer.server.openai.structured import GUIDED, JsonSchemaFormat, ResponseFormat
-from jaxinfer.server.responses.items import Item, check_outputs, input_items, messages_of
+from jaxinfer.server.responses.items import (
+    Item,
+    check_outputs,
+    hosted_items,
+    input_items,
+    messages_of,
+)
+from jaxinfer.server.responses.tools import Origin, chat_choice, chat_tools, hosted, origins
 
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
 # Thoughts are sent as text, which clients can send back.
@@ -34,7 +41,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 _RENAMED = (
     (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
+    (re.compile(r"\btools\[(\d+)\]\.(function|custom)\b"), r"tools[\1]"),
     (re.compile(r"\bmax_(completion_)?tokens\b"), "max_output_tokens"),
     (re.compile(r"\bmessages\b"), "input"),
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
@@ -94,7 +101,13 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         }
     )
     ignored: ClassVar[tuple[str, ...]] = (
-        *("max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *(
+            "client_metadata",
+            "max_tool_calls",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        ),
         *("safety_identifier", "session_id", "user"),
     )
     logprobs_field: ClassVar[str] = "top_logprobs"
@@ -121,6 +134,18 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
     def items(self) -> tuple[Item, ...]:
         """The items of ``input``; raises ``ApiError``."""
         return input_items(self.input)
+
+    @property
+    def hosted(self) -> list[tuple[str, str]]:
+        """The path and kind of each tool, and of each of their items, that this server does not
+        run.
+        """
+        return [*hosted(self.tools or ()), *hosted_items(self.items)]
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """The tools by the names of their functions in the chat."""
+        return origins(self.tools or ())
 
     @property
     def has_logprobs(self) -> bool:
@@ -155,7 +180,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
         messages = messages_of(
             (*earlier, *self.items), self.instructions, knows_developer=knows_developer
         )
-        tools, choice = _chat_tools(self.tools or (), self.tool_choice)
+        tools, choice = chat_choice(chat_tools(self.tools or ()), self.tool_choice)
         return ChatCompletionRequest(
             **{name: getattr(self, name) for name in _SHARED},
             messages=tuple(messages),
@@ -163,7 +188,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
             logprobs=self.has_logprobs,
             top_logprobs=self.top_logprobs,
             response_format=_response_format(self.text.format),
-            tools=tools,
+            tools=tuple(tools) or None,
             tool_choice=choice,
             reasoning_effort=self.reasoning.effort,
         )
@@ -196,43 +221,3 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
         raise field_error("text.format.schema", "text.format.schema is required")
     schema = JsonSchemaFormat(name=given.name, schema=given.schema, strict=given.strict)
     return ResponseFormat(type=given.type, json_schema=schema)
-
-
-def _chat_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> tuple[Tools | None, Any]:
-    """Tools and choice in the form of a chat; raises ``ApiError`` for tools that OpenAI runs."""
-    for number, tool in enumerate(tools):
-        if (kind := tool.get("type")) != "function":
-            where = f"tools[{number}].type"
-            raise field_error(where, f"{where} {kind!r:.60} is not supported; use function")
-    if isinstance(choice, Mapping):
-        tools, choice = _chosen(tools, cast("Mapping[str, Any]", choice))
-    return tuple(_chat_tool(tool) for tool in tools) or None, choice
-
-
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _chosen(
-    tools: Sequence[Mapping[str, Any]], choice: Mapping[str, Any]
-) -> tuple[Sequence[Mapping[str, Any]], Any]:
-    """The tools that a choice allows, and the choice in the form of a chat."""
-    match choice:
-        case {"type": "function", "name": str()}:
-            return tools, choice
-        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [*allowed]}:
-            names = {tool.get("name") for tool in tools}
-            for number, one in enumerate(cast("list[Any]", allowed)):
-                if not isinstance(one, Mapping) or one.get("name") not in names:
-                    where = f"tool_choice.tools[{number}]"
-                    raise field_error(where, f"{where} must name a function of tools")
-            kept = {one["name"] for one in allowed}
-            return [tool for tool in tools if tool.get("name") in kept], choice["mode"]
-        case _:
-            raise field_error(
-                "tool_choice",
-                'tool_choice must be none, auto, required, {"type": "function", "name": a function '
-                'of tools} or {"type": "allowed_tools", "mode": auto or required, "tools": [...]}',
-            )

@@ -13,7 +13,7 @@ from jaxinfer.server.responses.objects import ResponseObject
 
 
 class Turn:
-    """The items of one response, input and output, after those of the response before it."""
+    """The items of one request or of its response, after those of the turn before it."""
 
     def __init__(self, before: Turn | None, items: Sequence[Any]) -> None:
         self.before = before
@@ -56,6 +56,12 @@ class StoredResponse:
         """The stored form of a response."""
         body = msgspec.json.encode(response)
         return cls(response.id, body, turn, response.background, frames, owner)
+
+    @property
+    def asked(self) -> Turn:
+        """The turn of its request."""
+        assert self.turn.before is not None, "a response follows its request"
+        return self.turn.before
 
     @property
     def num_bytes(self) -> int:

@@ -31,6 +31,7 @@ from jaxinfer.server.responses.objects import (
     Status,
 )
 from jaxinfer.server.responses.output import MESSAGE, SUMMARY, THOUGHTS, OutputItems
+from jaxinfer.server.responses.tools import Origin
 from jaxinfer.text.answers.call_parts import CallArguments, CallEnd
 from jaxinfer.text.answers.parser import Content, Reasoning
 
@@ -50,7 +51,8 @@ _LAST_EVENTS: Mapping[Status, type[objects.Event]] = MappingProxyType(
 class ResponseWriter(Writer[ChatCompletionRequest]):
     """Writes one response: ``add`` updates, then ``end`` or ``fail``.
 
-    ``response`` has the fields of the request; ``on_end`` is called once, when it has ended.
+    ``response`` has the fields of the request, ``origins`` its tools by function; ``on_end`` is
+    called once, when it has ended.
     ``frames`` are the events that ``take`` has not taken; none if the response is not streamed.
     """
 
@@ -64,6 +66,7 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
         *,
         response: ResponseObject,
         summarises: bool,
+        origins: Mapping[str, Origin],
         on_end: Callable[[ResponseWriter], None],
     ) -> None:
         super().__init__(context, request, prompts)
@@ -72,7 +75,7 @@ class ResponseWriter(Writer[ChatCompletionRequest]):
         self._response = response
         self._on_end = on_end
         self._thoughts = SUMMARY if summarises else THOUGHTS
-        self._items = OutputItems(response.id.partition("_")[2], self._emit)
+        self._items = OutputItems(response.id.partition("_")[2], self._emit, origins)
         self._parts = ChoiceParts(context.reading, response.id, 0)
         self._num_events = 0
         self._is_running = False

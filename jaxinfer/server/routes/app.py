@@ -53,6 +53,7 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("GET", "/v1/responses/{response_id}"): responses.stored,
         ("DELETE", "/v1/responses/{response_id}"): responses.stored,
         ("POST", "/v1/responses/{response_id}/cancel"): responses.cancel,
+        ("GET", "/v1/responses/{response_id}/input_items"): responses.input_items,
         ("POST", "/v1/embeddings"): pooling.embeddings,
         ("POST", "/pooling"): pooling.pooling,
         ("POST", "/v1/score"): pooling.score,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import request_bytes
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
-from jaxinfer.server.openai.fields import AnyRequest, GenerationFields
+from jaxinfer.server.openai.fields import AnyRequest, GenerationFields, field_error
 from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.structured import with_field
 from jaxinfer.server.openai.writer import Writer, merged_updates
@@ -31,6 +31,8 @@ from jaxinfer.server.routes.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
 MEDIA_TYPE = "application/json"
+WARNING = "x-jaxinfer-warning"  # header of an answer that leaves a part of the request out
+MAX_WARNING_CHARACTERS = 1000
 INLINE_BYTES = 16384  # of a body that is parsed in the event loop: 100,000 bytes take about 10 ms
 
 type Handler = Callable[[Call], Awaitable[ASGIApp]]
@@ -52,6 +54,7 @@ class Call:
         self.form_field = FIELD  # the field that errors about the answer's form name
         # gives an error about a field of a chat the name that the field has in this route's request
         self.renamed: Callable[[ApiError], ApiError] = lambda error: error
+        self.warnings: list[str] = []
         self._receive = receive
         self._body = body
         self._bytes = request_bytes(scope)
@@ -71,6 +74,21 @@ class Call:
         if isinstance(parsed.request, GenerationFields):
             check_task(self.service.client.limits, pools=False)
         return parsed.request
+
+    def refuse_hosted(self, found: Sequence[tuple[str, str]]) -> None:
+        """Refuse the request if it has tools, or calls of them, that this server does not run, and
+        the server is not to leave them out. ``found``: their paths and kinds.
+        """
+        if not found:
+            return
+        if not self.service.config.ignore_hosted_tools:
+            path, kind = found[0]
+            raise field_error(
+                f"{path}.type",
+                f"{path}.type {kind!r:.60} is run by its maker's servers, not by this one; leave "
+                "it out, or start the server with --ignore-hosted-tools, which does so",
+            )
+        self.warnings.append(f"left out: {', '.join(f'{path} ({kind})' for path, kind in found)}")
 
     @property
     def has_body(self) -> bool:
@@ -166,12 +184,16 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = time.monotonic()
-        status = CLIENT_GONE
+        status, call = CLIENT_GONE, None
 
         async def send_noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if call is not None and call.warnings:
+                    warning = "; ".join(call.warnings)[:MAX_WARNING_CHARACTERS]
+                    header = (WARNING.encode(), warning.encode("ascii", "replace"))
+                    message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         try:

@@ -13,6 +13,7 @@ from jaxinfer.core.version import VERSION
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.chat_writer import ChatWriter
+from jaxinfer.server.openai.custom_tools import enforceable
 from jaxinfer.server.openai.fields import (
     GenerationFields,
     field_error,
@@ -89,6 +90,7 @@ def chat_reading(
         service.hidden if request.skip_special_tokens else None,
         request.parallel_tool_calls and not choice.is_named,
         num_calls(request.messages),
+        choice.custom,
     )
 
 
@@ -159,6 +161,8 @@ def _constrained(
         )
     if reading is None:
         return sampling
+    choice, broken = enforceable(choice, reading.format.calls)
+    call.warnings += [f"not enforced: the format of the tool {one}" for one in broken]
     if request.form_field is None and choice.tools:
         call.form_field = "tools"
     return reading.constrained(sampling, choice, budget, call.service.tokenizer)

@@ -16,6 +16,7 @@ async def messages(call: Call) -> ASGIApp:
     """Answer a conversation."""
     call.prompt_field = "messages"
     request = await call.parse(MessagesRequest)
+    call.refuse_hosted(request.hosted)
     return await answer_chat(call, request.chat, MessagesWriter)
 
 
@@ -23,6 +24,7 @@ async def count_tokens(call: Call) -> ASGIApp:
     """The number of tokens of a conversation's prompt."""
     call.prompt_field = "messages"
     request = await call.parse(CountTokensRequest)
+    call.refuse_hosted(request.hosted)
     chat = request.chat
     prompt = await chat_prompt(call, chat, chat.messages, chat.add_special_tokens)
     return json_response(TokenCount(input_tokens=len(prompt.token_ids)))

@@ -27,6 +27,7 @@ from jaxinfer.server.openai.schema import (
     TokensRequest,
 )
 from jaxinfer.server.responses import objects
+from jaxinfer.server.responses.listing import MAX_LISTED
 from jaxinfer.server.responses.schema import ResponsesRequest
 from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
 from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
@@ -148,6 +149,20 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "cancelResponse",
             "End a background response early.",
             objects.ResponseObject,
+            errors=(400,),
+        ),
+        ("GET", "/v1/responses/{response_id}/input_items"): Operation(
+            "listInputItems",
+            "The items that a stored response answers, those of earlier turns too.",
+            objects.InputItemList,
+            query=MappingProxyType(
+                {
+                    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
+                    "order": {"enum": ["asc", "desc"]},
+                    "after": {"type": "string"},
+                    "include": {"type": "array", "items": {"type": "string"}},
+                }
+            ),
             errors=(400,),
         ),
         ("GET", "/v1/models"): Operation(
@@ -307,6 +322,12 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
 def _success(operation: Operation) -> dict[str, Any]:
     """The response with status 200."""
     success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
+    if operation.request is not None:
+        about = "What the answer leaves out of the request, or does not enforce."
+        success["headers"]["X-Jaxinfer-Warning"] = {
+            "description": about,
+            "schema": {"type": "string"},
+        }
     content: dict[str, Any] = {}
     if isinstance(operation.response, str):
         kind = "string" if operation.response.startswith("text/") else "object"

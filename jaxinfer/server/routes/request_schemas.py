@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.structured import MAX_REGEX_BYTES
 from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (
     ENCODINGS,
@@ -27,6 +28,7 @@ from jaxinfer.server.openai.schema import (
 from jaxinfer.server.openai.tools import MAX_TOOLS
 from jaxinfer.server.responses.items import ROLES
 from jaxinfer.server.responses.schema import ResponsesRequest
+from jaxinfer.server.responses.tools import HOSTED
 
 
 def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequence[str]) -> None:
@@ -135,17 +137,40 @@ def _function() -> dict[str, Any]:
     return {"name": name, "description": text, "parameters": parameters}
 
 
+def _custom(*, is_nested: bool) -> dict[str, Any]:
+    """The fields of a custom tool; ``is_nested``: a grammar is an object in its format."""
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_REGEX_BYTES // 4}
+    grammar = {"syntax": {"enum": ["lark", "regex"]}, "definition": text}
+    fields = {"grammar": object_schema(grammar, *grammar)} if is_nested else grammar
+    kinds = [
+        object_schema({"type": {"const": "text"}}, "type"),
+        object_schema({"type": {"const": "grammar"}, **fields}, "type", *fields),
+        {"type": "null"},
+    ]
+    named = {name: _function()[name] for name in ("name", "description")}
+    return {**named, "format": {"anyOf": kinds}}
+
+
 def _tool() -> dict[str, Any]:
     """A tool of a chat."""
     function = object_schema(_function(), "name")
-    return object_schema({"type": {"const": "function"}, "function": function}, "function")
+    custom = object_schema(_custom(is_nested=True), "name")
+    return {
+        "anyOf": [
+            object_schema({"type": {"const": "function"}, "function": function}, "function"),
+            object_schema({"type": {"const": "custom"}, "custom": custom}, "type", "custom"),
+        ]
+    }
 
 
 def _tool_choices() -> list[dict[str, Any]]:
     """The forms of ``tool_choice``; required ones need tools."""
     function = object_schema({"name": {"type": "string"}}, "name")
-    named = object_schema({"type": {"const": "function"}, "function": function}, "type", "function")
-    return [{"enum": ["none", "auto", "required"]}, named]
+    named = [
+        object_schema({"type": {"const": kind}, kind: function}, "type", kind)
+        for kind in ("function", "custom")
+    ]
+    return [{"enum": ["none", "auto", "required"]}, *named]
 
 
 def _complete_responses(properties: dict[str, Any]) -> None:
@@ -173,16 +198,26 @@ def _complete_responses(properties: dict[str, Any]) -> None:
             arguments={"type": "string", "contentMediaType": "application/json"},
         ),
         item("function_call_output", call_id=name, output=content),
+        item("custom_tool_call", call_id=name, name=name, input=text),
+        item("custom_tool_call_output", call_id=name, output=content),
         item("reasoning", summary=thoughts),
     ]
     for form in properties["input"]["anyOf"]:
         if form["type"] == "array":
             form["items"] = {"anyOf": items}
+    tools = [
+        object_schema({"type": {"const": kind}, **fields}, "type", "name")
+        for kind, fields in (("function", _function()), ("custom", _custom(is_nested=False)))
+    ]
+    listed = {"type": "array", "items": {"anyOf": tools}}
+    space = {"type": {"const": "namespace"}, "name": name, "tools": listed}
+    hosted = object_schema({"type": {"enum": list(HOSTED)}}, "type")
     properties["tools"]["anyOf"][0] |= {
-        "items": object_schema({"type": {"const": "function"}, **_function()}, "type", "name"),
+        "items": {"anyOf": [*tools, object_schema(space, *space), hosted]},
         "maxItems": MAX_TOOLS,
     }
-    function = object_schema({"type": {"const": "function"}, "name": name}, "type", "name")
+    kinds = {"enum": ["function", "custom"]}
+    function = object_schema({"type": kinds, "name": name}, "type", "name")
     allowed = object_schema(
         {
             "type": {"const": "allowed_tools"},

@@ -21,6 +21,7 @@ from jaxinfer.server.openai.parse import MAX_DIGITS
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.items import GUIDANCE
+from jaxinfer.server.responses.listing import page, with_ids
 from jaxinfer.server.responses.objects import DeletedResponse, ResponseObject, Status
 from jaxinfer.server.responses.schema import ResponsesRequest, renamed
 from jaxinfer.server.responses.store import StoredResponse, Turn
@@ -34,6 +35,7 @@ from jaxinfer.server.routes.tokens import chat_prompt, knows_developer
 async def create(call: Call) -> ASGIApp:
     """Answer items with items."""
     request = await call.parse(ResponsesRequest)
+    call.refuse_hosted(request.hosted)
     call.prompt_field, call.renamed = "input", renamed
     service = call.service
     before = _turn_before(call, request.previous_response_id)
@@ -63,16 +65,22 @@ async def create(call: Call) -> ASGIApp:
         chat, prompt = await _fitting(call, chat)
     else:
         prompt = await chat_prompt(call, chat, chat.messages, chat.add_special_tokens)
+    response = _begun(service, request)
+    asked = None
+    if request.store:
+        asked = Turn(before, with_ids(request.items, response.id.partition("_")[2]))
     make_writer = partial(
         ResponseWriter,
-        response=_begun(service, request),
+        response=response,
         summarises=request.summarises,
-        on_end=partial(_keep, call, request, before),
+        origins=request.origins,
+        on_end=partial(_keep, call, request, asked),
     )
     reading = chat_reading(service, chat, prompt)
     answer, writer = open_answer(call, chat, [prompt], make_writer, reading)
     if request.background:
-        run = BackgroundRun(writer, answer, call.explain, partial(service.close, answer))
+        assert asked is not None, "it is stored"
+        run = BackgroundRun(writer, answer, asked, call.explain, partial(service.close, answer))
         service.background[writer.response.id] = run
         return _events(call, run, 0) if request.stream else json_response(writer.response)
     if request.stream:
@@ -105,6 +113,13 @@ async def cancel(call: Call) -> ASGIApp:
             "response_id", "only a response created with background=true can be cancelled"
         )
     return _whole(found)
+
+
+async def input_items(call: Call) -> ASGIApp:
+    """A page of the items that a stored response answers, those of earlier turns too."""
+    asked = _found(call).asked
+    items = await run_off_loop(asked.conversation, False)
+    return json_response(page(items, call.query))
 
 
 def _id(call: Call) -> str:
@@ -221,13 +236,13 @@ def _without_null(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def _keep(
-    call: Call, request: ResponsesRequest, before: Turn | None, writer: ResponseWriter
+    call: Call, request: ResponsesRequest, asked: Turn | None, writer: ResponseWriter
 ) -> None:
-    """Store a response that has ended, unless the client forbids it."""
+    """Store a response that has ended with its request, unless the client forbids it."""
     service, response = call.service, writer.response
     service.background.pop(response.id, None)
-    if request.store:
-        turn = Turn(before, [*request.items, *response.output])
+    if asked is not None:
+        turn = Turn(asked, response.output)
         frames = tuple(writer.frames) if request.background and request.stream else None
         owner = call.caller.key_salt
         service.responses.add(StoredResponse.of(response, turn, frames, owner))
