@@ -223,6 +223,27 @@ def test_wrong_formats_are_named(format: Any, param: str) -> None:
     assert caught.value.param in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\n\\"b\\u00e4\\\\"}', 'a\n"bä\\'),
+        (' { "input" : "a" , "more": 1}', "a"),
+        ('{"input": ""}', ""),
+        ('{"input": "a\\nb', "a\nb"),  # cut off
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\ud83d', "a?"),
+        ('{"input": "a\tb"}', "a\tb"),
+        ('{"input": 1}', '{"input": 1}'),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ("{}", "{}"),
+        ("no JSON", "no JSON"),
+    ],
+)
+def test_the_text_of_a_call(arguments: str, text: str) -> None:
+    assert input_of(arguments) == text
+
+
 def test_all_grammars_together_are_bounded() -> None:
     """Reading them takes time, which no other request has meanwhile."""
     tools = [custom("regex", "a" * 16384) for _ in range(4)]

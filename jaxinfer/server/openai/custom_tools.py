@@ -7,6 +7,7 @@ its format is not enforced as ``unenforced``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -27,6 +28,10 @@ _SCHEMA: Mapping[str, Any] = MappingProxyType(
         "required": [CUSTOM_INPUT],
         "additionalProperties": False,
     }
+)
+# the arguments of a call up to the end of its text, or of the text so far
+_BEGUN = re.compile(
+    rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"(?P<text>(?:[^"\\]|\\u[0-9a-fA-F]{{4}}|\\[^u])*+)'
 )
 SYNTAXES = ("lark", "regex")
 MAX_TOTAL_BYTES = 4 * MAX_REGEX_BYTES  # of the grammars of a request: reading them takes 50 ms
@@ -94,11 +99,18 @@ def without_format(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def input_of(arguments: str) -> str:
-    """The text of a custom tool's call, from the arguments of the function for it. Models whose
-    calls are not enforced may name the text otherwise: then all arguments are the text.
+    """The text of a custom tool's call, from the arguments of the function for it, which may be cut
+    off. Models whose calls are not enforced may name the text otherwise: then all arguments are the
+    text.
     """
-    found = json.loads(arguments).get(CUSTOM_INPUT)
-    return found if isinstance(found, str) else arguments
+    begun = _BEGUN.match(arguments)
+    if begun is None:
+        return arguments
+    try:
+        text = json.loads(f'"{begun["text"]}"', strict=False)
+    except ValueError:  # an escape that is none
+        return arguments
+    return text.encode(errors="replace").decode()  # half of a surrogate pair has no bytes
 
 
 def _as_function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
