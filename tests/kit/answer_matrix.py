@@ -115,6 +115,14 @@ class Template:
         self._source, self._server, self._device = source, server, device
         self._program = ChatTemplate(source, special_tokens={"bos_token": "", "eos_token": ""})
 
+    @property
+    def takes_questions(self) -> bool:
+        """True if it renders the chat of the cases."""
+        try:
+            return bool(self._program.render(QUESTION))
+        except JaxinferError:
+            return False
+
     def check(self, case: Case) -> bool:
         """Send the case whole and streamed; False if it cannot be with this template."""
         has_tools = case.form in TOOLS
@@ -339,8 +347,8 @@ def _of_chunks(chunks: list[Any]) -> Seen:
 
 
 def run(source: str, share: float = 1.0, seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """The numbers of cases that were right, wrong and not possible, and what was wrong; a random
-    ``share`` of all.
+    """The numbers of cases that were right, wrong and not possible (refused: the template takes
+    none), and what was wrong; a random ``share`` of all.
     """
     engine, device = scripted_engine(source=source)
     counts: Counter[str] = Counter()
@@ -348,6 +356,8 @@ def run(source: str, share: float = 1.0, seed: int = 0) -> tuple[Counter[str], l
     draw = random.Random(seed)
     with serving(engine) as server:
         template = Template(source, server, device)
+        if not template.takes_questions:  # it needs variables of its own, for example
+            return Counter({"refused": 1}), []
         for case in cases():
             if draw.random() >= share:
                 continue

@@ -128,7 +128,7 @@ def test_the_bytes_of_a_stream(scripted: Scripted) -> None:
     assert {one["index"] for one in (start, *more, stop)} == {0}
     pieces = [one["delta"]["partial_json"] for one in more]
     assert json.loads("".join(pieces)) == dict(MESSAGES["call"].calls[0][1])
-    assert len(pieces) > 4  # as they are generated
+    assert len(pieces) > 1  # as they are generated
     assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert end["usage"].keys() == data[0]["message"]["usage"].keys()
     assert last == {"type": "message_stop"}
@@ -426,10 +426,9 @@ def test_a_failure_midway_is_an_event(scripted: Scripted) -> None:
 def test_thoughts_need_known_marks() -> None:
     engine, _ = scripted_engine("smollm2")
     with serving(engine, tool_call_parser="none") as server:
-        for fields, param in (
-            ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
-            ({"tools": TOOLS}, "tools"),
-        ):
-            answer = server.post(PATH, **BODY, **fields)
-            assert answer.status_code == 400
-            assert answer.json()["error"]["details"]["param"] == param
+        answer = server.post(PATH, **BODY, thinking={"type": "enabled", "budget_tokens": 9})
+        assert answer.status_code == 200  # Claude Code always sends a budget
+        assert "thinking.budget_tokens" in answer.headers["x-jaxinfer-warning"]
+        answer = server.post(PATH, **BODY, tools=TOOLS)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["details"]["param"] == "tools"

@@ -106,7 +106,7 @@ def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
     assert {(one.type, one.id) for one in more} == {(None, None)}
     pieces = [[one.function.arguments for one in more if one.index == number] for number in (0, 1)]
     assert ["".join(one) for one in pieces] == ['{"city": "Zürich"}', "{}"]
-    assert len(pieces[0]) > 4  # as they are generated
+    assert len(pieces[0]) > 1  # as they are generated
     assert [choice.finish_reason for choice in choices][-1] == "tool_calls"
 
 

@@ -35,6 +35,7 @@ class MessagesChat(ChatCompletionRequest, frozen=True, kw_only=True, dict=True):
     """A chat with the differences of Anthropic's API."""
 
     budget_field: ClassVar[str] = "thinking.budget_tokens"
+    budget_is_optional: ClassVar[bool] = True  # Claude Code always sends it
 
     schema: dict[str, Any] | None = None  # of the answer
     shows_thoughts: bool = True  # False: blocks of thoughts are sent without their text

@@ -129,6 +129,7 @@ class ChatCompletionRequest(BeamFields, frozen=True, kw_only=True, dict=True):
     logprobs_field: ClassVar[str] = "top_logprobs"
     default_max_tokens: ClassVar[int | None] = None
     budget_field: ClassVar[str] = "thinking_token_budget"  # the field that sets it
+    budget_is_optional: ClassVar[bool] = False  # left out for models without thoughts
 
     messages: Messages
     add_generation_prompt: bool = True

@@ -154,11 +154,12 @@ def _constrained(
     """The sampling parameters of a chat's answers."""
     budget, choice = request.thinking_token_budget, request.chosen_tools
     if budget is not None and (reading is None or not reading.format.has_reasoning):
-        raise field_error(
-            request.budget_field,
-            f"{request.budget_field} needs a model whose thoughts have known marks; start the "
-            "server with --reasoning-parser, or leave it out",
-        )
+        unknown = f"{request.budget_field} needs a model whose thoughts have known marks"
+        if not request.budget_is_optional:
+            remedy = "start the server with --reasoning-parser, or leave it out"
+            raise field_error(request.budget_field, f"{unknown}; {remedy}")
+        call.warnings.append(f"left out: {unknown}")
+        budget = None
     if reading is None:
         return sampling
     choice, broken = enforceable(choice, reading.format.calls)
