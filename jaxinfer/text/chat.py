@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -40,6 +41,8 @@ class ChatTemplate:
         Raises ``TokenizerError`` with Jinja's message if the source is not a template.
         """
         self._special_tokens = special_tokens
+        # the word of Hunyuan's template for OpenAI's effort ``none``
+        self._no_effort = "no_think" if re.search("['\"]no_think['\"]", source) else "none"
         self._probes = TemplateProbes(
             source,
             lambda chat, variables: self._text(
@@ -79,6 +82,8 @@ class ChatTemplate:
         """
         given = {key: one for key, one in (variables or {}).items() if one or key not in _LISTS}
         chosen = {**given, "add_generation_prompt": add_generation_prompt}
+        if given.get("reasoning_effort") == "none":
+            chosen["reasoning_effort"] = self._no_effort
         check_tools(given.get("tools", ()))
         checked = check_messages(messages)
         if calls is not None:

@@ -169,3 +169,11 @@ def test_without_a_template() -> None:
         tokenizer.render_chat([USER])
     with pytest.raises(TokenizerError, match="named default .it has rag."):
         named([{"name": "rag", "template": ""}]).render_chat([USER])
+
+
+def test_the_effort_none_is_a_templates_own_word() -> None:
+    messages = [{"role": "user", "content": "a"}]
+    variables = {"reasoning_effort": "none"}
+    own = "{{ reasoning_effort if reasoning_effort in ['no_think', 'high'] else 1 / 0 }}"
+    assert ChatTemplate(own).render(messages, variables=variables) == "no_think"
+    assert ChatTemplate("{{ reasoning_effort }}").render(messages, variables=variables) == "none"
