@@ -94,6 +94,27 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        # the words in which Llama 3.1 to 3.3 are told of the form; only 3.2 has no <|python_tag|>
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of argument '
+            "name and its value}.",
+            "llama3_json",
+        ),
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "hermes"),
+        ("<tool_call>\n<invoke name=f>", "generic"),  # MiniMax-M3's form, for one
+        ("{{ messages }}", "generic"),
+    ],
+)
+def test_the_form_of_calls_is_found(source: str, name: str) -> None:
+    found = answer_format(source, with_tools=True)
+    assert found is not None and found.name == name and found.has_calls
+    without = answer_format(source)
+    assert without is None if name == "generic" else without == found
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("hermes", "<tool_call>\nnot JSON\n</tool_call>"),
