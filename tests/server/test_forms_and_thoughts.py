@@ -121,7 +121,9 @@ def test_a_form_begins_after_the_thoughts(servers: dict[str, Server], name: str,
     assert choice["message"]["content"] == text
     assert (choice["message"].get("reasoning") or "").strip() == prompt.reasoning
     assert choice["finish_reason"] == "stop"
-    chunks = events(server.post(CHATS, stream=True, **body))
+    body["stream_options"] = {"include_usage": True}
+    chunks = events(server.post(CHATS, stream=True, **body))  # its prompt is a prefix hit
+    assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert joined(chunks, "content") == text
     assert joined(chunks, "reasoning").strip() == prompt.reasoning
 
