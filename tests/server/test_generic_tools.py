@@ -180,6 +180,18 @@ def test_the_list_of_models_names_the_form(servers: dict[str, Server]) -> None:
     assert {card["tool_call_parser"] for card in cards.values()} == {"generic"}
 
 
+def test_a_grammar_beside_tools(servers: dict[str, Server]) -> None:
+    server, device = servers["smollm2"]
+    fields = {"structured_outputs": {"grammar": 'start: "yes" | NO\nNO: /n+o/'}}
+    device.speak("nnno")
+    assert message_of(server, **fields)[0]["content"] == "nnno"
+    device.speak(CALL)
+    assert call_of(message_of(server, **fields)[0]) == ("weather", {"city": "Rome"})
+    fields = {"structured_outputs": {"grammar": 'start: "a" start "b" | "c"'}}
+    error = refusal(server, CHATS, messages=QUESTION, tools=TOOLS, **fields)
+    assert error["param"] == "structured_outputs.grammar" and "itself" in error["message"]
+
+
 def test_what_cannot_be(servers: dict[str, Server]) -> None:
     server = servers["smollm2"].server
     answer = {"type": "function", "function": {"name": "answer"}}

@@ -14,6 +14,7 @@ from jaxinfer.core.structured import FIELD, KINDS, StructuredOutputsParams
 from jaxinfer.text.answers.argument_types import types_of
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.answers.python_calls import is_python_name
+from jaxinfer.text.grammar.lark_regex import lark_as_regex
 from jaxinfer.text.grammar.tags import format_of
 
 _INDEX = "{index}"  # the number of a call
@@ -72,7 +73,9 @@ def strict_tag(
 
 
 def as_element(form: StructuredOutputsParams) -> Mapping[str, Any]:
-    """A form of a text as a part of a structural tag; raises ``RequestError`` for a grammar."""
+    """A form of a text as a part of a structural tag; raises ``RequestError`` for a grammar that is
+    no regular expression.
+    """
     match form.kind:
         case "json":
             schema = json.loads(form.json or "{}")
@@ -87,10 +90,13 @@ def as_element(form: StructuredOutputsParams) -> Mapping[str, Any]:
         case "structural_tag":
             return format_of(json.loads(form.structural_tag or "{}"))
         case _:
-            raise RequestError(
-                f"{FIELD}.grammar cannot be combined with tools; leave the tools out, set "
-                "tool_choice to none, or use a schema or a regex"
-            )
+            try:
+                return {"type": "regex", "pattern": lark_as_regex(form.grammar or "")}
+            except ValueError as error:
+                raise RequestError(
+                    f"{FIELD}.grammar cannot be combined with tools: {error}; leave the tools out, "
+                    "set tool_choice to none, or use a schema, a regex or Lark without recursion"
+                ) from None
 
 
 def form_of_tag(
