@@ -68,8 +68,8 @@ class Tools:
         self.functions: list[Callable[..., Any]] = [get_weather, add]
 
     def take(self) -> list[tuple[str, dict[str, Any]]]:
-        """The calls so far, which are forgotten."""
-        calls, self._calls[:] = self._calls[:], []
+        """The calls so far, which are forgotten; sorted, as frameworks run several at once."""
+        calls, self._calls[:] = sorted(self._calls, key=str), []
         return calls
 
     def run(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -289,8 +289,10 @@ def openai_agents(
         return run.final_output
 
     with asyncio.Runner() as runner:
-        yield lambda question: runner.run(answered(question))
-        runner.run(client.close())
+        try:
+            yield lambda question: runner.run(answered(question))
+        finally:
+            runner.run(client.close())
 
 
 @contextmanager
@@ -325,8 +327,10 @@ def pydantic_ai(
         return output
 
     with asyncio.Runner() as runner:
-        yield lambda question: runner.run(answered(question))
-        runner.run(client.close())
+        try:
+            yield lambda question: runner.run(answered(question))
+        finally:
+            runner.run(client.close())
 
 
 AGENTS = {

@@ -22,7 +22,7 @@ CONVERSATION: Sequence[tuple[str, Sequence[tuple[str, dict[str, Any]]], str]] = 
     ("What is 12 plus 30?", [SUM], "12 + 30 = 42 {}"),
     ("What is the capital of France?", [], "The capital is Paris."),
 )
-TWO_CALLS = ("And both again?", [WEATHER, SUM], "Cloudy; 42.")
+TWO_CALLS = ("And both again?", [SUM, WEATHER], "Cloudy; 42.")
 FORMS = {"qwen2.5": "hermes", "smollm2": "generic"}
 
 
