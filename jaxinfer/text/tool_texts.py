@@ -13,7 +13,6 @@ from jaxinfer.text.template_probes import Renders
 # without this a small model calls the tool again
 _AFTER_RESULTS = "\n\nAnswer the user's question with the results, or call another tool."
 _NAME, _INDEX, _STRING = "{name}", "{index}", "{string}"
-_QUOTED_NAME = f'"{_NAME}"'
 
 
 def with_texts(
@@ -61,35 +60,21 @@ def with_texts(
 def tools_text(tools: Sequence[Mapping[str, Any]], calls: CallText) -> str:
     """What a model has to know of the tools, and how it calls them."""
     functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
-    first = functions[0]
+    listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
+    first = functions[0].get("name", "")
     if calls.is_generic:
-        functions.append(_answer_function(calls))
-        example = f"{calls.begin.replace(_QUOTED_NAME, '...')}{{...}}{calls.end}"
+        example = f"{calls.begin.replace(_NAME, first)}{{...}}{calls.end}"
         answer = f'{calls.answer_begin}"..."{calls.answer_end}'
         how = (
             f"Answer with one JSON object: {example} to call a tool, "
             f"or {answer} to answer the user."
         )
     else:
-        parameters = first.get("parameters") or {}
+        parameters = functions[0].get("parameters") or {}
         values = dict.fromkeys(parameters.get("properties") or {}, "...")
-        example = written_calls(calls, [(first.get("name", ""), values)], 0)
+        example = written_calls(calls, [(first, values)], 0)
         how = f"To call a tool, write its name and its arguments in this form:\n{example}"
-    listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
     return f"You can call these tools:\n{listed}\n\n{how}"
-
-
-def _answer_function(calls: CallText) -> dict[str, Any]:
-    """The call that is an answer to the user, as a function. Small models call fewer tools in vain
-    where it is listed, and where the example of a call names no tool.
-    """
-    call = json.loads(f'{calls.answer_begin}""{calls.answer_end}')
-    properties = dict.fromkeys(call["arguments"], {"type": "string"})
-    return {
-        "name": call["name"],
-        "description": "Answer the user without a tool.",
-        "parameters": {"type": "object", "properties": properties, "required": [*properties]},
-    }
 
 
 def written_calls(

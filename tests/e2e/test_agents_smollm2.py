@@ -14,9 +14,9 @@ WEATHER = ("get_weather", {"city": "Paris"})
 SUM = ("add", {"a": 12, "b": 30})
 # questions and calls that the model decides right at temperature 0; five turns
 CONVERSATION: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
-    ("What is the capital of France?", []),
     ("What is the weather in Paris?", [WEATHER]),
     ("What is 12 plus 30?", [SUM]),
+    ("What is the capital of France?", []),
 )
 MAX_TOKENS = 24  # of a turn; a long text is cut off
 

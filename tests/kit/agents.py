@@ -199,7 +199,8 @@ def langchain_agent(
 ) -> Iterator[Ask]:
     """langchain's chat model with bound tools."""
     chat = langchain_chat(to, use_responses_api=responses)
-    bound = chat.bind_tools(tools.functions)
+    described = [{"type": "function", "function": one} for one in tools.described("parameters")]
+    bound = chat.bind_tools(described)
     messages: list[AnyMessage] = []
 
     def ask(question: str) -> str:
