@@ -12,8 +12,9 @@ from kit.openai_server import KEY
 
 WEATHER = ("get_weather", {"city": "Paris"})
 SUM = ("add", {"a": 12, "b": 30})
-# questions and calls that the model decides right at temperature 0; five turns
-CONVERSATION: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
+# Questions and calls that the model decides right at temperature 0, each in a chat of its own: after
+# a call it often repeats the call, or its result, in the next question's turn. Five turns together.
+QUESTIONS: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
     ("What is the weather in Paris?", [WEATHER]),
     ("What is 12 plus 30?", [SUM]),
     ("What is the capital of France?", []),
@@ -21,22 +22,22 @@ CONVERSATION: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
 MAX_TOKENS = 24  # of a turn; a long text is cut off
 
 
-def converse(url: str, model: str, kind: Any, **options: bool) -> None:
-    """The conversation: each call has its function and arguments, and each loop ends with text."""
+def answer_all(url: str, model: str, kind: Any, **options: bool) -> None:
+    """Each call has its function and arguments, and each loop ends with text."""
     tools = Tools()
     to = Connection(url.removesuffix("/v1"), model, MAX_TOKENS, KEY)
-    with kind(to, tools, **options) as ask:
-        for question, calls in CONVERSATION:
+    for question, calls in QUESTIONS:
+        with kind(to, tools, **options) as ask:
             assert ask(question).strip() and tools.take() == calls, question
 
 
 @pytest.mark.parametrize("kind", AGENTS)
 def test_loops(url: str, model: str, kind: str) -> None:
-    converse(url, model, AGENTS[kind], stream=kind in ("anthropic", "langchain"))
+    answer_all(url, model, AGENTS[kind], stream=kind in ("anthropic", "langchain"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_frameworks(url: str, model: str, kind: str, responses: bool) -> None:
-    converse(url, model, FRAMEWORKS[kind], stream=responses, responses=responses)
+    answer_all(url, model, FRAMEWORKS[kind], stream=responses, responses=responses)
