@@ -12,8 +12,8 @@ from kit.openai_server import KEY
 
 WEATHER = ("get_weather", {"city": "Paris"})
 SUM = ("add", {"a": 12, "b": 30})
-# Questions and calls that the model decides right at temperature 0, each in a chat of its own: after
-# a call it often repeats the call, or its result, in the next question's turn. Five turns together.
+# Questions and calls that the model decides right at temperature 0, each in a chat of its own: with
+# an earlier call in the chat it often repeats that call or its result. They are five turns.
 QUESTIONS: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
     ("What is the weather in Paris?", [WEATHER]),
     ("What is 12 plus 30?", [SUM]),

@@ -1,8 +1,7 @@
 """Tool calls of SmolLM2 by three clients.
 
-The server has Qwen2.5's template, whose calls are text between tags. In that form this model calls
-no tool by itself; the grammar makes it do so where the request requires a call. With its own template
-it decides by itself: see test_agents_smollm2.py.
+The server has Qwen2.5's template, and the grammar makes the model call where the request requires
+it. With its own template it decides by itself: see test_agents_smollm2.py.
 """
 
 from __future__ import annotations
