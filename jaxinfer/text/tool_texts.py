@@ -11,7 +11,7 @@ from jaxinfer.text.messages import Message, arguments_object, content_text
 from jaxinfer.text.template_probes import Renders
 
 # without this a small model calls the tool again
-_AFTER_RESULTS = "\n\nAnswer the user, or call another tool."
+_AFTER_RESULTS = "\n\nAnswer the user's question with the results, or call another tool."
 _NAME, _INDEX, _STRING = "{name}", "{index}", "{string}"
 
 

@@ -1,7 +1,7 @@
 """Tool calls of SmolLM2 by three clients.
 
-Its own template has no tools, so the server gets Qwen2.5's. A model of this size calls no tool by
-itself; the grammar makes it do so where the request demands a call.
+The server has Qwen2.5's template, and the grammar makes the model call where the request requires
+it. With its own template it decides by itself: see test_agents_smollm2.py.
 """
 
 from __future__ import annotations
