@@ -178,7 +178,8 @@ def test_a_chat_with_calls_as_clients_send_it(server: Serving, route: str) -> No
     ids = answer["tokens"] if route == "/tokenize" else answer["prompt_token_ids"]
     prompt = tokenizer.decode(ids, skip_special_tokens=False)
     assert prompt.removeprefix("<|bos|>") == (
-        "<|user|>hi<|eos|><|assistant|><|eos|><|tool|><|eos|><|assistant|>12<|eos|>"
+        '<|user|>hi<|eos|><|assistant|>{"name": "weather", "arguments": {"city": "Paris"}}<|eos|>'
+        "<|tool|><|eos|><|assistant|>12<|eos|>"
         "<|user|>ok<|eos|><|assistant|>"
     )
     error = server.post(route, **called('{"city": Paris}')).json()["error"]

@@ -71,8 +71,8 @@ CHATS = {
         "messages[1].tool_calls[0].function",
     ),
     "custom call": (
-        calling({"id": "a", "type": "custom", "custom": {"name": "f", "input": ""}}),
-        "messages[1].tool_calls[0].function",
+        calling({"id": "a", "type": "custom", "custom": {"input": ""}}),
+        "messages[1].tool_calls[0].custom.name",
     ),
     "call without name": (
         calling_without("function", "name"),

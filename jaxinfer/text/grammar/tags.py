@@ -364,7 +364,9 @@ class _TagWriter(RuleWriter):
 
     def _separated(self, form: Mapping[str, Any]) -> str:
         """Tags with a separator between them."""
-        tags = self.rule(" | ".join(self.expression(one) for one in objects_of(form, "tags")))
+        tags = self.rule(
+            " | ".join(self.expression({"type": "tag", **one}) for one in objects_of(form, "tags"))
+        )
         if form.get("stop_after_first"):
             several = tags
         else:
