@@ -1,0 +1,103 @@
+"""Tools at the limits: names that calls can carry, and requests that would lose a call or a form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from jaxinfer.text.answers.formats import AnswerFormat, answer_format
+from jaxinfer.text.answers.parser import AnswerParser
+from jaxinfer.text.tool_texts import written_calls
+from kit.answer_parts import calls_of
+from kit.api_calls import CHATS, ask, refusal
+from kit.scripted import ScriptedDevice, scripted_engine
+from kit.server import Serving, serving
+
+pytest.importorskip("llguidance")
+
+FORMS = sorted(
+    file.name.removesuffix(".toml")
+    for file in resources.files("jaxinfer.text.answers.templates").iterdir()
+    if file.name.endswith(".toml") and file.name != "think.toml"
+)
+PYTHON_NAMES = ("größe", "工具", "a_b", "mcp.get_y")
+NAMES = (*PYTHON_NAMES, "mcp.server-x.get_y", "a/b:c", "a@b", "f:0", "f(x)", "a,b", "x=y", "it's")
+QUESTION = [{"role": "user", "content": "Is it warm?"}]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "weather", "parameters": CITY}
+CALL = {
+    "role": "assistant",
+    "content": "Hm",
+    "tool_calls": [
+        {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+        }
+    ],
+}
+
+type Servers = dict[str, tuple[Serving, ScriptedDevice]]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        found: Servers = {}
+        for template in ("smollm2", "qwen3"):
+            engine, device = scripted_engine(template)
+            found[template] = (stack.enter_context(serving(engine)), device)
+        yield found
+
+
+def tools(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {**WEATHER, **fields}}]
+
+
+def form_called(name: str) -> AnswerFormat:
+    found = answer_format("", tool_call_parser=name)
+    assert found is not None and found.calls is not None
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_reads_every_name_that_a_tool_may_have(form: str) -> None:
+    found = form_called(form)
+    assert found.calls is not None
+    for name in PYTHON_NAMES if form == "pythonic" else NAMES:
+        parser = AnswerParser(found.template, "", tools={name: CITY})
+        text = written_calls(found.calls, [(name, {"city": "Rome"})], 0)
+        (call,) = calls_of([*parser.feed(text), *parser.finish()])
+        assert call.name == name, text
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a<b", "a>b", "a{b", "a[0]", "a\x01", "a\u200bb"])
+def test_a_name_that_some_form_cannot_carry_is_refused(servers: Servers, name: str) -> None:
+    server, _ = servers["smollm2"]
+    for choice in ("auto", "required"):
+        fields: dict[str, Any] = {"tools": tools(name=name), "tool_choice": choice}
+        error = refusal(server, CHATS, messages=QUESTION, **fields)
+        assert error["param"] == "tools[0].function.name" and "neither spaces" in error["message"]
+
+
+def test_a_beam_search_enforces_no_calls(servers: Servers) -> None:
+    beams: dict[str, Any] = {"messages": QUESTION, "use_beam_search": True, "max_tokens": 4}
+    server, _ = servers["smollm2"]  # each answer with tools is one JSON object
+    assert refusal(server, CHATS, tools=tools(), **beams)["param"] == "tools"
+    server, _ = servers["qwen3"]
+    assert refusal(server, CHATS, tools=tools(strict=True), **beams)["param"] == "tools"
+    budget = {"thinking_token_budget": 3}
+    assert refusal(server, CHATS, **budget, **beams)["param"] == "thinking_token_budget"
+    assert ask(server, CHATS, tools=tools(), **beams)["choices"]  # nothing is enforced
+
+
+def test_a_call_is_not_continued(servers: Servers) -> None:
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    server, _ = servers["qwen3"]
+    for path in (CHATS, "/tokenize"):
+        error = refusal(server, path, messages=[*QUESTION, CALL], **options)
+        assert "messages[1] has calls" in error["message"]
