@@ -1,4 +1,4 @@
-"""Tools at the limits: names that calls can carry, and requests that would lose a call or a form."""
+"""Tools at the limits: names that calls can carry, and what would lose a call or a form."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ type Servers = dict[str, tuple[Serving, ScriptedDevice]]
 def servers() -> Iterator[Servers]:
     with ExitStack() as stack:
         found: Servers = {}
-        for template in ("smollm2", "qwen3"):
+        for template in ("smollm2", "qwen3", "qwen3-coder"):
             engine, device = scripted_engine(template)
             found[template] = (stack.enter_context(serving(engine)), device)
         yield found
@@ -101,3 +101,41 @@ def test_a_call_is_not_continued(servers: Servers) -> None:
     for path in (CHATS, "/tokenize"):
         error = refusal(server, path, messages=[*QUESTION, CALL], **options)
         assert "messages[1] has calls" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "end"),
+    [
+        ("smollm2", '{"name": "weather", "arguments": {"city": "Rome', '"}}'),
+        (
+            "qwen3",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome',
+            '"}}\n</tool_call>',
+        ),
+        (
+            "qwen3-coder",
+            "<tool_call>\n<function=weather>\n<parameter=city>\nRome",
+            "\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_a_stop_string_within_a_call_cuts_it_off(
+    servers: Servers, template: str, begin: str, end: str
+) -> None:
+    server, device = servers[template]
+    device.speak(f"{begin} or Oslo{end}")
+    fields: dict[str, Any] = {"messages": QUESTION, "max_tokens": 200}
+    choice = ask(server, CHATS, tools=tools(), stop=[" or"], **fields)["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Rome', "stop")
+    named = [{"name": "weather", "input_schema": CITY}]
+    message = ask(server, "/v1/messages", tools=named, stop_sequences=[" or"], **fields)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " or")
+    assert message["content"][0]["input"] == {}
+    if "</tool_call>" in end:  # the call is whole
+        choice = ask(server, CHATS, tools=tools(), stop=["</tool_call>"], **fields)["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["arguments"], choice["finish_reason"]) == (
+            '{"city": "Rome or Oslo"}',
+            "tool_calls",
+        )

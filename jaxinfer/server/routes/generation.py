@@ -171,8 +171,8 @@ def _constrained(
         wrong = "tools" if found.structured_outputs is not None else request.budget_field
         raise field_error(
             wrong,
-            f"{wrong} cannot be used with use_beam_search, which enforces no form of answers; leave "
-            "either out",
+            f"{wrong} cannot be used with use_beam_search, which enforces no form of answers; "
+            "leave either out",
         )
     return found
 
