@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import resources
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.server.responses.items import input_items, messages_of
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.tool_texts import written_calls
@@ -139,3 +141,38 @@ def test_a_stop_string_within_a_call_cuts_it_off(
             '{"city": "Rome or Oslo"}',
             "tool_calls",
         )
+
+
+@pytest.mark.parametrize(
+    ("said", "limit"), [('{"city": "Rome", "n": 12}', 70), ('{"city": NaN}', 200)]
+)
+def test_a_response_with_a_broken_call_is_continued(
+    servers: Servers, said: str, limit: int
+) -> None:
+    server, device = servers["qwen3"]
+    device.speak(f'<tool_call>\n{{"name": "weather", "arguments": {said}}}\n</tool_call>')
+    fields: dict[str, Any] = {"tools": [{"type": "function", **WEATHER}]}
+    first = ask(server, "/v1/responses", input="Is it warm?", max_output_tokens=limit, **fields)
+    (call,) = first["output"]
+    with pytest.raises(ValueError):
+        json.loads(call["arguments"], parse_constant=int)
+    device.speak("Yes.")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "broken"}
+    earlier = {"previous_response_id": first["id"]}
+    ask(server, "/v1/responses", input=[result], **earlier, **fields)
+    if call["status"] == "incomplete":
+        turns = [{"role": "user", "content": "Is it warm?"}, call, result]
+        ask(server, "/v1/responses", input=turns, **fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"),
+    [('{"a": 1, "b": "x', {"a": 1}), ('{"a', {}), ("", {}), ("[1", {}), ("x", {})],
+)
+def test_the_arguments_before_the_break_are_in_the_prompt(
+    arguments: str, left: dict[str, Any]
+) -> None:
+    item = {"type": "function_call", "call_id": "1", "name": "f", "arguments": arguments}
+    (message,) = messages_of(input_items([{**item, "status": "incomplete"}]))
+    found = message["tool_calls"][0]["function"]["arguments"]
+    assert (json.loads(found) if isinstance(found, str) else found) == left
