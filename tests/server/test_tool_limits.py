@@ -144,7 +144,7 @@ def test_a_stop_string_within_a_call_cuts_it_off(
 
 
 @pytest.mark.parametrize(
-    ("said", "limit"), [('{"city": "Rome", "n": 12}', 70), ('{"city": NaN}', 200)]
+    ("said", "limit"), [('{"city": "Rome", "n": 1}', 60), ('{"city": NaN}', 200)]
 )
 def test_a_response_with_a_broken_call_is_continued(
     servers: Servers, said: str, limit: int
