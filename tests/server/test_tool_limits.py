@@ -13,10 +13,11 @@ import pytest
 from jaxinfer.server.responses.items import input_items, messages_of
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.answers.parser import AnswerParser
+from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tool_texts import written_calls
-from kit.answer_parts import calls_of
+from kit.answer_parts import calls_of, texts_of
 from kit.api_calls import CHATS, ask, refusal
-from kit.scripted import ScriptedDevice, scripted_engine
+from kit.scripted import TEMPLATES, ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
 
 pytest.importorskip("llguidance")
@@ -176,3 +177,22 @@ def test_the_arguments_before_the_break_are_in_the_prompt(
     (message,) = messages_of(input_items([{**item, "status": "incomplete"}]))
     found = message["tool_calls"][0]["function"]["arguments"]
     assert (json.loads(found) if isinstance(found, str) else found) == left
+
+
+@pytest.mark.parametrize("template", ["deepseek-r1", "deepseek-v3.1", "mistral-nemo", "qwen3"])
+@pytest.mark.parametrize("result", ["see <think> tags", "</think>"])
+def test_a_result_with_a_mark_of_thoughts_opens_none(template: str, result: str) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    found = answer_format(source)
+    assert found is not None
+    call = {"id": "c12345678", "type": "function", "function": CALL["tool_calls"][0]["function"]}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c12345678", "content": result},
+    ]
+    program = ChatTemplate(source, special_tokens={"bos_token": "", "eos_token": ""})
+    prompt = program.render(messages, calls=found.calls)
+    assert result in prompt
+    parser = AnswerParser(found.template, prompt)
+    assert texts_of([*parser.feed("It is 30."), *parser.finish()]) == ("It is 30.", "")

@@ -22,6 +22,12 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CONTENT_FIELD = "content"  # or a name that begins so, for a second form of content
 CALLS_FIELD = "tool_calls"  # or a name that begins so, for a second form of calls
 CALL_READERS = ("tags", "json-answer")  # of this project's own formats; see ``calls``
+# after the results of calls, where a prompt has them within the model's turn: DeepSeek, Mistral,
+# Gemma 4, FunctionGemma
+_RESULTS_END = regex.compile(
+    r"<｜tool▁outputs?▁end｜>|</function_results>|\[/TOOL_RESULTS\]|<tool_response\|>"
+    r"|<end_function_response>"
+)
 _KEYS = frozenset({"version", "defaults", "start_anchor", "start_anchor_pattern", "fields"})
 _FIELD_KEYS = frozenset(
     {
@@ -121,6 +127,10 @@ class ResponseTemplate:
         for found in self.start.finditer(prompt, timeout=PATTERN_SECONDS):
             end = found.end()
         return (prompt, False) if end is None else (prompt[end:], True)
+
+    def after_results(self, begun: str) -> str:
+        """The begun answer after the results of its calls, which may contain any mark."""
+        return _RESULTS_END.split(begun)[-1]
 
 
 def read_template(given: Any) -> ResponseTemplate:
