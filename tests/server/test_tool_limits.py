@@ -196,3 +196,17 @@ def test_a_result_with_a_mark_of_thoughts_opens_none(template: str, result: str)
     assert result in prompt
     parser = AnswerParser(found.template, prompt)
     assert texts_of([*parser.feed("It is 30."), *parser.finish()]) == ("It is 30.", "")
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "thought"),
+    [("", "ok", ""), ("<think>\n", "hm</think>ok", "hm"), ("<think>\n\n</think>\n\n", "ok", "")],
+)
+def test_only_the_marks_at_the_end_of_an_unknown_prompt_count(
+    end: str, said: str, thought: str
+) -> None:
+    found = answer_format("<think></think>")
+    assert found is not None
+    for text in ("what is <think>?", "</think>", "<think>a</think>", ""):
+        parser = AnswerParser(found.template, f"[|user|]{text}[|assistant|]{end}")
+        assert texts_of([*parser.feed(said), *parser.finish()]) == ("ok", thought)

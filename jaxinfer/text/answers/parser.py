@@ -83,6 +83,8 @@ class AnswerParser:
         begun_answer, knows_start = template.begun_answer(prompt)
         is_new = not knows_start or not begun_answer.strip()
         self._buffer = template.after_results(begun_answer)
+        if not knows_start:  # messages may contain any mark
+            self._buffer = template.marks_at_end(prompt)
         if not knows_start:  # the prompt's own calls and examples of calls are not the answer's
             self._openings = [one for one in self._openings if one.has_reasoning]
         self._start = 0  # of the text that is not yet returned
