@@ -95,6 +95,11 @@ class ChatTemplate:
                     "continue_final_message and add_generation_prompt exclude each other; "
                     "set one of them to false."
                 )
+            if chat[-1].get("tool_calls"):  # they would be cut off with the text after the mark
+                raise RequestError(
+                    f"messages[{len(messages) - 1}] has calls, so continue_final_message cannot be "
+                    "used; send the results of the calls, or leave either out."
+                )
             chat[-1]["content"] = _with_end_mark(chat[-1].get("content"))
         tools = adapted_tools(self._probes, chosen.pop("tools", ()))
 

@@ -187,6 +187,8 @@ def _tool_call(where: str, given: Any) -> dict[str, Any]:
         custom = _object(f"{where}.custom", call.pop("custom"), "name and input")
         if not isinstance(text := custom.get("input"), str):
             raise RequestError(f"{where}.custom.input must be a string.")
+        if not isinstance(custom.get("name"), str):
+            raise RequestError(f"{where}.custom.name must be a string.")
         function = {"name": custom.get("name"), "arguments": custom_arguments(text)}
         call |= {"type": "function", "function": function}
     if not isinstance(call.get("id"), str | None):

@@ -13,9 +13,9 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.text.answers.formats import answer_format
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import calls_tag, strict_tag
-from jaxinfer.text.answers.values import Call
 
 pytest.importorskip("llguidance")
+from kit.answer_parts import calls_of
 from kit.grammar_walks import Form
 
 STYLES = ["qwen3_coder", "glm45", "deepseek_v32", "gemma4", "pythonic", "hermes"]
@@ -70,8 +70,8 @@ def arguments(style: str, called: dict[str, Any], text: str) -> Any:
     found = answer_format("", tool_call_parser=style)
     assert found is not None
     parser = AnswerParser(found.template, "", tools={"f": called["parameters"]})
-    (call,) = [*parser.feed(text), *parser.finish()]
-    assert isinstance(call, Call), text
+    (call,) = calls_of([*parser.feed(text), *parser.finish()])
+    assert call.is_whole, text
     return json.loads(call.arguments)
 
 

@@ -35,6 +35,7 @@ class ChoiceParts:
         self._choice = choice
         self._num_calls = 0
         self._drops_call = False  # the open call is one too many
+        self._has_cut_call = False  # without its end
         self._custom: list[str] | None = None  # arguments of the open call of a custom tool
 
     @property
@@ -50,12 +51,13 @@ class ChoiceParts:
             return [Content(delta.text)] if delta.text or delta.token_ids else []
         parts = self._parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            parts += self._parser.finish(is_cut=delta.finish_reason is not FinishReason.STOP)
+            parts += self._parser.finish(is_cut=not _is_ended(delta))
         return [numbered for part in parts for numbered in self._numbered(part)]
 
     def ends_with_calls(self, delta: Delta) -> bool:
         """True if the answer, whose last delta this is, waits for the results of its calls."""
-        return self._num_calls > 0 and delta.finish_reason is FinishReason.STOP
+        is_cut = self._has_cut_call and not _is_ended(delta)
+        return self._num_calls > 0 and delta.finish_reason is FinishReason.STOP and not is_cut
 
     def _numbered(self, part: Part) -> Iterator[ChoicePart]:
         """The part, a call with its number and id; none for parts of a call too many. The text of a
@@ -80,6 +82,7 @@ class ChoiceParts:
         yield NumberedCall(number, call_id, part.name, is_custom)
 
     def _of_call(self, part: CallArguments | CallEnd) -> Iterator[ChoicePart]:
+        self._has_cut_call = part == CallEnd(False)
         if self._custom is None:
             yield part
         elif isinstance(part, CallArguments):
@@ -87,3 +90,8 @@ class ChoiceParts:
         else:
             yield CallArguments(input_of("".join(self._custom)))
             yield part
+
+
+def _is_ended(delta: Delta) -> bool:
+    """True if the model has ended the answer: no limit, and no stop string of the request."""
+    return delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str)

@@ -22,6 +22,7 @@ from jaxinfer.text.tools import wrong_type
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256  # of a function
+NAME_ENDS = frozenset('"\\<>[]{}')  # in some form of calls each of them ends or escapes a name
 ID_CHARACTERS = 9  # of a call's id: the templates of Mistral accept no other length
 
 
@@ -109,11 +110,13 @@ def check_function(where: str, function: Mapping[str, Any], others: Container[st
         not isinstance(name, str)
         or not 0 < len(name) <= MAX_NAME_CHARACTERS
         or name.split() != [name]
+        or not name.isprintable()
+        or not NAME_ENDS.isdisjoint(name)
     ):
         raise field_error(
             f"{where}.name",
-            f"{where}.name must be text without spaces, of at most {MAX_NAME_CHARACTERS} "
-            "characters",
+            f"{where}.name must be printable text of at most {MAX_NAME_CHARACTERS} characters, "
+            f"with neither spaces nor any of {' '.join(sorted(NAME_ENDS))}",
         )
     if name in others:
         raise field_error(f"{where}.name", f"{where}.name {name!r} is the name of another tool")

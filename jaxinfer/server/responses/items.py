@@ -8,6 +8,7 @@ from typing import Any, cast
 from jaxinfer.core.errors import RequestError
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.responses.tools import HOSTED_ITEMS, joined_name
+from jaxinfer.text.answers.call_parts import complete_arguments
 from jaxinfer.text.messages import arguments_object, custom_arguments
 
 KINDS = (
@@ -121,11 +122,17 @@ def _answer_message(messages: list[Message], field: str) -> Message:
 
 
 def _call(item: Item) -> dict[str, Any]:
-    """A call in the form of a chat, which knows functions only."""
+    """A call in the form of a chat, which knows functions only. Of arguments that the model has
+    not ended, or not written as JSON, those before the mistake are left.
+    """
     if _kind(item) == "custom_tool_call":
         arguments = custom_arguments(item["input"])
     else:
         arguments = item.get("arguments") or "{}"
+        try:
+            arguments_object("arguments", arguments)
+        except RequestError:  # the server's own, or incomplete; others have been refused
+            arguments = complete_arguments(arguments)
     function = {"name": joined_name(item["name"], item.get("namespace")), "arguments": arguments}
     return {"id": item["call_id"], "type": "function", "function": function}
 
@@ -153,7 +160,8 @@ def _check(where: str, item: Item) -> None:
         case "function_call":
             for name in ("call_id", "name"):
                 _check_name(f"{where}.{name}", item.get(name))
-            _check_arguments(f"{where}.arguments", item.get("arguments"))
+            is_cut = item.get("status") == "incomplete"
+            _check_arguments(f"{where}.arguments", item.get("arguments"), is_cut=is_cut)
         case "custom_tool_call":
             for name in ("call_id", "name"):
                 _check_name(f"{where}.{name}", item.get(name))
@@ -210,9 +218,11 @@ def _check_name(where: str, value: Any) -> None:
         raise field_error(where, f"{where} must be a string that is not empty")
 
 
-def _check_arguments(where: str, arguments: Any) -> None:
+def _check_arguments(where: str, arguments: Any, *, is_cut: bool) -> None:
     if not isinstance(arguments, str):
         raise field_error(where, f"{where} must be a JSON object as text")
+    if is_cut:
+        return
     try:
         arguments_object(where, arguments or "{}")
     except RequestError as error:

@@ -166,7 +166,15 @@ def _constrained(
     call.warnings += [f"not enforced: the format of the tool {one}" for one in broken]
     if request.form_field is None and choice.tools:
         call.form_field = "tools"
-    return reading.constrained(sampling, choice, budget, call.service.tokenizer)
+    found = reading.constrained(sampling, choice, budget, call.service.tokenizer)
+    if request.use_beam_search and (found.structured_outputs or found.thinking) is not None:
+        wrong = "tools" if found.structured_outputs is not None else request.budget_field
+        raise field_error(
+            wrong,
+            f"{wrong} cannot be used with use_beam_search, which enforces no form of answers; "
+            "leave either out",
+        )
+    return found
 
 
 async def answer_prompts[R: GenerationFields](

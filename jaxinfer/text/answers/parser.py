@@ -80,7 +80,11 @@ class AnswerParser:
         self._openings = [one for one in template.fields if one.open is not None]
         self._enter(self._implicit)
         self._last: CallPart | None = None  # of the calls
-        self._buffer, knows_start = template.begun_answer(prompt)
+        begun_answer, knows_start = template.begun_answer(prompt)
+        is_new = not knows_start or not begun_answer.strip()
+        self._buffer = template.after_results(begun_answer)
+        if not knows_start:  # messages may contain any mark
+            self._buffer = template.marks_at_end(prompt)
         if not knows_start:  # the prompt's own calls and examples of calls are not the answer's
             self._openings = [one for one in self._openings if one.has_reasoning]
         self._start = 0  # of the text that is not yet returned
@@ -90,7 +94,6 @@ class AnswerParser:
         self._skips_space = False  # a mark at the prompt's end has the white space after it
         self._own = len(self._buffer)  # where the answer's own text begins, after the prompt's
         self._has_answered = False  # with content or a call
-        is_new = not knows_start or not self._buffer.strip()
         if template.thinks_first and is_new:
             self._enter(next(one for one in template.fields if one.has_reasoning))
         self._is_prompt = True

@@ -22,6 +22,13 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CONTENT_FIELD = "content"  # or a name that begins so, for a second form of content
 CALLS_FIELD = "tool_calls"  # or a name that begins so, for a second form of calls
 CALL_READERS = ("tags", "json-answer")  # of this project's own formats; see ``calls``
+# after the results of calls, where a prompt has them within the model's turn: DeepSeek, Mistral,
+# Gemma 4, FunctionGemma
+_RESULTS_END = regex.compile(
+    r"<｜tool▁outputs?▁end｜>|</function_results>|\[/TOOL_RESULTS\]|<tool_response\|>"
+    r"|<end_function_response>"
+)
+_MAX_MARK = 100  # characters of a mark of thoughts
 _KEYS = frozenset({"version", "defaults", "start_anchor", "start_anchor_pattern", "fields"})
 _FIELD_KEYS = frozenset(
     {
@@ -121,6 +128,28 @@ class ResponseTemplate:
         for found in self.start.finditer(prompt, timeout=PATTERN_SECONDS):
             end = found.end()
         return (prompt, False) if end is None else (prompt[end:], True)
+
+    def marks_at_end(self, prompt: str) -> str:
+        """The marks of thoughts with which a prompt ends, and the white space around them."""
+        fields = [one for one in self.fields if one.has_reasoning]
+        marks = [one for field in fields for one in (field.open, field.close) if one is not None]
+        start = len(prompt)
+        while True:
+            end = len(prompt[:start].rstrip())
+            tail = max(end - _MAX_MARK, 0)
+            found = [
+                match.start()
+                for mark in marks
+                for match in mark.pattern.finditer(prompt, tail, end, timeout=PATTERN_SECONDS)
+                if match.end() == end > match.start()
+            ]
+            if not found:
+                return prompt[start:]
+            start = min(found)
+
+    def after_results(self, begun: str) -> str:
+        """The begun answer after the results of its calls, which may contain any mark."""
+        return _RESULTS_END.split(begun)[-1]
 
 
 def read_template(given: Any) -> ResponseTemplate:
