@@ -25,7 +25,7 @@ WRONG = {
     "max_tokens": ({"max_tokens": -1}, "max_tokens"),
     "type": ({"temperature": "hot"}, "temperature"),
     "message": ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    "tools": ({"tools": [TOOL]}, "tools"),
+    "tools": ({"tools": [{**TOOL, "type": "retrieval"}]}, "tools[0].type"),
     "format": ({"response_format": {"type": "yaml"}}, "response_format.type"),
 }
 

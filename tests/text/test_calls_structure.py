@@ -336,3 +336,17 @@ def test_the_form_begins_after_the_thoughts(compiler: ConstraintCompiler) -> Non
     assert allowed(constraint.begin(tuple(b"<think>abc</think>"))) == [ord("{")]
     with pytest.raises(ValueError, match="."):
         constraint.begin(tuple(b"<tool"))
+
+
+def test_descriptions_are_no_part_of_a_grammar() -> None:
+    words = {"description": "x" * 100, "title": "y" * 100}
+    place = {"type": "object", "properties": {"title": {"type": "string", **words}}, **words}
+    kind = {"enum": [{"title": "kept"}], **words}
+    schema = {"type": "object", "properties": {"place": place, "description": kind}, **words}
+    for name in ENFORCED:
+        found = answer_format("", tool_call_parser=name)
+        assert found is not None and found.calls is not None
+        function = {"name": "f", "parameters": schema}
+        text = str(calls_tag(found.calls, [function], parallel=False))
+        assert "xxx" not in text and "yyy" not in text
+        assert "kept" in text and "'title'" in text and "description" in text

@@ -21,6 +21,7 @@ _INDEX = "{index}"  # the number of a call
 # calls that are whole JSON objects: no undeclared properties, and the blanks that models write
 _AS_WRITTEN: Mapping[str, Any] = MappingProxyType({"closed": True, "spaced": True})
 
+_WORDS = ("description", "title", "$comment")
 _NO_PARAMETERS: Mapping[str, Any] = MappingProxyType({"additionalProperties": False})
 
 
@@ -155,7 +156,7 @@ def _call(
     begin, index, rest = calls.begin.replace("{name}", name).partition(_INDEX)
     is_strict = function.get("strict") is True
     is_free = only_strict and not is_strict
-    schema = {} if is_free else function.get("parameters") or _NO_PARAMETERS
+    schema = {} if is_free else _without_words(function.get("parameters") or _NO_PARAMETERS)
     how = {"function": name, "strict": is_strict}
     if begin.startswith("{") and not calls.triggers:
         # as a schema, since the answer may be other JSON: llguidance's lexer would take the
@@ -195,6 +196,19 @@ def _schema_of(value: Any, inner: Mapping[str, Any], where: str = "#") -> dict[s
         "properties": {key: _schema_of(one, inner, places[key]) for key, one in entries.items()},
         "required": list(entries),
         "additionalProperties": False,
+    }
+
+
+def _without_words(schema: Any) -> Any:
+    """A schema without descriptions, which agents write at length and grammars do not need."""
+    if isinstance(schema, list):
+        return [_without_words(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: one if key in ("enum", "const") else _without_words(one)
+        for key, one in cast("Mapping[str, Any]", schema).items()
+        if not (key in _WORDS and isinstance(one, str))  # a property may have such a name
     }
 
 
