@@ -192,6 +192,22 @@ def test_a_grammar_beside_tools(servers: dict[str, Server]) -> None:
     assert error["param"] == "structured_outputs.grammar" and "itself" in error["message"]
 
 
+def test_an_answer_that_is_cut_off_shows_no_json(servers: dict[str, Server]) -> None:
+    server, device = servers["smollm2"]
+    for said in (CALL, ANSWER):
+        device.speak(said)
+        for length in range(1, len(said.encode())):
+            message, reason = message_of(server, max_tokens=length)
+            shown = (message["content"] or "").rstrip("\ufffd")  # a character that is cut off
+            assert reason == "length" and TEXT.startswith(shown)
+            for call in message.get("tool_calls") or ():
+                arguments = call["function"]["arguments"]
+                assert '{"city": "Rome"}'.startswith(arguments) and call["function"]["name"]
+    fields = {"response_format": {"type": "json_object"}, "max_tokens": 9}
+    device.speak('{"name": "a"}')
+    assert message_of(server, **fields)[0]["content"] == '{"name": '  # the form allows it
+
+
 def test_what_cannot_be(servers: dict[str, Server]) -> None:
     server = servers["smollm2"].server
     answer = {"type": "function", "function": {"name": "answer"}}

@@ -81,6 +81,8 @@ def chat_reading(
         found = found.without_calls()
     if found is not None and not _reads_bare_calls(service, request):
         found = found.with_marked_calls()
+    if found is not None and found.is_generic and choice.tools and request.form_field is None:
+        found = found.without_text()
     if found is None or not (found.has_calls or found.has_reasoning):
         return None
     return AnswerReading(

@@ -122,6 +122,15 @@ class AnswerFormat:
         template = self.template.only(lambda one: not one.has_calls)
         return replace(self, template=template, calls=None)
 
+    @property
+    def is_generic(self) -> bool:
+        """True if each answer is a call or an answer to the user, as a grammar has it."""
+        return self.calls is not None and self.calls.is_generic
+
+    def without_text(self) -> AnswerFormat:
+        """The format in which text that no mark opens is no content."""
+        return replace(self, template=self.template.only(lambda one: one.open is not None))
+
     def with_marked_calls(self) -> AnswerFormat:
         """The format in which text without the marks of a call is none."""
         return replace(self, template=self.template.only(lambda one: not one.is_answer))

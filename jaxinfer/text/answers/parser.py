@@ -206,6 +206,9 @@ class AnswerParser:
             if self._field is not None and (after is None or not after.has_content):
                 after = self._field.as_content
             skipped = 1  # an opening of no characters must not be found again
+            if source.is_cut and self._implicit is None:
+                source.take(len(source.text))  # a beginning that nothing else can have
+                source.unsent.clear()
             if text := "".join(source.unsent):
                 skipped = 0
                 self._has_answered = True
