@@ -64,7 +64,7 @@ BROKEN = [
     ("Dockerfile", "'/health'", "'/v1/models'", "HEALTHCHECK does not request"),
     ("Dockerfile", "'/health'", "'/healthz'", "HEALTHCHECK does not request"),
     ("Dockerfile", "JAXINFER_PORT=", "JAXINFER_PROT=", "JAXINFER_PROT is no setting"),
-    ("Dockerfile", "[structured,otel]", "[structured,trace]", "there is no extra trace"),
+    ("Dockerfile", "[otel]", "[trace]", "there is no extra trace"),
     ("Dockerfile", "-c constraints.txt '.[c", "-c pins.txt '.[c", "constraints does not exist"),
     ("Dockerfile", '"serve"]', '"server"]', "jaxinfer server is no program"),
     (
