@@ -60,7 +60,7 @@ def with_texts(
 def tools_text(tools: Sequence[Mapping[str, Any]], calls: CallText) -> str:
     """What a model has to know of the tools, and how it calls them."""
     functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
-    listed = "\n".join(json.dumps(one, ensure_ascii=False) for one in functions)
+    listed = "\n".join(json.dumps(_shown(one), ensure_ascii=False) for one in functions)
     first = functions[0].get("name", "")
     if calls.is_generic:
         example = f"{calls.begin.replace(_NAME, first)}{{...}}{calls.end}"
@@ -75,6 +75,20 @@ def tools_text(tools: Sequence[Mapping[str, Any]], calls: CallText) -> str:
         example = written_calls(calls, [(first, values)], 0)
         how = f"To call a tool, write its name and its arguments in this form:\n{example}"
     return f"You can call these tools:\n{listed}\n\n{how}"
+
+
+def _shown(schema: Any) -> Any:
+    """A function without what libraries add for machines: titles, and that no more is allowed."""
+    if isinstance(schema, list):
+        return [_shown(one) for one in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: one if key in ("enum", "const", "default") else _shown(one)
+        for key, one in cast("Mapping[str, Any]", schema).items()
+        if not (key == "title" and isinstance(one, str))
+        and not (key == "additionalProperties" and one is False)
+    }
 
 
 def written_calls(

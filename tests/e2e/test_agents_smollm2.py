@@ -22,10 +22,12 @@ QUESTIONS: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
 MAX_TOKENS = 24  # of a turn; a long text is cut off
 
 
-def answer_all(url: str, model: str, kind: Any, **options: bool) -> None:
+def answer_all(
+    url: str, model: str, kind: Any, max_tokens: int = MAX_TOKENS, **options: bool
+) -> None:
     """Each call has its function and arguments, and each loop ends with text."""
     tools = Tools()
-    to = Connection(url.removesuffix("/v1"), model, MAX_TOKENS, KEY)
+    to = Connection(url.removesuffix("/v1"), model, max_tokens, KEY)
     for question, calls in QUESTIONS:
         with kind(to, tools, **options) as ask:
             assert ask(question).strip() and tools.take() == calls, question
@@ -40,4 +42,5 @@ def test_loops(url: str, model: str, kind: str) -> None:
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_frameworks(url: str, model: str, kind: str, responses: bool) -> None:
-    answer_all(url, model, FRAMEWORKS[kind], stream=responses, responses=responses)
+    # openai-agents takes an answer that is cut off for an error
+    answer_all(url, model, FRAMEWORKS[kind], 200, stream=responses, responses=responses)
