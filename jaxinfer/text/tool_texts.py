@@ -58,7 +58,7 @@ def with_texts(
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], calls: CallText) -> str:
-    """What a model has to know of the tools, and how it calls them."""
+    """The tools, and how the model calls them."""
     functions = [cast("Mapping[str, Any]", tool.get("function", tool)) for tool in tools]
     listed = "\n".join(json.dumps(_shown(one), ensure_ascii=False) for one in functions)
     first = functions[0].get("name", "")

@@ -1,4 +1,4 @@
-"""Chat templates x thinking x forms x what the model says: what clients of each API have to see.
+"""Chat templates x thinking x forms x words of the model: the messages that clients have to see.
 
 Owns: ``run`` for the cases of one template, each whole and streamed. As a program,
 ``python -m kit.answer_matrix SHARE FOLDER...`` runs a share of them for the templates in folders.
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a client gets."""
+    """The message that a client gets."""
 
     reasoning: str = ""
     content: str = ""
@@ -143,7 +143,7 @@ class Template:
         return True
 
     def _script(self, case: Case, found: AnswerFormat | None) -> tuple[str, Seen | None] | None:
-        """What the model says, and what has to come of it (None: whatever is the same streamed)."""
+        """The words of the model, and the message that has to come of them (None: any)."""
         thinks = bool(found and found.has_reasoning)
         is_open, is_closed = self._thoughts(case, found) if thinks else (False, True)
         wants_thoughts = case.said.startswith("thinks")
@@ -185,7 +185,7 @@ class Template:
                 return None
 
     def _thoughts(self, case: Case, found: AnswerFormat) -> tuple[bool, bool]:
-        """Whether the prompt has opened, or closed, the thoughts."""
+        """Two truths: the prompt has opened the thoughts; it has closed them."""
         variables = {**THINKING[case.thinking].get("chat_template_kwargs", {})}
         if case.thinking == "none":
             variables = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}

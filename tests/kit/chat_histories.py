@@ -313,7 +313,7 @@ def has_calls(chat: Chat) -> bool:
 
 
 def outcome(template: ChatTemplate, chat: Chat) -> Outcome:
-    """What the template makes of a chat."""
+    """The prompt that the template makes of a chat."""
     tools = [json.loads(json.dumps(tool)) for tool in chat.tools]
     try:
         prompt = template.render(chat.messages, variables={"tools": tools} if tools else {})

@@ -1,4 +1,4 @@
-"""What clients see, for each chat template, form of thoughts, form of the answer and API."""
+"""Answers in the three APIs, for each chat template, form of thoughts and form of the answer."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _told_apart(cases: list[_Case]) -> list[_Case]:
 
 
 def _own(schema: Mapping[str, Any]) -> _Case:
-    """What a schema itself demands of a text."""
+    """The demands of a schema itself on a text."""
     declared = schema.get("type")
     types = frozenset({declared} if isinstance(declared, str) else map(str, listed(declared)))
     types = (types | {"null"} if schema.get("nullable") else types) if types else _TYPES
