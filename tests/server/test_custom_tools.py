@@ -245,7 +245,7 @@ def test_the_text_of_a_call(arguments: str, text: str) -> None:
 
 
 def test_all_grammars_together_are_bounded() -> None:
-    """Reading them takes time, which no other request has meanwhile."""
+    """Reading them takes time, which no other request has during it."""
     tools = [custom("regex", "a" * 16384) for _ in range(4)]
     assert len(as_functions(tools)) == 4
     with pytest.raises(ApiError, match="tools have grammars of more than 65536 bytes"):

@@ -59,7 +59,7 @@ class ToolReferenceInput(_Block, frozen=True, kw_only=True, tag="tool_reference"
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The text that the model reads."""
         return f"The tool {self.tool_name} is available."
 
 

@@ -137,7 +137,7 @@ def _as_function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(grammar: _Grammar | None) -> str:
-    """What the model is told of the text's form."""
+    """The words in which the model is told of the text's form."""
     text = f"The argument {CUSTOM_INPUT} is the whole text of the call"
     if grammar is None:
         return f"{text}."

@@ -39,7 +39,7 @@ def schemas_of(schema: Any, root: Any, seen: Sequence[str] = ()) -> Iterator[Sch
 
 
 def _referenced(reference: str, root: Any) -> Any:
-    """What a reference within the document is; None if there is no such part."""
+    """The target of a reference within the document; None if there is no such part."""
     if not reference.startswith("#"):
         return None
     found = root

@@ -1,4 +1,4 @@
-"""Whether schemas exclude each other: by their types, by constants, or by a property of theirs."""
+"""Schemas that exclude each other: by their types, by constants, or by a property of theirs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _UNKNOWN = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
 
 @dataclass(frozen=True)
 class _Case:
-    """What a value has to fit, of all schemas that hold together."""
+    """The schemas that a value has to fit, of all that hold together."""
 
     types: frozenset[str] = _TYPES
     constants: tuple[Any, ...] | None = None
