@@ -45,11 +45,6 @@ class Source:
         """Mark the end of the answer."""
         self.is_ended, self.is_cut = True, is_cut
 
-    @property
-    def is_exhausted(self) -> bool:
-        """True if all of an ended text is read."""
-        return self.is_ended and self.at >= len(self.text)
-
     def take(self, end: int) -> str:
         """Read the text up to ``end``."""
         taken = self.text[self.at : end]
