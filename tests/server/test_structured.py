@@ -277,9 +277,11 @@ def test_a_client_that_leaves_frees_its_trial(server: Serving) -> None:
     fields = {**PROMPT, "guided_json": {"allOf": MULTIPLES, "title": "left"}}
     with RawClient(server.port) as client:
         client.post("/v1/completions", **fields)
-        wait_until(lambda: any(form.trial is not None for form in waiting.values()), "it is tried")
+        wait_until(lambda: any(form.trial is not None for form in waiting.values()), "it is sent")
         pid = server.engine.constraints.trial_pid
-        (trial,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        wait_until(lambda: bool(children.read_text()), "its process is forked")
+        (trial,) = children.read_text().split()
         os.kill(int(trial), signal.SIGSTOP)  # it does not end by itself
     wait_until(lambda: not waiting and gone(int(trial)), "it has ended")
     assert completion(server, guided_regex="a|b") in ("a", "b")
