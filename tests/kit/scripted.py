@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from jaxinfer.core.constraint import TokenFilter
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import StepPlan, StepResult
@@ -33,18 +35,26 @@ class ScriptedExecutor(FakeExecutor):
 
     script = b""
 
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size)
+        self._filters: WeakKeyDictionary[Slot, TokenFilter] = WeakKeyDictionary()
+
     def _draw(self, slot: Slot, num_generated: int) -> int:
         script = [*self.script, TINY_EOS_ID]
         wanted = script[min(num_generated, len(script) - 1)]
-        constraint = slot.request.constraint
-        if constraint is None:
+        if (constraint := slot.request.constraint) is None:
             return wanted
-        drawn = slot.token_ids[len(slot.request.prompt_token_ids) :]
+        if slot not in self._filters:  # perhaps after a preemption
+            drawn = slot.token_ids[len(slot.request.prompt_token_ids) :]
+            self._filters[slot] = constraint.begin(drawn)
         mask = np.zeros(cdiv(TINY_VOCAB_SIZE, 32), np.uint32)
-        constraint.begin(drawn).fill(mask)
+        self._filters[slot].fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         ways_out = (TINY_EOS_ID, *b'"}', *range(ord("!"), ord("~")), *range(256))
-        return next(token for token in (wanted, *ways_out) if token in allowed)
+        drawn_id = next(token for token in (wanted, *ways_out) if token in allowed)
+        if drawn_id != TINY_EOS_ID:
+            self._filters[slot].push(drawn_id)
+        return drawn_id
 
 
 class ScriptedDevice:
