@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -89,6 +90,21 @@ def test_a_hostile_form_is_refused_in_a_sentence(compiler: ConstraintCompiler, n
     with pytest.raises(RequestError, match="^structured_outputs") as caught:
         compiler.compile(of(**form))
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["json", "structural_tag"])
+def test_formats_that_limit_nothing_are_in_the_log_of_details(
+    compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    formats = ("date", "uint8", "my-own")
+    schema: dict[str, Any] = {"anyOf": [{"type": "string", "format": one} for one in formats]}
+    tag = {"type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": schema}}
+    form = schema if kind == "json" else {"format": {**tag, "end": ">"}}
+    caplog.set_level(logging.DEBUG, "jaxinfer.engine")
+    compiler.compile(of(**{kind: form}))
+    (record,) = [one for one in caplog.records if one.getMessage() == "annotations"]
+    assert record.__dict__["fields"] == {"formats": ["my-own", "uint8"]}
+    assert f"{kind}: formats that are annotations: my-own, uint8" in record.__dict__["text"]
 
 
 def test_an_owner_may_have_other_limits() -> None:

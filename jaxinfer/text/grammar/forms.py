@@ -5,6 +5,8 @@ Threads that try forms wait for another process; one thread compiles the accepte
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import socket
 import threading
@@ -17,14 +19,17 @@ from typing import Any
 
 from jaxinfer.core.errors import EngineError, JaxinferError, QueueFullError, RequestError
 from jaxinfer.core.fair_queue import FairQueue
+from jaxinfer.core.log import tell
 from jaxinfer.core.structured import FIELD, StructuredOutputsParams
 from jaxinfer.text.grammar.constraint import Grammar
 from jaxinfer.text.grammar.grammars import Grammars
 from jaxinfer.text.grammar.library import load_llguidance
+from jaxinfer.text.grammar.prepared import annotated_formats
 from jaxinfer.text.grammar.table import GrammarTable
 from jaxinfer.text.grammar.trial import COMPILE_STACK, Accepted, Outcome
 from jaxinfer.text.grammar.trials import TrialProcess, outcome
 
+LOGGER = "jaxinfer.engine"
 MAX_TRIALS = 4  # at once, on as many cores
 NUM_ATTEMPTS = 2  # of a trial whose process was ended by something else than the form
 STACK_BYTES = 4 * COMPILE_STACK  # so that no form overflows it that has not overflowed its trial's
@@ -285,6 +290,7 @@ class FormCompiler:
         except Exception as error:
             self._refuse(form, error)
             return
+        _note_annotations(form.params)
         with self._changed:
             self._grammars.keep(form.params, grammar)
             for request in self._forget(form):
@@ -303,3 +309,13 @@ class FormCompiler:
             request.done.set_exception(error)
         else:
             request.done.set_result(result)
+
+
+def _note_annotations(params: StructuredOutputsParams) -> None:
+    """Name, in a log of details, what an accepted schema says and its grammar does not follow."""
+    logger, text = logging.getLogger(LOGGER), params.json or params.structural_tag
+    if text is None or not logger.isEnabledFor(logging.DEBUG):
+        return
+    if formats := annotated_formats(json.loads(text)):
+        words = f"{FIELD}.{params.kind}: formats that are annotations: {', '.join(formats)}"
+        tell(logger, logging.DEBUG, "annotations", words[:500], formats=formats)

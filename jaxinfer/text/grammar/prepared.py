@@ -86,6 +86,22 @@ def not_followed(schema: Schema) -> list[str]:
     return sorted(found)
 
 
+def annotated_formats(document: Any) -> list[str]:
+    """The formats of texts, anywhere in a document with schemas, that limit nothing."""
+    found, rest = set[str](), [document]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Mapping):
+            entries = cast("Schema", value)
+            name = entries.get("format")
+            if isinstance(name, str) and name not in KNOWN_FORMATS:
+                found.add(name)
+            rest.extend(entries.values())
+        elif isinstance(value, list):
+            rest.extend(cast("list[Any]", value))
+    return sorted(found)
+
+
 @dataclass(frozen=True)
 class _Writer:
     root: Schema
