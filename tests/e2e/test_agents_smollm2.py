@@ -10,14 +10,16 @@ import pytest
 from kit.agents import AGENTS, FRAMEWORKS, Connection, Tools
 from kit.openai_server import KEY
 
-WEATHER = ("get_weather", {"city": "Paris"})
-SUM = ("add", {"a": 12, "b": 30})
-# Questions and calls that the model decides right at temperature 0, each in a chat of its own: with
-# an earlier call in the chat it often repeats that call or its result. They are five turns.
-QUESTIONS: Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]] = (
-    ("What is the weather in Paris?", [WEATHER]),
-    ("What is 12 plus 30?", [SUM]),
-    ("What is the capital of France?", []),
+# Chats of questions, with the call that answers each, which the model decides at temperature 0. The
+# first chat is five turns of the model: a call and a text, again, and a text alone. It does not
+# change from one function to the other within a chat.
+CHATS: Sequence[Sequence[tuple[str, list[tuple[str, dict[str, Any]]]]]] = (
+    (
+        ("What is the weather in Paris?", [("get_weather", {"city": "Paris"})]),
+        ("And in Rome?", [("get_weather", {"city": "Rome"})]),
+        ("What is the capital of France?", []),
+    ),
+    (("What is 12 plus 30?", [("add", {"a": 12, "b": 30})]),),
 )
 MAX_TOKENS = 24  # of a turn; a long text is cut off
 
@@ -28,9 +30,10 @@ def answer_all(
     """Each call has its function and arguments, and each loop ends with text."""
     tools = Tools()
     to = Connection(url.removesuffix("/v1"), model, max_tokens, KEY)
-    for question, calls in QUESTIONS:
+    for chat in CHATS:
         with kind(to, tools, **options) as ask:
-            assert ask(question).strip() and tools.take() == calls, question
+            for question, calls in chat:
+                assert ask(question).strip() and tools.take() == calls, question
 
 
 @pytest.mark.parametrize("kind", AGENTS)
