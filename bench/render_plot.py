@@ -1,4 +1,4 @@
-"""A line plot as SVG text: x doubles from tick to tick, y starts at zero."""
+"""Plots as SVG text: lines whose x doubles from tick to tick, and groups of bars."""
 
 from __future__ import annotations
 
@@ -35,8 +35,35 @@ def lines_plot(title: str, lines: Mapping[str, Mapping[int, float]]) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         x, y = points[-1]
         parts.append(_text(x + 6, y + 4, name, "start", color))
+    return _svg(HEIGHT, parts)
+
+
+BAR, GAP = 15, 12  # heights of a bar, and between groups of bars
+LABELS = 190  # the width of the names
+
+
+def bars_plot(title: str, groups: Mapping[str, Mapping[str, float]]) -> str:
+    """Groups of horizontal bars, {group: {name: value}}, each with its value."""
+    most = max(value for bars in groups.values() for value in bars.values())
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    parts, y = [_text(10, 18, title, "start")], 30
+    for group, bars in groups.items():
+        parts.append(_text(10, y + 12, group, "start"))
+        for name, value in bars.items():
+            color = COLORS[(names.index(name) + 1) % len(COLORS)]
+            width = value / most * (WIDTH - LABELS - 50)
+            place = f'x="{LABELS}" y="{y}" width="{width:.1f}" height="{BAR - 2}"'
+            parts.append(_text(LABELS - 6, y + 11, name, "end"))
+            parts.append(f'<rect {place} fill="{color}"/>')
+            parts.append(_text(LABELS + width + 6, y + 11, f"{value:g}", "start"))
+            y += BAR
+        y += GAP
+    return _svg(y, parts)
+
+
+def _svg(height: int, parts: list[str]) -> str:
     style = 'font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" {style}>'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench import render
+from bench.peers_figure import figure
 from bench.render_plot import lines_plot
 
 PEER = {
@@ -182,3 +183,16 @@ def test_a_plot_keeps_its_points_inside() -> None:
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert render.number(value) == text
+
+
+def test_the_figure_of_the_readme_is_that_of_its_data() -> None:
+    report = json.loads(Path("bench/results/peers/h100_qwen3_4b.json").read_text())
+    svg = figure(report)
+    assert Path("docs/peers.svg").read_text() == svg
+    bars = [
+        float(one.attrib["width"])
+        for one in ElementTree.fromstring(svg)
+        if "y" in one.attrib and one.tag.endswith("rect")
+    ]
+    values = [row["tpot_ms"][rows] for rows in ("1", "8", "64") for row in report["engines"]]
+    assert sorted(range(9), key=bars.__getitem__) == sorted(range(9), key=values.__getitem__)

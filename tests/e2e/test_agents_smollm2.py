@@ -46,4 +46,4 @@ def test_loops(url: str, model: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", FRAMEWORKS)
 def test_frameworks(url: str, model: str, kind: str, responses: bool) -> None:
     # openai-agents takes an answer that is cut off for an error
-    answer_all(url, model, FRAMEWORKS[kind], 200, stream=responses, responses=responses)
+    answer_all(url, model, FRAMEWORKS[kind], 1000, stream=responses, responses=responses)
