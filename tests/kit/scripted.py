@@ -102,10 +102,12 @@ class ScriptedDevice:
         self.fake.make_state()
 
 
-def scripted_engine(template: str = "", *, source: str = "") -> tuple[Engine, ScriptedDevice]:
+def scripted_engine(
+    template: str = "", *, source: str = "", num_pages: int = 2049
+) -> tuple[Engine, ScriptedDevice]:
     """An engine with the chat template of this name in tests/data, or this one."""
     limits = tiny_limits(
-        num_pages=2049, page_size=16, max_model_len=8192, max_num_batched_tokens=8192
+        num_pages=num_pages, page_size=16, max_model_len=8192, max_num_batched_tokens=8192
     )
     device = ScriptedDevice(limits.page_size)
     spec = TokenizerSpec(
