@@ -12,7 +12,7 @@ from kit.api_calls import CHATS, ask, events
 from kit.scripted import scripted_engine
 from kit.server import serving
 
-NUM_PAGES = 66  # of 16 tokens; each of the chats takes 25 to 50
+NUM_PAGES = 82  # of 16 tokens; each of the chats with tools takes 60 or more
 ITEMS = [f"item {number}" for number in range(24)]
 SCHEMA = {
     "type": "object",
@@ -63,7 +63,7 @@ def test_preempted_calls(template: str, choice: str) -> None:
 
 
 def test_a_preempted_form_after_thoughts() -> None:
-    engine, device = scripted_engine("qwen3", num_pages=NUM_PAGES)
+    engine, device = scripted_engine("qwen3", num_pages=NUM_PAGES // 2)
     device.speak(f"<think>hm</think>{ARGUMENTS}")
     form = {"type": "json_schema", "json_schema": {"name": "items", "schema": SCHEMA}}
 
