@@ -31,3 +31,16 @@ def test_developers_are_heard(template: str) -> None:
             joined = {"role": "system", "content": "ARR\n\nPIRATE"}
             both = prompt(messages=[system, DEVELOPER, USER])
             assert both == prompt(messages=[joined, USER])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_instructions_and_a_developer_of_responses(template: str) -> None:
+    engine, device = scripted_engine(template)
+    device.speak("yes")
+    with serving(engine) as server:
+        system = {"role": "system", "content": "ARR"}
+        chat = server.post("/tokenize", messages=[system, DEVELOPER, USER]).json()
+        for stored in ({}, {"instructions": "ARR"}):
+            items = [DEVELOPER, USER] if stored else [system, DEVELOPER, USER]
+            answer = server.post("/v1/responses", input=items, max_output_tokens=16, **stored)
+            assert answer.json()["usage"]["input_tokens"] == chat["count"], answer.text

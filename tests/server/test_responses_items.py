@@ -79,13 +79,11 @@ def test_items_are_messages(items: Any, messages: list[Any]) -> None:
     assert messages_of(input_items(items)) == messages
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_instructions_are_one_message(knows: bool) -> None:
+def test_instructions_are_the_systems() -> None:
     developer = {"role": "developer", "content": "Be kind."}
     items = [developer, user("hi"), developer]
-    first, _, last = messages_of(items, "Be short.", knows_developer=knows)
-    assert first == {"role": "system", "content": "Be short.\n\nBe kind."}
-    assert last["role"] == ("developer" if knows else "system")
+    first, *others = messages_of(items, "Be short.")
+    assert first == {"role": "system", "content": "Be short."} and others == items
 
 
 def stored(name: str, before: Turn | None = None, size: int = 98) -> StoredResponse:

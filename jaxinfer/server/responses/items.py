@@ -18,7 +18,6 @@ KINDS = (
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 OTHER_PARTS = ("input_image", "input_file", "input_audio", "image_url", "computer_screenshot")
-GUIDANCE = ("system", "developer")
 # the order in which a template writes the fields of an assistant's message
 _FIELDS = ("reasoning_content", "content", "tool_calls")
 
@@ -63,14 +62,9 @@ def check_outputs(earlier: Iterable[Item], items: Sequence[Item]) -> None:
             )
 
 
-def messages_of(
-    items: Iterable[Item], instructions: str | None = None, *, knows_developer: bool = False
-) -> list[Message]:
-    """The items as messages of a chat.
-
-    The thoughts, text and calls of one answer become one message. Instructions and the first
-    messages of the system and the developer become one message too, as many templates allow only
-    one. ``knows_developer``: the template has a role for developers, who are the system elsewhere.
+def messages_of(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
+    """The items as messages of a chat. The thoughts, text and calls of one answer become one
+    message; instructions are the system's. ``text.chat_forms`` knows which roles templates have.
     """
     messages: list[Message] = []
     if instructions:
@@ -94,19 +88,14 @@ def messages_of(
             case kind if kind in HOSTED_ITEMS:
                 pass
             case _:
-                _add_message(messages, item, knows_developer)
+                _add_message(messages, item)
     return messages
 
 
-def _add_message(messages: list[Message], item: Item, knows_developer: bool) -> None:
+def _add_message(messages: list[Message], item: Item) -> None:
     role, text = item["role"], _text("", item["content"])
     if role == "assistant":
         _answer_message(messages, "content")["content"] = text
-        return
-    if role == "developer" and not knows_developer:
-        role = "system"
-    if role in GUIDANCE and len(messages) == 1 and messages[0]["role"] in GUIDANCE:
-        messages[0]["content"] += f"\n\n{text}"
     else:
         messages.append({"role": role, "content": text})
 

@@ -171,15 +171,11 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, dict=True):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.has_logprobs else None
 
-    def chat(
-        self, earlier: Sequence[Item] = (), *, knows_developer: bool = False
-    ) -> ChatCompletionRequest:
+    def chat(self, earlier: Sequence[Item] = ()) -> ChatCompletionRequest:
         """The chat of this request after the ``earlier`` items; raises ``ApiError``."""
         if earlier or self.previous_response_id is None:
             check_outputs(earlier, self.items)
-        messages = messages_of(
-            (*earlier, *self.items), self.instructions, knows_developer=knows_developer
-        )
+        messages = messages_of((*earlier, *self.items), self.instructions)
         tools, choice = chat_choice(chat_tools(self.tools or ()), self.tool_choice)
         return ChatCompletionRequest(
             **{name: getattr(self, name) for name in _SHARED},

@@ -20,7 +20,6 @@ from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.parse import MAX_DIGITS
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.responses.background import BackgroundRun
-from jaxinfer.server.responses.items import GUIDANCE
 from jaxinfer.server.responses.listing import page, with_ids
 from jaxinfer.server.responses.objects import DeletedResponse, ResponseObject, Status
 from jaxinfer.server.responses.schema import ResponsesRequest, renamed
@@ -29,7 +28,8 @@ from jaxinfer.server.responses.writer import ResponseWriter
 from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, json_response
 from jaxinfer.server.routes.generation import chat_reading, open_answer
 from jaxinfer.server.routes.service import Service, run_off_loop
-from jaxinfer.server.routes.tokens import chat_prompt, knows_developer
+from jaxinfer.server.routes.tokens import chat_prompt
+from jaxinfer.text.chat_forms import GUIDANCE
 
 
 async def create(call: Call) -> ASGIApp:
@@ -55,10 +55,7 @@ async def create(call: Call) -> ASGIApp:
             headers={"Retry-After": "5"},
         )
     chat = await run_off_loop(
-        lambda: request.chat(
-            before.conversation() if before is not None else (),
-            knows_developer=knows_developer(service, service.config.chat_template, request.tools),
-        ),
+        lambda: request.chat(before.conversation() if before is not None else ()),
         call.is_small and before is None,
     )
     if request.truncation == "auto":

@@ -56,11 +56,6 @@ async def chat_prompt(
     return (await service.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
 
-def knows_developer(service: Service, template: str | None, tools: Sequence[Any] | None) -> bool:
-    """True if the chat template has a role for developers."""
-    return "developer" in service.tokenizer.get_chat_template(template, tools or None)
-
-
 async def tokenize(call: Call) -> ASGIApp:
     """Token ids of a prompt, or of messages rendered by the chat template."""
     request = await call.parse(TokenizeRequest)
