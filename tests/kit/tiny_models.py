@@ -90,6 +90,15 @@ CONFIGS = MappingProxyType(
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
         "olmo2": {**_DECODER, "architectures": ["Olmo2ForCausalLM"]},
+        "phi3": {
+            **_DECODER,
+            "architectures": ["Phi3ForCausalLM"],
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+        },
+        "glm4": {**_DECODER, "architectures": ["Glm4ForCausalLM"], "head_dim": 16},
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "qwen3_moe": {
             **_DECODER,
