@@ -98,7 +98,8 @@ def gqa_config(
     If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
     are read, ``scale`` is head_dim ** -0.5, layers with a window rotate like the others
     (``local_rope``), heads rotate whole (``partial_rotary``: the default for the part that does),
-    and all layers have the same dense network (``ffns``: the network of each). ``more`` are further fields. Raises ``ConfigError`` with the key.
+    and all layers have the same dense network (``ffns``: the network of each). ``more`` are further
+    fields. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")

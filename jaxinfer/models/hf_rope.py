@@ -106,7 +106,7 @@ def _rotary_dim(given: Any, head_dim: int, default: float | None) -> int | None:
     """The number of components of a head that rotate; None if all do."""
     if default is None and given not in (None, 1.0):
         raise ConfigError(
-            f"config key {_PARTIAL!r} is {short(given)}, and the heads of this family rotate whole; "
+            f"config key {_PARTIAL!r} is {short(given)}, and heads of this family rotate whole; "
             "set it to 1.0"
         )
     part = default if given is None else given

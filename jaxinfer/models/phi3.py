@@ -1,7 +1,6 @@
-"""Phi-3, Phi-3.5 and Phi-4: the shared decoder with fused tensors, and heads that may rotate in part.
+"""Phi-3, Phi-3.5 and Phi-4: the shared decoder with fused tensors; heads may rotate in part.
 
-Source: ``modeling_phi3`` of Hugging Face transformers. The windows of published models are as long
-as their contexts, but for Phi-3-mini-4k.
+Source: ``modeling_phi3`` of Hugging Face transformers.
 """
 
 from __future__ import annotations
