@@ -7,7 +7,7 @@ struct is listed as ``Struct.field``.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxinfer.core.request import MAX_STOP_CHARACTERS
+from jaxinfer.core.sampling_checks import MAX_STOP_CHARACTERS
 from jaxinfer.server.openai.fields import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS
 from jaxinfer.server.openai.schema import MAX_PROMPTS
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.anthropic import answers
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
