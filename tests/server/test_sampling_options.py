@@ -1,4 +1,6 @@
-"""Each field of ``SamplingParams`` is in all places of an option (docs/adding-a-sampling-option.md).
+"""Each field of ``SamplingParams`` is in every place of an option.
+
+The places are in docs/adding-a-sampling-option.md.
 
 A place that a contributor has not touched is named by a sentence.
 """
