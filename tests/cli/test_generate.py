@@ -150,7 +150,11 @@ def test_every_sampling_field(generate: Generate) -> None:
 
 def test_sampling_flags_are_the_fields_of_sampling_params() -> None:
     supported = {name for name in SamplingParams.__struct_fields__ if name not in NEUTRAL}
-    assert {one.name for one in SAMPLING.settings} == supported - WITHOUT_OWN_FLAG
+    flagged = {one.name for one in SAMPLING.settings}
+    assert flagged == supported - WITHOUT_OWN_FLAG, (
+        f"{flagged ^ (supported - WITHOUT_OWN_FLAG)} must be in SAMPLING of cli/options.py, or in "
+        "WITHOUT_OWN_FLAG here"
+    )
     flags = {flag for option in GENERATE.params for flag in option.opts}
     assert flags >= FORM_FLAGS
 
