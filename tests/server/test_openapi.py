@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import jsonschema_rs
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
 from jaxinfer.server.openai.parse import parse
-from jaxinfer.server.routes.app import ROUTES
+from jaxinfer.server.routes.app import ADMIN_ROUTES, BODILESS, ROUTES
 from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS, description_of
 from jaxinfer.server.routes.openapi import ERRORS, OPERATIONS, openapi_document
 from kit.request_bodies import fit_beams, least_body, without_field
@@ -47,6 +48,23 @@ def test_every_route_has_its_operation():
     for method, path in set(OPERATIONS) - routes:
         pytest.fail(f"OPERATIONS has {method} {path}, which is not in ROUTES of routes/app.py")
     assert routes == set(DESCRIBED)
+
+
+@pytest.mark.parametrize(("method", "path"), [*ROUTES, *ADMIN_ROUTES])
+def test_every_route_is_in_the_documentation(method, path):
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    shown = path.replace(":path}", "}").replace("{response_id}", "{id}")
+    assert re.search(rf"[` ]{re.escape(shown)}`", text), (
+        f"{method} {path} is not in the table of routes of docs/server.md; add it as `{shown}`"
+    )
+
+
+@pytest.mark.parametrize(("method", "path"), [key for key in OPERATIONS if key[0] == "POST"])
+def test_only_routes_without_a_body_are_listed_as_such(method, path):
+    has_none = OPERATIONS[method, path].request is None
+    assert has_none == (path in BODILESS or "{" in path), (
+        f"{path} {'takes no' if has_none else 'takes a'} body; correct BODILESS of routes/app.py"
+    )
 
 
 @pytest.mark.parametrize("is_request", [True, False])
