@@ -34,7 +34,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test $(PARTS:%=test-%) nightly nightly-kernels nightly-others lint format bench clean
+.PHONY: help demo tools test $(PARTS:%=test-%) nightly nightly-kernels nightly-others lint format bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -61,6 +61,8 @@ $(TOOLS): $(STAMP)
 
 demo: $(STAMP) ## Download a small model and let it answer a question
 	$(BIN)/jaxinfer generate --stats "What is the capital of France?"
+
+tools: $(TOOLS) ## Install the tools of tests and checks: pytest, ruff, pyright
 
 test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
 	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)

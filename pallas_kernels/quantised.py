@@ -23,7 +23,7 @@ the order behind it, such as ``int4_tiles``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -146,6 +146,19 @@ class Quantised:
             super_group=None if self.supers is None else self.num_inputs // self.supers.shape[-2],
             block_outputs=self.block_outputs,
         )
+
+    def rows(self, order: np.ndarray) -> Quantised:
+        """The matrix with its outputs in this order.
+
+        Raises ValueError if an output leaves the block of outputs with which it shares scales.
+        """
+        if self.block_outputs == 1:
+            return Quantised(
+                self.kind, *(None if part is None else part[order] for part in self.arrays)
+            )
+        if np.any(order // self.block_outputs != np.arange(len(order)) // self.block_outputs):
+            raise ValueError(f"outputs leave their blocks of {self.block_outputs}")
+        return replace(self, values=self.values[order])
 
     def tree(self) -> dict[str, Any]:
         """The dict that ``quantised`` reads."""

@@ -41,7 +41,7 @@ def test_the_demo_installs_no_tools(bare: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "targets", [("test-others",), ("lint", "test-models"), ("format",), ("nightly",)]
+    "targets", [("tools",), ("test-others",), ("lint", "test-models"), ("format",), ("nightly",)]
 )
 def test_tools_come_after_the_package_which_is_built_once(
     targets: tuple[str, ...], bare: Path

@@ -6,7 +6,8 @@ import msgspec
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 
 LENGTH_PENALTY_BOUNDS = (-20.0, 20.0)  # a million tokens to this power are still a float
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2  # of each beam the 2 * width likeliest tokens are looked at

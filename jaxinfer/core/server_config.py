@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError, RequestError
-from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")

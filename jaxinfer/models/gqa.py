@@ -17,6 +17,7 @@ from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import (
     ArraySpec,
     ParamSpec,
+    RotaryRows,
     Shape,
     Source,
     as_is,
@@ -45,10 +46,30 @@ _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-# A linear layer: the name of its parameter, those of its tensors, shape, axes, and if it has a bias
-type Linear = tuple[str, tuple[str, ...], Shape, Axes, bool]
 # The parameters of a mixture of experts, of (path, start of tensor names, config, width).
 type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
+
+
+class Linear(NamedTuple):
+    """A linear layer: the name of its parameter, and of the tensors that are joined to make it.
+
+    A single tensor has all outputs. ``rows`` are the row orders of the tensors; empty if all are
+    in order.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    shape: Shape
+    axes: Axes
+    bias: bool
+    rows: tuple[RotaryRows | None, ...] = ()
+
+
+class FusedTensors(NamedTuple):
+    """The names of tensors that hold q, k and v, and gate and up; None if they are separate."""
+
+    qkv: str | None = None
+    gate_up: str | None = None
 
 
 def gqa_config(
@@ -64,6 +85,7 @@ def gqa_config(
     scale: float | None = None,
     rope: RopeConfig | None = None,
     local_rope: RopeConfig | None = None,
+    partial_rotary: float | None = None,
     activation: str | None = None,
     norms: Literal["before", "after", "both"] = "before",
     tied: bool = False,
@@ -75,8 +97,9 @@ def gqa_config(
 
     If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
     are read, ``scale`` is head_dim ** -0.5, layers with a window rotate like the others
-    (``local_rope``), and all layers have the same dense network (``ffns``: the network of each).
-    ``more`` are further fields. Raises ``ConfigError`` with the key.
+    (``local_rope``), heads rotate whole (``partial_rotary``: the default for the part that does),
+    and all layers have the same dense network (``ffns``: the network of each). ``more`` are further
+    fields. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -87,7 +110,7 @@ def gqa_config(
             f"'num_key_value_heads' {num_kv_heads}"
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
-    rope = rope or rope_config(config, head_dim)
+    rope = rope or rope_config(config, head_dim, partial=partial_rotary)
     if ffns is None:
         ffn = FeedForwardConfig(
             width=hf.positive_int(config, "intermediate_size"),
@@ -133,11 +156,11 @@ def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return windows_by_layer(config, window, first)
 
 
-def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The window in tokens: transformers' default if the key is absent, None if it is null."""
-    if config.get("sliding_window", _WINDOW) is None:
+def sliding_window(config: Mapping[str, Any], default: int | None = _WINDOW) -> int | None:
+    """The window in tokens: transformers' ``default`` if the key is absent, None if it is null."""
+    if config.get("sliding_window", default) is None:
         return None
-    return hf.positive_int(config, "sliding_window", _WINDOW)
+    return hf.positive_int(config, "sliding_window", default)
 
 
 def windows_by_layer(
@@ -170,22 +193,25 @@ class NormSources(NamedTuple):
     several: Callable[..., np.ndarray] = stack
 
 
-PRE_NORMS = NormSources()
+PRE_NORMS, SEPARATE = NormSources(), FusedTensors()
 
 
 def gqa_param_specs(
     config: DecoderSpec,
     norms: NormSources = PRE_NORMS,
     experts: ExpertSpecs | None = None,
+    fused: FusedTensors = SEPARATE,
+    interleaved: bool = False,
 ) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources.
 
-    ``experts`` has those of a layer's mixture of experts, of families that have one.
+    ``experts`` has those of a layer's mixture of experts, of families that have one. With
+    ``interleaved`` component 2i of a head rotates with 2i + 1 in the checkpoint.
     """
     d, specs = config.hidden_size, outer_specs(config, norms)
     for i in range(len(config.layers)):
         layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, i, norms))
+        specs.extend(_layer_specs(config, i, norms, fused, interleaved))
         if isinstance(layer.ffn, ExpertsConfig):
             assert experts is not None, "the family has no experts"
             specs.extend(experts(path, source, layer.ffn, d))
@@ -207,12 +233,17 @@ def outer_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> list[Par
     return specs
 
 
-def dense_linears(ffn: FeedForwardConfig, width: int, source: str = "mlp.") -> tuple[Linear, ...]:
-    """The linear layers of a gated network, with their tensors after ``source``."""
-    f, pair = ffn.width, (f"{source}gate_proj", f"{source}up_proj")
+def dense_linears(
+    ffn: FeedForwardConfig, width: int, source: str = "mlp.", gate_up: str | None = None
+) -> tuple[Linear, ...]:
+    """The linear layers of a gated network, with their tensors after ``source``; ``gate_up`` is the
+    whole name of a fused one.
+    """
+    f = ffn.width
+    into = (f"{source}gate_proj", f"{source}up_proj") if gate_up is None else (gate_up,)
     return (
-        ("gate_up", pair, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
-        ("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
+        Linear("gate_up", into, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
+        Linear("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
     )
 
 
@@ -222,37 +253,69 @@ def linear_specs(
     """The weights of linear layers, and their biases."""
     weights: list[ParamSpec] = []
     biases: list[ParamSpec] = []
-    for name, tensors, shape, axes, has_bias in linears:
-        widths = axes[1].widths if isinstance(axes[1], Fused) else shape[1:]
-        parts = [(source + tensor, out) for tensor, out in zip(tensors, widths, strict=True)]
-        sources = tuple(Source(f"{part}.weight", (out, shape[0])) for part, out in parts)
-        array = ArraySpec(shape, axes)
-        weights.append(ParamSpec(path + name, array, sources, join_outputs, matrix="out_in"))
+    for name, tensors, shape, axes, has_bias, orders in linears:
+        widths = shape[1:]
+        if isinstance(axes[1], Fused) and len(tensors) > 1:
+            widths = axes[1].widths
+        orders = orders or (None,) * len(tensors)
+        parts = list(zip(tensors, widths, orders, strict=True))
+
+        def sources(kind: str, *inputs: int, of: Any = parts) -> tuple[Source, ...]:
+            return tuple(
+                Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
+                for tensor, out, rows in of
+            )
+
+        array, stored = ArraySpec(shape, axes), sources("weight", shape[0])
+        weights.append(ParamSpec(path + name, array, stored, join_outputs, matrix="out_in"))
         if has_bias:
-            sources = tuple(Source(f"{part}.bias", (out,)) for part, out in parts)
             array = ArraySpec(shape[1:], axes[1:])
-            biases.append(ParamSpec(f"{path}{name}_bias", array, sources, join))
+            biases.append(ParamSpec(f"{path}{name}_bias", array, sources("bias"), join))
     return weights, biases
 
 
-def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterator[ParamSpec]:
+def _qkv_linear(
+    mixer: AttentionConfig, width: int, fused: str | None, rows: Callable[[int], RotaryRows | None]
+) -> Linear:
+    """The linear layer of q, k and v; ``rows``: the row order of so many heads."""
+    n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    tensors, orders = _QKV, (rows(n), rows(k), None)
+    if fused is not None:
+        tensors, orders = (fused,), (rows(n + k),)
+    axes = (None, Fused("heads", (n * h, k * h, k * h)))
+    return Linear("qkv", tensors, (width, (n + 2 * k) * h), axes, mixer.qkv_bias, orders)
+
+
+def _layer_specs(
+    config: DecoderSpec, index: int, norms: NormSources, fused: FusedTensors, interleaved: bool
+) -> Iterator[ParamSpec]:
     """The parameters of a layer without those of experts."""
     mixer, ffn = config.layers[index].mixer, config.layers[index].ffn
     assert isinstance(mixer, AttentionConfig)
     path, source = f"layers_{index}/", f"model.layers.{index}."
     q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     d = config.hidden_size
+    rotated = mixer.head_dim if mixer.rope is None else mixer.rope.width
+
+    def rows(heads: int) -> RotaryRows | None:
+        if rotated == mixer.head_dim and not interleaved:
+            return None
+        return RotaryRows(heads, mixer.head_dim, rotated, interleaved)
+
     linears: tuple[Linear, ...] = (
-        ("qkv", _QKV, (d, q + 2 * kv), (None, Fused("heads", (q, kv, kv))), mixer.qkv_bias),
-        ("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
+        _qkv_linear(mixer, d, fused.qkv, rows),
+        Linear("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
     )
     if isinstance(ffn, FeedForwardConfig):
-        linears += dense_linears(ffn, d)
+        linears += dense_linears(ffn, d, gate_up=fused.gate_up)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
 
-    def stacked(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
-        sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
+    def stacked(
+        name: str, tensors: tuple[str, ...], width: int, order: RotaryRows | None = None
+    ) -> ParamSpec:
+        sources = (Source(f"{source}{tensor}.weight", (width,), rows=order) for tensor in tensors)
+        sources = tuple(sources)
         array = ArraySpec((len(tensors), width), (None, None), config.norm_dtype)
         return ParamSpec(path + name, array, sources, norms.several)
 
@@ -263,9 +326,12 @@ def _layer_specs(config: DecoderSpec, index: int, norms: NormSources) -> Iterato
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm == "head":
-        yield stacked("qk_norms", _QK_NORMS, mixer.head_dim)
+        yield stacked("qk_norms", _QK_NORMS, mixer.head_dim, rows(1))
     elif mixer.qk_norm == "all_heads":
         array = ArraySpec((q + kv,), (Fused("heads", (q, kv)),), config.norm_dtype)
-        widths = zip(_QK_NORMS, (q, kv), strict=True)
-        sources = tuple(Source(f"{source}{name}.weight", (width,)) for name, width in widths)
+        heads = zip(_QK_NORMS, (mixer.num_heads, mixer.num_kv_heads), strict=True)
+        sources = tuple(
+            Source(f"{source}{name}.weight", (count * mixer.head_dim,), rows=rows(count))
+            for name, count in heads
+        )
         yield ParamSpec(path + "qk_norms", array, sources, join)

@@ -48,6 +48,7 @@ _KINDS: Mapping[str, type[Any] | None] = MappingProxyType(
 )
 # Kinds whose original length may also be a top-level key.
 _TOP_LEVEL_ORIGINAL = ("llama3", "yarn", "longrope")
+_LONG_KINDS, _LONG_FACTOR = ("su", "yarn"), "long_factor"  # in older files of Phi-3
 _CONTEXT_FIELD = "length"  # the field of a scaling that is set by the engine, not by a file
 # Keys that transformers knows. Like transformers, we ignore those that a kind does not use.
 _KNOWN = frozenset(
@@ -65,18 +66,26 @@ ROPE_KEYS = (*SECTIONS, _THETA, _PARTIAL, _POSITIONS, _ORIGINAL)  # all that des
 
 
 def rope_config(
-    config: HFConfig, head_dim: int, *, theta: float = 10000.0, theta_key: str = _THETA
+    config: HFConfig,
+    head_dim: int,
+    *,
+    theta: float = 10000.0,
+    theta_key: str = _THETA,
+    partial: float | None = None,
 ) -> RopeConfig:
     """The rope config of ``rope_parameters`` (transformers 5) or ``rope_theta``, ``rope_scaling``.
 
     A value may be in several of these places if it is the same in all of them. ``theta`` is the
-    family's default, ``theta_key`` the top-level key of the base. Raises ``ConfigError`` for a
-    scaling that is unknown, incomplete, or has unknown keys, and for places that differ.
+    family's default, ``theta_key`` the top-level key of the base, ``partial`` the family's default
+    for the part of a head that rotates, None for a family whose heads rotate whole. Raises
+    ``ConfigError`` for a scaling that is unknown, incomplete, or has unknown keys, and for places
+    that differ.
     """
     if head_dim % 2:
         raise ConfigError(f"config key 'head_dim' must be even for rope, got {head_dim}")
     section = _section(config)
     kind = section.pop("rope_type", "default")
+    kind = "longrope" if kind in _LONG_KINDS and _LONG_FACTOR in section else kind
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"rope type {short(kind)} is unknown; use one of {', '.join(_KINDS)}")
     _add_top_level(section, config, kind, theta_key)
@@ -84,14 +93,32 @@ def rope_config(
     for key in (_THETA, _POSITIONS):
         section.pop(key, None)
     _refuse_unknown(kind, section)
-    if kind != "proportional" and section.get(_PARTIAL, 1.0) != 1.0:
-        raise ConfigError(
-            f"config key {_PARTIAL!r} is {short(section[_PARTIAL])}; heads that rotate in part are "
-            "not supported, only 1.0"
-        )
-    rope = RopeConfig(head_dim, base, _scaling(kind, section, config, head_dim))
+    rotary_dim = None
+    if kind != "proportional":
+        rotary_dim = _rotary_dim(section.get(_PARTIAL), head_dim, partial)
+    scaling = _scaling(kind, section, config, rotary_dim or head_dim)
+    rope = RopeConfig(head_dim, base, scaling, rotary_dim)
     _check_numbers(rope)
     return rope
+
+
+def _rotary_dim(given: Any, head_dim: int, default: float | None) -> int | None:
+    """The number of components of a head that rotate; None if all do."""
+    if default is None and given not in (None, 1.0):
+        raise ConfigError(
+            f"config key {_PARTIAL!r} is {short(given)}, and heads of this family rotate whole; "
+            "set it to 1.0"
+        )
+    part = default if given is None else given
+    if part is None or part == 1.0:
+        return None
+    found = int(head_dim * part) if is_positive(part) and part < 1 else 0
+    if found < 2 or found % 2:
+        raise ConfigError(
+            f"config key {_PARTIAL!r} is {short(part)}; it must be a number up to 1 that gives an "
+            f"even number of the {head_dim} components of a head"
+        )
+    return found
 
 
 def _section(config: HFConfig) -> dict[str, Any]:

@@ -173,10 +173,13 @@ def _layer_specs(
     c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
     assert isinstance(c, LatentAttentionConfig)
     queries, values = c.num_heads * c.head_dim, c.num_heads * c.value_dim
-    linears: list[Linear] = [("o", ("self_attn.o_proj",), (values, d), ("heads", None), c.bias)]
+    linears: list[Linear] = [
+        Linear("o", ("self_attn.o_proj",), (values, d), ("heads", None), c.bias)
+    ]
     if c.query_rank is not None:
         axes = (None, "heads")
-        linears.append(("q_b", ("self_attn.q_b_proj",), (c.query_rank, queries), axes, False))
+        shape = (c.query_rank, queries)
+        linears.append(Linear("q_b", ("self_attn.q_b_proj",), shape, axes, bias=False))
     if isinstance(ffn, FeedForwardConfig):
         linears += dense_linears(ffn, d)
     weights, biases = linear_specs(path, source, linears)

@@ -7,7 +7,7 @@ parameters in the nested dict that Flax uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -18,27 +18,66 @@ import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.placement import Axes
-from pallas_kernels.quantised import Form
+from pallas_kernels.quantised import Form, Quantised
 
 type Shape = tuple[int, ...]
+
+
+class RotaryRows(NamedTuple):
+    """The order of a tensor's rows for heads that rotate in part, or by adjacent components.
+
+    The kernels rotate component i of a head with i + H/2. In checkpoints only the first ``rotated``
+    components of each head rotate: i with i + rotated/2, or if ``interleaved`` 2i with 2i + 1. The
+    same order of queries and keys changes no score, so that the rows of both are put where the
+    kernels have them, when weights are read. The rows behind those of ``heads`` heads stay.
+    """
+
+    heads: int
+    head_dim: int
+    rotated: int
+    interleaved: bool = False
+
+    def order(self, num_rows: int) -> np.ndarray:  # int[num_rows]
+        """For each row of the parameter, the row of the tensor."""
+        head, r, rest = np.arange(self.head_dim), self.rotated, (self.head_dim - self.rotated) // 2
+        pairs = (head[0:r:2], head[1:r:2]) if self.interleaved else np.split(head[:r], 2)
+        first, second = pairs
+        one = np.concatenate([first, head[r : r + rest], second, head[r + rest :]])
+        heads = (np.arange(self.heads)[:, None] * self.head_dim + one).reshape(-1)
+        return np.concatenate([heads, np.arange(len(heads), num_rows)])
 
 
 class Source(NamedTuple):
     """A checkpoint tensor by its Hugging Face name, with its required shape.
 
     ``build`` receives an array, or with a ``form`` the ``Quantised`` matrix as it is stored. With
-    ``part`` the tensor is a stack, and the source is only this part along its first dimension.
+    ``part`` the tensor is a stack, and the source is only this part along its first dimension. With
+    ``rows`` it receives the rows in that order.
     """
 
     name: str
     shape: Shape
     form: Form | None = None
     part: int | None = None
+    rows: RotaryRows | None = None
 
     @property
     def own_shape(self) -> Shape:
         """The shape of what ``build`` receives."""
         return self.shape if self.part is None else self.shape[1:]
+
+    def ordered(self, tensor: Any) -> Any:
+        """The tensor, an array or ``Quantised``, with its rows in the order of ``rows``."""
+        if self.rows is None:
+            return tensor
+        order = self.rows.order(self.shape[0])
+        return tensor.rows(order) if isinstance(tensor, Quantised) else tensor[order]
+
+    def unordered(self, array: np.ndarray) -> np.ndarray:
+        """The inverse of ``ordered``."""
+        if self.rows is None:
+            return array
+        return array[np.argsort(self.rows.order(self.shape[0]))]
 
 
 @dataclass(frozen=True)
@@ -117,6 +156,14 @@ class ParamSpec:
     def sources_per_piece(self) -> int:
         """The number of tensors that one call of ``build`` receives."""
         return len(self.sources) // (self.pieces or 1)
+
+    def built(self, tensors: Iterable[Any], piece: int = 0) -> Any:
+        """What ``build`` makes of the tensors of a piece, or of all of them, as they are stored."""
+        count = self.sources_per_piece
+        own = self.sources[piece * count : (piece + 1) * count]
+        return self.build(
+            *(source.ordered(tensor) for source, tensor in zip(own, tensors, strict=True))
+        )
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:
@@ -228,12 +275,13 @@ def tensors_of(spec: ParamSpec, array: Any) -> list[np.ndarray]:
             f"{getattr(build, '__name__', build)}; add its inverse to models.params"
         )
     if spec.pieces is None:
-        return inverse(array, spec.sources)
-    count = spec.sources_per_piece
-    sources = (spec.sources[i * count : (i + 1) * count] for i in range(spec.pieces))
-    return [
-        tensor for piece, own in zip(array, sources, strict=True) for tensor in inverse(piece, own)
-    ]
+        found = inverse(array, spec.sources)
+    else:
+        count = spec.sources_per_piece
+        sources = (spec.sources[i * count : (i + 1) * count] for i in range(spec.pieces))
+        pieces = zip(array, sources, strict=True)
+        found = [tensor for piece, own in pieces for tensor in inverse(piece, own)]
+    return [s.unordered(tensor) for s, tensor in zip(spec.sources, found, strict=True)]
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

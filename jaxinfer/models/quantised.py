@@ -87,6 +87,8 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     if spec.pieces is not None:
         return _kept_stack(spec, forms, arrangement)
     sources = tuple(source._replace(form=forms.get(source.name)) for source in spec.sources)
+    for source in sources:
+        _check_rows(source)
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
     axes = _axes_of_parts(outputs, parts)
@@ -98,6 +100,18 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
     return replace(spec, arrays=tree, sources=sources, build=build, finish=finish)
+
+
+def _check_rows(source: Source) -> None:
+    """Raise ``CheckpointError`` if rows would leave the block with which they share scales."""
+    if source.form is None or source.rows is None:
+        return
+    block, head_dim = source.form.block_outputs, source.rows.head_dim
+    if block > 1 and block % head_dim:
+        raise CheckpointError(
+            f"tensor {source.name} cannot be kept as {source.form}: heads of {head_dim} that "
+            "rotate in part need blocks of whole heads; use a checkpoint without such blocks"
+        )
 
 
 def _kept_stack(

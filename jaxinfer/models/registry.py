@@ -24,6 +24,8 @@ _MODULES = (
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
     ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
     ("Olmo2ForCausalLM", "jaxinfer.models.olmo2"),
+    ("Phi3ForCausalLM", "jaxinfer.models.phi3"),
+    ("Glm4ForCausalLM", "jaxinfer.models.glm4"),
     ("Qwen3MoeForCausalLM", "jaxinfer.models.qwen3_moe"),
     ("MixtralForCausalLM", "jaxinfer.models.mixtral"),
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),

@@ -80,7 +80,7 @@ class ProportionalScaling(RopeScaling):
 
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
         """See ``RopeScaling``."""
-        rotated = int(self.partial_rotary_factor * rope.head_dim // 2)
+        rotated = int(self.partial_rotary_factor * rope.width // 2)
         kept = np.where(np.arange(len(frequencies)) < rotated, frequencies, np.float32(0))
         return (kept / np.float32(self.factor)).astype(np.float32)
 
@@ -108,8 +108,8 @@ class DynamicScaling(RopeScaling):
         if self.length <= original:
             return frequencies
         growth = self.factor * self.length / original - (self.factor - 1)
-        theta = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
-        return inverse_frequencies(RopeConfig(rope.head_dim, theta))
+        theta = rope.theta * growth ** (rope.width / (rope.width - 2))
+        return inverse_frequencies(RopeConfig(rope.width, theta))
 
     def lengths(self, positions: int) -> tuple[int, int]:
         """See ``RopeScaling``."""
@@ -234,7 +234,7 @@ class YarnScaling(RopeScaling):
         first, last = (self._component(rope, beta) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, rope.head_dim - 1)
+        first, last = max(first, 0), min(last, rope.width - 1)
         index = np.arange(len(frequencies), dtype=np.float32)
         divided = np.clip((index - first) / (last - first or 0.001), 0.0, 1.0)
         blend = (1 - divided) * frequencies + divided * frequencies / self.factor
@@ -243,7 +243,7 @@ class YarnScaling(RopeScaling):
     def _component(self, rope: RopeConfig, rotations: float) -> float:
         """The (fractional) component with so many rotations over the original context."""
         wavelength = self.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return rope.head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
 
     def lengths(self, positions: int) -> tuple[int, int]:
         """See ``RopeScaling``."""
@@ -253,11 +253,22 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The parameters of the rotation; ``scaling`` None is the original scheme."""
+    """The parameters of the rotation; ``scaling`` None is the original scheme.
+
+    With ``rotary_dim`` only so many components of a head rotate. They are the first of each half of
+    the head, as the weights are laid out (``models.params.RotaryRows``), and the tables hold the
+    angle 0 for the others: every kernel then computes them without a form of its own.
+    """
 
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of components of a head that rotate."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def attention_scale(self) -> float:
@@ -277,9 +288,11 @@ class RopeConfig:
         return replace(self, scaling=self.scaling.for_context(length)) if self.scaling else self
 
 
-def inverse_frequencies(rope: RopeConfig) -> np.ndarray:  # float32[H / 2]
-    """Radians per position of each pair of components, in float32 as the reference models do."""
-    exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
+def inverse_frequencies(rope: RopeConfig) -> np.ndarray:  # float32[width / 2]
+    """Radians per position of each pair of components that rotates, in float32 as the reference
+    models do.
+    """
+    exponents = np.arange(0, rope.width, 2, dtype=np.float32) / np.float32(rope.width)
     frequencies = np.float32(1.0) / np.power(np.float32(rope.theta), exponents)
     return rope.scaling.rescale(rope, frequencies) if rope.scaling else frequencies
 
@@ -290,4 +303,8 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, H / 2] each
     """Cosine and sine of each token's angles; they are computed once per step."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)
-    return jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale
+    cos, sin = jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale
+    if rope.width == rope.head_dim:
+        return cos, sin
+    others = ((0, 0), (0, (rope.head_dim - rope.width) // 2))  # their scale is 1
+    return jnp.pad(cos, others, constant_values=1.0), jnp.pad(sin, others)

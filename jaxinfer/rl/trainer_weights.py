@@ -89,7 +89,7 @@ def _made(spec: ParamSpec, tensors: Mapping[str, tuple[str, jax.Array]]) -> Any:
     """One parameter from its tensors; see ``ParamSpec``."""
     own = [_as_stored(source, tensors) for source in spec.sources]
     count = spec.sources_per_piece
-    pieces = [spec.build(*own[i : i + count]) for i in range(0, len(own), count)]
+    pieces = [spec.built(own[i * count : (i + 1) * count], i) for i in range(len(own) // count)]
     if spec.finish is not None:
         pieces = [spec.finish(piece) for piece in pieces]
     if spec.pieces is None:

@@ -45,7 +45,7 @@ class PlannedParam:
             else checkpoint.read_quantised(name, source.part)
             for name, source in zip(self.names[own], self.spec.sources[own], strict=True)
         )
-        built = by_path({self.spec.path: self.spec.build(*tensors)})
+        built = by_path({self.spec.path: self.spec.built(tensors, index)})
         made: dict[str, np.ndarray] = {}
         for path, array in self.arrays.items():
             axes = array.axes if self.spec.pieces is None else array.axes[1:]

@@ -18,7 +18,8 @@ from jaxinfer.cli.main import cli
 from jaxinfer.cli.options import SAMPLING
 from jaxinfer.core.config import DEFAULT_PAGE_SIZE
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.request import _NEUTRAL, SamplingParams
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.sampling_checks import NEUTRAL
 from kit.tokenizers import TINY_BOS_ID
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
@@ -148,8 +149,12 @@ def test_every_sampling_field(generate: Generate) -> None:
 
 
 def test_sampling_flags_are_the_fields_of_sampling_params() -> None:
-    supported = {name for name in SamplingParams.__struct_fields__ if name not in _NEUTRAL}
-    assert {one.name for one in SAMPLING.settings} == supported - WITHOUT_OWN_FLAG
+    supported = {name for name in SamplingParams.__struct_fields__ if name not in NEUTRAL}
+    flagged = {one.name for one in SAMPLING.settings}
+    assert flagged == supported - WITHOUT_OWN_FLAG, (
+        f"{flagged ^ (supported - WITHOUT_OWN_FLAG)} must be in SAMPLING of cli/options.py, or in "
+        "WITHOUT_OWN_FLAG here"
+    )
     flags = {flag for option in GENERATE.params for flag in option.opts}
     assert flags >= FORM_FLAGS
 

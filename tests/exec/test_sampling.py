@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 from jaxinfer.core.step import SlotAdmission
 from jaxinfer.exec.step.sampling import (
     CHUNK,

@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, of mixtures of experts and the names that end in
-_rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2, phi3, glm4, of mixtures of experts and the names
+that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -28,12 +28,14 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4Config,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -70,6 +72,14 @@ LATENT_ROPE = {**YARN_ROPE, "factor": 40.0, "beta_fast": 4.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 GPT_OSS_ROPE = {**YARN_ROPE, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
+PHI3_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 8 for i in range(6)],
+    "long_factor": [1.0 + i for i in range(6)],
+}
+GLM4_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -136,6 +146,18 @@ def cases() -> dict[str, PreTrainedConfig]:
         "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN_ROPE, pad_token_id=None),
         "olmo2_bias_tied": Olmo2Config(
             **SIZES, attention_bias=True, tie_word_embeddings=True, pad_token_id=None
+        ),
+        "phi3": Phi3Config(**SIZES, sliding_window=7, pad_token_id=None),
+        "phi3_long_rope": Phi3Config(  # twice the original length, where long_factor counts
+            **SIZES | {"hidden_size": 64},
+            original_max_position_embeddings=16,
+            rope_parameters=PHI3_ROPE,
+            tie_word_embeddings=True,
+            pad_token_id=None,
+        ),
+        "glm4": Glm4Config(**SIZES, head_dim=16, pad_token_id=None),
+        "glm4_plain": Glm4Config(
+            **SIZES, head_dim=8, attention_bias=False, rope_parameters=GLM4_ROPE, pad_token_id=None
         ),
         "qwen3_moe": Qwen3MoeConfig(
             **SIZES | {"num_hidden_layers": 3},

@@ -31,6 +31,8 @@ CASES = (
     "gpt2",
     "gemma3",
     "olmo2",
+    "phi3",
+    "glm4",
     "qwen3_moe",
     "mixtral",
     "gpt_oss",

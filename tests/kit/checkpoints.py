@@ -118,11 +118,11 @@ def built_arrays(model: Model, tensors: Mapping[str, np.ndarray]) -> dict[str, n
         whole = ((tensors[source.name], source.part) for source in spec.sources)
         read = [tensor if part is None else tensor[part] for tensor, part in whole]
         if spec.pieces is None:
-            arrays = by_path({spec.path: spec.build(*read)})
+            arrays = by_path({spec.path: spec.built(read)})
         else:
             each = [
-                by_path({spec.path: spec.build(*piece)})
-                for piece in batched(read, len(read) // spec.pieces)
+                by_path({spec.path: spec.built(piece, i)})
+                for i, piece in enumerate(batched(read, len(read) // spec.pieces))
             ]
             arrays = {path: np.stack([piece[path] for piece in each]) for path in each[0]}
         made |= {path: arrays[path].astype(model.arrays[path].dtype) for path in spec.leaves}

@@ -1,11 +1,15 @@
 """Bodies of requests, parsed as in the server.
 
-Owns: the minimal bodies, ``read``, ``refusal`` and ``fit_beams``.
+Owns: the minimal bodies, ``read``, ``refusal``, ``fit_beams``,
+``least_body`` and ``without_field``.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,6 +30,49 @@ KINDS = (CompletionRequest, ChatCompletionRequest, GenerateRequest)
 def minimal(kind: type) -> dict[str, Any]:
     """The minimal body of a kind of request."""
     return CHAT if kind is ChatCompletionRequest else PROMPT
+
+
+# by name of the struct; the fields that a body needs, or one of them
+LEAST: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "CompletionRequest": PROMPT,
+        "ChatCompletionRequest": CHAT,
+        "GenerateRequest": PROMPT,
+        "TokensRequest": {"token_ids": [1], "sampling_params": {}},
+        "EmbeddingRequest": {"input": "a"},
+        "PoolingRequest": {"input": "a"},
+        "ScoreRequest": dict.fromkeys(("text_1", "text_2", "queries", "documents"), "a"),
+        "RerankRequest": {"query": "a", "documents": ["a"]},
+        "TokenizeRequest": PROMPT,
+        "DetokenizeRequest": {"tokens": [1]},
+        "MessagesRequest": {**CHAT, "max_tokens": 1},
+        "CountTokensRequest": CHAT,
+        "ResponsesRequest": {"input": "a"},
+    }
+)
+
+
+def least_body(kind: type) -> dict[str, Any]:
+    """The fields that a body of a kind of request needs, with small values."""
+    assert kind.__name__ in LEAST, (
+        f"{kind.__name__} has no least body; add one to LEAST in tests/kit/request_bodies.py"
+    )
+    return LEAST[kind.__name__]
+
+
+def without_field(body: dict[str, Any], param: str, least: dict[str, Any]) -> dict[str, Any]:
+    """The body without the field that an error names; for a field that is needed, with the
+    ``least`` values of all such fields.
+
+    Fails if that changes nothing, so that leaving out fields ends.
+    """
+    name = re.split(r"[.\[]", param)[0]
+    if name in least:
+        changed = body | {key: value for key, value in least.items() if body.get(key) is not None}
+    else:
+        changed = {key: value for key, value in body.items() if key != name}
+    assert changed != body, (param, body)
+    return changed
 
 
 def read(body: Any, kind: type = CompletionRequest, **options: Any) -> Any:

@@ -90,6 +90,15 @@ CONFIGS = MappingProxyType(
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
         "olmo2": {**_DECODER, "architectures": ["Olmo2ForCausalLM"]},
+        "phi3": {
+            **_DECODER,
+            "architectures": ["Phi3ForCausalLM"],
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+        },
+        "glm4": {**_DECODER, "architectures": ["Glm4ForCausalLM"], "head_dim": 16},
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "qwen3_moe": {
             **_DECODER,
@@ -147,9 +156,10 @@ CONFIGS = MappingProxyType(
 NAMES = tuple(CONFIGS)
 # Families for tests of research functions, which take 15 s each: together their layers have every
 # part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases)
-# lack; qwen3_moe and mixtral have gpt_oss's experts, deepseek_v2 has deepseek_v3's attention.
+# lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
+# experts, deepseek_v2 has deepseek_v3's attention.
 # Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3.
-LIKE_OTHERS = ("mistral", "qwen2", "mixtral", "deepseek_v2")
+LIKE_OTHERS = ("mistral", "qwen2", "glm4", "mixtral", "deepseek_v2")
 OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3")
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.params import RotaryRows
 from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
 from pallas_kernels.numerics import rotate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "data" / "rope.json").read_text())
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 LLAMA3 = {"type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
 
@@ -191,6 +192,64 @@ def test_numbers_that_give_no_angles_are_refused(section: Any) -> None:
 def test_an_original_length_is_a_bounded_whole_number(value: Any) -> None:
     with pytest.raises(ConfigError, match=f"config key '{ORIGINAL}'"):
         rope_config({"max_position_embeddings": 100, "rope_scaling": {**YARN, ORIGINAL: value}}, 8)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("width", "factor"), [(8, 0.5), (16, 0.75), (8, 1.0)])
+def test_heads_that_rotate_in_part_have_the_scores_of_the_definition(
+    width: int, factor: float, interleaved: bool
+) -> None:
+    """Rows in the kernels' order, rotated whole, with a scale that only rotated components have."""
+    rotated = int(width * factor)
+    section = {
+        **LONGROPE,
+        "short_factor": [1.5] * (rotated // 2),
+        "attention_factor": 1.25,
+        "factor": 2,
+    }
+    section |= {"long_factor": section["short_factor"]}
+    config = {"max_position_embeddings": 100, "rope_scaling": section, PARTIAL: factor}
+    rope = rope_config(config, width, partial=1.0)
+    rows = RotaryRows(3, width, rotated, interleaved).order(3 * width + 5)
+    np.testing.assert_array_equal(np.sort(rows), np.arange(3 * width + 5))
+    np.testing.assert_array_equal(rows[3 * width :], np.arange(3 * width, 3 * width + 5))
+    q, k = np.random.default_rng(0).standard_normal((2, 3, width)).astype(np.float32)
+
+    def defined(x: np.ndarray, position: int) -> np.ndarray:
+        out = x.copy()
+        angles = position * inverse_frequencies(rope)
+        for i, angle in enumerate(angles):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + rotated // 2)
+            cos, sin = 1.25 * np.cos(angle), 1.25 * np.sin(angle)
+            out[:, a], out[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, b] * cos + x[:, a] * sin
+        return out
+
+    def ours(x: np.ndarray, position: int) -> np.ndarray:
+        x = x.reshape(-1)[rows[: x.size]].reshape(x.shape)
+        tables = rope_tables(rope, jnp.asarray([position], jnp.int32))
+        return np.asarray(rotate(jnp.asarray(x)[None], *tables))[0]
+
+    expected = (defined(q, 7) * defined(k, 3)).sum(-1)
+    np.testing.assert_allclose((ours(q, 7) * ours(k, 3)).sum(-1), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("factor", "shown"), [(0, "0"), (1.5, "1.5"), (0.4, "0.4"), ("all", "'all'")]
+)
+def test_a_part_of_a_head_is_an_even_number_of_components(factor: Any, shown: str) -> None:
+    config = {"max_position_embeddings": 100, PARTIAL: factor}
+    with pytest.raises(ConfigError, match=f"'{PARTIAL}' is {shown}; it must be .* of the 8 comp"):
+        rope_config(config, 8, partial=1.0)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_older_names_of_longrope(name: str) -> None:
+    section = {**LONGROPE, ORIGINAL: 25}
+    one, other = (
+        rope_config({"max_position_embeddings": 100, "rope_scaling": {**section, "type": kind}}, 8)
+        for kind in (name, "longrope")
+    )
+    assert one == other
 
 
 def test_scores_depend_only_on_distance() -> None:

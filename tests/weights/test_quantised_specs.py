@@ -12,16 +12,18 @@ import pytest
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import abstract_params
-from jaxinfer.models.params import nested
+from jaxinfer.models.params import RotaryRows, Source, nested
 from jaxinfer.models.quantised import arranged_on_device, sizes_by_form
+from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import Fused, default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
+from kit.tiny_models import tiny_config
 from pallas_kernels import arrangements
 from pallas_kernels.arrangements import ARRANGEMENTS, rows_of
 from pallas_kernels.native import library
-from pallas_kernels.quantised import KINDS, Form, is_matrix, quantised
+from pallas_kernels.quantised import KINDS, Form, dequantised, is_matrix, quantised
 
 MODEL, CHECKPOINT = quantised_tensors()
 FLOAT32 = np.dtype(np.float32)
@@ -96,6 +98,32 @@ def test_axes_of_blocks() -> None:
     scales = arrays["layers_1/gate_up/scales"]
     assert scales.axes == (Fused("ffn", (WIDTH // 128, WIDTH // 128)), None)
     assert scales.shape == (2 * WIDTH // 128, WIDTH // 128)
+
+
+@pytest.mark.parametrize("form", [Form("int8", 32, "float32"), Form("int4", None, "float16")])
+def test_rows_of_quantised_matrices_are_ordered_with_their_scales(form: Form) -> None:
+    rng, rows = np.random.default_rng(0), RotaryRows(3, 8, 4, interleaved=True)
+    arrays = form.arrays(32, 64).items()
+    made = {name: rng.integers(1, 99, shape).astype(dtype) for name, (shape, dtype) in arrays}
+    source = Source("q", (32, 64), form, rows=rows)
+    ordered = dequantised(source.ordered(quantised(made)))
+    stored = dequantised(quantised(made))
+    np.testing.assert_array_equal(ordered, stored[rows.order(32)])
+    np.testing.assert_array_equal(source.unordered(np.asarray(ordered)), stored)
+
+
+def test_blocks_of_outputs_that_are_not_whole_heads_are_refused_where_rows_are_ordered() -> None:
+    fp8 = Form("fp8", 128, "float32", block_outputs=128)
+    config = {**tiny_config("glm4"), "hidden_size": 128}
+
+    def specs(**heads: int) -> object:
+        model = build_model({**config, **heads}, "float32")
+        forms = (("model.layers.0.self_attn.q_proj.weight", fp8),)
+        return replace(model, forms=forms).param_specs
+
+    assert specs(head_dim=64, num_attention_heads=2)  # a block is two heads
+    with pytest.raises(CheckpointError, match=r"q_proj.weight cannot be kept .* heads of 256 that"):
+        specs(head_dim=256)
 
 
 def test_sizes_by_form() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.request import MAX_LOGPROBS
+from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 
 RENAMED = MappingProxyType(
     {

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import MAX_LOGPROBS, SamplingParams
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import ScheduledSeq
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import INT32_MAX, MAX_LOGPROBS
+from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.mask.api import mask
 from pallas_kernels.pins import NO_PINS, Pins

@@ -23,12 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.request import (
-    INT32_MAX,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_TOKEN_IDS,
-    Request,
-)
+from jaxinfer.core.request import Request
+from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxinfer.core.step import SlotAdmission
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's stop ids and up to 16 eos ids of the model

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.server.openai.fields import KIND_TEXT, RequestPart, one_of
 
 NO_EFFECT = Meta(description="Accepted, without an effect.")

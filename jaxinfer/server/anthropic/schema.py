@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from jaxinfer.core.request import WHOLE_BOUNDS
+from jaxinfer.core.sampling_checks import WHOLE_BOUNDS
 from jaxinfer.server.anthropic.chat import (
     MessagesChat,
     chat_messages,

@@ -1,7 +1,7 @@
 """The fields that all generation requests share, and their conversion to ``SamplingParams``.
 
-Owns: names, defaults and bounds (vLLM's and OpenAI's; the bounds come from ``core.request``), the
-known fields that are not supported, and ``to_sampling``.
+Owns: names, defaults and bounds (vLLM's and OpenAI's; the bounds come from
+``core.sampling_checks``), the known fields that are not supported, and ``to_sampling``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.core.request import (
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.sampling_checks import (
     ABOVE_ZERO_BOUNDS,
     BIAS_BOUNDS,
     INT32_MAX,
@@ -26,7 +27,6 @@ from jaxinfer.core.request import (
     PRIORITY_BOUNDS,
     REAL_BOUNDS,
     WHOLE_BOUNDS,
-    SamplingParams,
 )
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.structured import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from jaxinfer.core.pooling import PoolingParams
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.server.openai.fields import (
     AnyRequest,
     CacheSalt,

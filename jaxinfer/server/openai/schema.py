@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, cast
 from msgspec import Meta
 from msgspec.structs import replace
 
-from jaxinfer.core.request import INT32_MAX, WHOLE_BOUNDS
+from jaxinfer.core.sampling_checks import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.server.openai.beams import BeamFields
 from jaxinfer.server.openai.custom_tools import (

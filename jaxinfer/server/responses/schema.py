@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.fields import (
     NO_BEAMS,

@@ -7,7 +7,7 @@ struct is listed as ``Struct.field``.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxinfer.core.request import MAX_STOP_CHARACTERS
+from jaxinfer.core.sampling_checks import MAX_STOP_CHARACTERS
 from jaxinfer.server.openai.fields import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS
 from jaxinfer.server.openai.schema import MAX_PROMPTS
 
@@ -280,3 +280,16 @@ RESPONSE_FIELDS: Mapping[str, str] = MappingProxyType(
         "truncation": "As in the request.",
     }
 )
+
+
+def description_of(struct: str, field: str, *, is_request: bool) -> str:
+    """The description of a struct's field; raises ``LookupError`` with the table that lacks it."""
+    table = REQUEST_FIELDS if is_request else RESPONSE_FIELDS
+    found = REQUEST_FIELDS.get(f"{struct}.{field}") or table.get(field)
+    if found is None:
+        name = "REQUEST_FIELDS" if is_request else "RESPONSE_FIELDS"
+        raise LookupError(
+            f"the field {field!r} of {struct} has no description; add one to {name} in "
+            "server/routes/descriptions.py"
+        )
+    return found

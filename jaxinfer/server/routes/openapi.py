@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.anthropic import answers
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
@@ -29,7 +29,7 @@ from jaxinfer.server.openai.schema import (
 from jaxinfer.server.responses import objects
 from jaxinfer.server.responses.listing import MAX_LISTED
 from jaxinfer.server.responses.schema import ResponsesRequest
-from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS
+from jaxinfer.server.routes.descriptions import description_of
 from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
 ERRORS: Mapping[int, str] = MappingProxyType(
@@ -266,11 +266,9 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     for name, schema in schemas.items():
         if name in requests:
             complete(schema, requests[name], models)
-        fields = REQUEST_FIELDS if name in requests else RESPONSE_FIELDS
         for field, described in schema.get("properties", {}).items():
             if "description" not in described:
-                own = REQUEST_FIELDS.get(f"{name}.{field}")
-                described["description"] = own or fields[field]
+                described["description"] = description_of(name, field, is_request=name in requests)
     if vocab_size is not None:
         _bound_token_ids(schemas, vocab_size - 1)
     return schemas

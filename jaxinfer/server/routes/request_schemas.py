@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.core.request import INT32_MAX
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.structured import MAX_REGEX_BYTES
 from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (

@@ -1,0 +1,49 @@
+"""Phi-3, Phi-3.5 and Phi-4: the shared decoder with fused tensors; heads may rotate in part.
+
+Source: ``modeling_phi3`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    FusedTensors,
+    gqa_config,
+    gqa_param_specs,
+    sliding_window,
+    windows_by_layer,
+)
+from jaxinfer.nn.decoder_config import DecoderSpec
+
+_FUSED = FusedTensors(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.supported_only(config, "attention_bias", False)
+    hf.supported_only(config, "full_attn_mod", 1)
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=None,
+        windows=windows_by_layer(config, sliding_window(config, None)),
+        partial_rotary=1.0,
+    )
+
+
+FAMILY = ModelFamily(
+    name="phi3",
+    config_from_hf=config_from_hf,
+    param_specs=partial(gqa_param_specs, fused=_FUSED),
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)
