@@ -101,8 +101,9 @@ class EngineWeights:
         plan, program = self.plan, self.plan.program
         source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
         _, source = with_task(plan.config, source)
-        quantises = bool(program.model.forms) and not (source.scheme or source.forms)
-        config = replace(plan.config, quantization=None) if quantises else plan.config
+        is_kept = bool(program.model.forms)
+        quantises = is_kept and not (source.scheme or source.forms)
+        config = replace(plan.config, quantization=None) if is_kept else plan.config
         source, model = model_of(source, config, program.platform)
         if differing := _differing(model, program.model):
             raise ConfigError(
