@@ -40,6 +40,11 @@ class EngineWeights:
         return self.plan.program.model
 
     @property
+    def reference(self) -> str:
+        """The model that the engine was built from, as the user named it."""
+        return self.plan.source.reference
+
+    @property
     def generation_config(self) -> Mapping[str, Any]:
         """The generation_config.json of the model's source."""
         return self.plan.source.generation_config

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.points import Point, canonical, nearest
+from jaxinfer.core.points import Point, canonical, expanded, is_pattern, nearest, points_at
 from jaxinfer.exec.step.batch import DeviceBatch
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
@@ -36,19 +36,25 @@ _DENSE_ONLY = (
 
 
 def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
-    """The points of a step with these names; raises ``ConfigError`` for one that has none."""
+    """The points of a step with these names, which may be patterns; raises ``ConfigError`` for one
+    that stands for none.
+    """
     known = dict(_points_of(spec))
+    found: dict[str, None] = {}
     for name in names:
-        if name in known:
+        points = expanded(name, known)
+        found |= dict.fromkeys(map(canonical, points))
+        if points:
             continue
-        words = f"tap_points has {name!r}"
         if name.rpartition(".")[2] in _DENSE_ONLY:
             raise ConfigError(
-                f"{words}, which steps that serve do not have; read it with "
+                f"tap_points has {name!r}, which steps that serve do not have; read it with "
                 "jaxinfer.load(MODEL).forward"
             )
-        raise ConfigError(f"{words}, which is no point; the nearest are {nearest(name, known)}")
-    return tuple(Point(name, known[name], spec.dtype.name) for name in names)
+        what = "matches" if is_pattern(name) else "is"
+        near = nearest(name, known)
+        raise ConfigError(f"tap_points has {name!r}, which {what} no point; the nearest are {near}")
+    return tuple(Point(name, known[name], spec.dtype.name) for name in found)
 
 
 def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -96,7 +102,7 @@ def chosen_columns(
     points: Sequence[Point],
 ) -> np.ndarray:  # [T, W of the names]
     """The activations at some of the points, in the order of the names."""
-    wanted = [canonical(name) for name in names]
+    wanted = [point.name for point in points_at(names, points).values()]
     if wanted == [point.name for point in points]:
         return read
     ends = np.cumsum([point.width for point in points]).tolist()
