@@ -270,6 +270,22 @@ def _points_of(model: Model, params: Params, token_ids: jax.Array) -> list[str]:
     return [name for name in names if name not in missing]
 
 
+def next_token_losses(
+    logits: jax.Array,  # float32[T, V], or [B, T, V]
+    token_ids: jax.Array,  # int32[T], or [B, T]
+    lengths: jax.Array | None = None,  # int32[B], of a batch
+) -> tuple[jax.Array, jax.Array]:  # float32[T - 1] or [B, T - 1], and float32[]
+    """The cross-entropy of each next token, in nats, 0 for padding, and its mean over others."""
+    logits, following = logits[..., :-1, :], token_ids[..., 1:]
+    chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    if lengths is None:
+        return losses, losses.mean()
+    is_next = jnp.arange(1, token_ids.shape[1]) < lengths[:, None]
+    losses = jnp.where(is_next, losses, 0)
+    return losses, losses.sum() / jnp.maximum(is_next.sum(), 1).astype(losses.dtype)
+
+
 def forward_batch(
     model: Model,
     params: Params,

@@ -252,7 +252,7 @@ def test_patterns_in_the_points_of_an_engine_and_of_requests(engine: Engine) -> 
     params = [replace(GREEDY, taps="all"), replace(GREEDY, taps=["blocks.*", "*_norm"])]
     whole, some = run(engine, [SHORT, SHORT], params)
     check(SHORT, whole.outputs[0], np.zeros(32), NAMES)
-    theirs = [f"blocks.{rest}" for rest in ("0.hook_resid_post", "1.attn.hook_z", "1.mlp.hook_post")]
+    theirs = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post"]
     check(SHORT, some.outputs[0], np.zeros(32), [*theirs, "final_norm"])
     assert tap_bytes(9, 2, params[0], LIMITS) == 10 * sum(p.width for p in LIMITS.points) * 4
     with pytest.raises(RequestError, match=r"taps has '\*.q', which is not among the points"):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import ArgumentError, EngineError
@@ -19,7 +18,15 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.models.arguments import checked_batch, checked_params
-from jaxinfer.models.base import Model, Params, forward, forward_batch, normalised_stream, unembed
+from jaxinfer.models.base import (
+    Model,
+    Params,
+    forward,
+    forward_batch,
+    next_token_losses,
+    normalised_stream,
+    unembed,
+)
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.models.views import WeightViews
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig
@@ -55,7 +62,9 @@ class LanguageModel(WeightViews):
 
     def __repr__(self) -> str:
         """A few lines: architecture, sizes, how the weights are kept, where they came from."""
-        return "\n".join([f"LanguageModel of {self.reference or 'weights'}", *described(self.model)])
+        return "\n".join(
+            [f"LanguageModel of {self.reference or 'weights'}", *described(self.model)]
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -114,14 +123,9 @@ class LanguageModel(WeightViews):
         ids, sizes = checked_batch(self._encoded(tokens), lengths, self.config)
         if ids.shape[-1] < 2:
             raise ArgumentError("loss takes at least two tokens, as it is of next ones, and got 1")
-        logits = self.forward(ids, lengths=sizes, params=params)[..., :-1, :]
-        chosen = jnp.take_along_axis(logits, ids[..., 1:, None], axis=-1)[..., 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        if sizes is None:
-            return losses if per_token else losses.mean()
-        is_next = jnp.arange(1, ids.shape[1]) < sizes[:, None]
-        losses = jnp.where(is_next, losses, 0)
-        return losses if per_token else losses.sum() / jnp.maximum(is_next.sum(), 1)
+        logits = self.forward(ids, lengths=sizes, params=params)
+        losses, mean = next_token_losses(logits, ids, sizes)
+        return losses if per_token else mean
 
     def logits(self, hidden: Any, *, final_norm: bool = False, params: Params | None = None) -> Any:
         """Logits float32[..., V] of hidden states [..., D], as the tap ``final_norm`` gives them.
@@ -186,9 +190,12 @@ class LanguageModel(WeightViews):
     def _encoded(self, tokens: Any) -> Any:
         if isinstance(tokens, str):
             return self.tokenizer.encode(tokens)
-        if isinstance(tokens, list | tuple) and tokens and isinstance(tokens[0], str):
-            return [self.tokenizer.encode(text) for text in tokens]
-        return tokens
+        if not isinstance(tokens, list | tuple):
+            return tokens
+        texts = cast("Sequence[Any]", tokens)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            return texts
+        return [self.tokenizer.encode(text) for text in texts]
 
     def _weights(self, params: Params | None) -> Params:
         if params is None:

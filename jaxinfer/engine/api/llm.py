@@ -86,11 +86,11 @@ class LLM(PoolingMethods, BeamMethods):
 
         ``weights`` is a tree of parameters as ``llm.model.params``, or a folder or other reference
         to a model. Matrices that the engine keeps quantised may be floats, as ``jaxinfer.load``
-        gives them: they are quantised to the same form. Nothing is compiled. Arrays that are on the device are not copied: they must not
-        be donated to a later call. Both old and new weights are in memory until this returns. If
-        the weights do not fit, the old ones stay: ``ArgumentError`` names the parameter whose
-        path, shape or dtype is wrong, or that is not finite, and ``ConfigError`` or ``SourceError``
-        says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
+        gives them: they are quantised to the same form. Nothing is compiled. Arrays that are on the
+        device are not copied: they must not be donated to a later call. Both old and new weights
+        are in memory until this returns. If the weights do not fit, the old ones stay:
+        ``ArgumentError`` names the parameter whose path, shape or dtype is wrong, or that is not
+        finite, and ``ConfigError`` or ``SourceError`` says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
         """
         self._check_no_request()
         prepared = self._engine.weights.prepared(weights)

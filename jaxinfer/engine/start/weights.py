@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -142,14 +142,17 @@ class EngineWeights:
         from jaxinfer.weights.save import ParamsCheckpoint  # imports Jinja
 
         model = self.model
-        leaves = by_path(given) if isinstance(given, Mapping) else {}
+        if not isinstance(given, Mapping):
+            return given
+        tree = cast("Params", given)
+        leaves = by_path(tree)
         own = model.arrays
         floats = {s.path: s for s in model.param_specs if s.path in leaves and s.path not in own}
         if not floats:
-            return given
+            return tree
         names = {source.name for spec in floats.values() for source in spec.sources}
         kept = tuple((name, form) for name, form in model.forms if name not in names)
-        checkpoint = ParamsCheckpoint(replace(model, forms=kept), given)  # checks shapes and dtypes
+        checkpoint = ParamsCheckpoint(replace(model, forms=kept), tree)  # checks shapes and dtypes
         check_values({path: leaves[path] for path in floats})
         made = self._like_the_engines(checkpoint, floats)
         return nested({path: leaf for path, leaf in leaves.items() if path not in floats} | made)

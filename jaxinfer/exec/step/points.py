@@ -8,6 +8,8 @@ rows are steered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     LatentAttentionConfig,
 )
-from jaxinfer.nn.points import Points, Shift
+from jaxinfer.nn.points import Edit, Points, Shift, edited
 
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
 
@@ -35,9 +37,42 @@ _DENSE_ONLY = (
 )
 
 
-def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
+class StepEdits(NamedTuple):
+    """Functions of activations that every step of an engine applies, token by token.
+
+    They are part of the executables, which belong to these very functions.
+    """
+
+    functions: tuple[tuple[str, Edit], ...]  # by the names of points
+    positions: tuple[int, ...] | None = None  # of the tokens to edit; None: all
+    span: tuple[int, int] | None = None  # first position, and the one after the last; None: all
+
+    def points(self, batch: DeviceBatch) -> Points:
+        """The points of a forward pass of this batch; padding keeps its values."""
+        tokens = batch.rows.is_token
+        if self.positions is not None:
+            tokens &= jnp.isin(batch.positions, jnp.asarray(self.positions, jnp.int32))
+        if self.span is not None:
+            tokens &= (batch.positions >= self.span[0]) & (batch.positions < self.span[1])
+        edits = {name: partial(_at_tokens, name, edit, tokens) for name, edit in self.functions}
+        return Points((), edits)
+
+
+def added_vector(vector: np.ndarray, value: jax.Array) -> jax.Array:
+    """The activations with a vector added to each."""
+    return value.astype(jnp.float32) + vector
+
+
+def _at_tokens(name: str, edit: Edit, tokens: jax.Array, value: jax.Array) -> jax.Array:
+    chosen = tokens.reshape(-1, *[1] * (value.ndim - 1))
+    return jnp.where(chosen, edited(name, edit, value), value)
+
+
+def points_named(
+    names: Sequence[str], spec: DecoderSpec, field: str = "tap_points"
+) -> tuple[Point, ...]:
     """The points of a step with these names, which may be patterns; raises ``ConfigError`` for one
-    that stands for none.
+    that stands for none. ``field`` had the names.
     """
     known = dict(_points_of(spec))
     found: dict[str, None] = {}
@@ -48,12 +83,12 @@ def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
             continue
         if name.rpartition(".")[2] in _DENSE_ONLY:
             raise ConfigError(
-                f"tap_points has {name!r}, which steps that serve do not have; read it with "
+                f"{field} has {name!r}, which steps that serve do not have; read it with "
                 "jaxinfer.load(MODEL).forward"
             )
         what = "matches" if is_pattern(name) else "is"
         near = nearest(name, known)
-        raise ConfigError(f"tap_points has {name!r}, which {what} no point; the nearest are {near}")
+        raise ConfigError(f"{field} has {name!r}, which {what} no point; the nearest are {near}")
     return tuple(Point(name, known[name], spec.dtype.name) for name in found)
 
 

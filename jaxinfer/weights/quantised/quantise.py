@@ -197,7 +197,7 @@ def _stored(
     return small.reshape(wanted.shape).astype(form.scale_dtype), effective, supers.astype("float16")
 
 
-def _scales(largest: np.ndarray, steps: float, dtype: Any = np.float32) -> np.ndarray:  # float32
+def _scales(largest: np.ndarray, steps: Any, dtype: Any = np.float32) -> np.ndarray:  # float32
     """Scales, rounded to a dtype; 1 where all values are 0, or so small that they become 0."""
     with np.errstate(over="ignore"):
         scales = (largest / np.float32(steps)).astype(dtype).astype(np.float32)
@@ -243,4 +243,3 @@ def _nearest(grouped: np.ndarray, scale: np.ndarray, steps: np.ndarray, kind: st
         return
     nearest = _MAGNITUDES[np.searchsorted(_BETWEEN, np.abs(steps))]
     np.copysign(nearest, steps, out=steps)
-
