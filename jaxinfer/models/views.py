@@ -37,7 +37,7 @@ class LayerView:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape [L, ...]; computes no array. Raises ``ValueError`` if layers differ."""
-        return self._abstract.shape
+        return self._whole().shape
 
     @property
     def ndim(self) -> int:
@@ -47,10 +47,9 @@ class LayerView:
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the arrays."""
-        return self._abstract.dtype
+        return self._whole().dtype
 
-    @property
-    def _abstract(self) -> jax.ShapeDtypeStruct:
+    def _whole(self) -> jax.ShapeDtypeStruct:
         made = [jax.eval_shape(lambda at=layer: self.of_layer(at)) for layer in range(len(self))]
         if other := next((one for one in made if one.shape != made[0].shape), None):
             raise ValueError(
@@ -79,7 +78,8 @@ class LayerView:
         """Other attributes of the array of all layers."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self[:], name)
+        is_own = hasattr(type(self), name)  # a property that raised ``AttributeError``
+        return getattr(self._whole() if is_own else self[:], name)
 
     def __matmul__(self, other: Any) -> jax.Array:
         """``view @ other``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from jaxinfer.core.errors import (
     TokenizerError,
 )
 from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.engine.api import own_engine
+from jaxinfer.engine.api.own_engine import _places
 from jaxinfer.engine.facts import facts_of_configs
 from kit.served_weights import GREEDY, PROMPT, check_served, with_larger_down
 
@@ -68,11 +71,12 @@ def test_the_loss_is_the_mean_negative_logprob_of_next_tokens(m: LanguageModel) 
     padded = np.zeros((2, 9), np.int32)
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
-    compiled = jax.jit(lambda p, t, n: m.loss(t, lengths=n, params=p))
-    assert float(compiled(m.params, padded, np.array([9, 4]))) == pytest.approx(mean, rel=1e-5)
-    value, gradient = jax.value_and_grad(lambda p: m.loss(rows[0], params=p))(m.params)
+    compiled = jax.jit(jax.value_and_grad(lambda p, t, n: m.loss(t, lengths=n, params=p)))
+    given = (padded, np.array([9, 4]))
+    value, gradient = compiled(m.params, *given)
+    assert float(value) == pytest.approx(mean, rel=1e-5)
     step = jax.tree.map(lambda p, g: p - 0.01 * g, m.params, gradient)
-    assert m.loss(rows[0], params=step) < value
+    assert compiled(step, *given)[0] < value
     with pytest.raises(ArgumentError, match="loss takes at least two tokens"):
         m.loss([3])
 
@@ -124,19 +128,46 @@ def held_by(m: LanguageModel) -> dict[bool, Any]:
     return m._generate.func.__self__._held  # type: ignore[union-attr]
 
 
-def test_one_prompt_has_the_plan_of_the_command(folder: Path, settings: dict[str, Any]) -> None:
+def test_engines_are_planned_for_what_is_given(
+    m: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``jaxinfer generate`` plans one prompt; an engine is built again if a call needs more."""
+    plan = dataclasses.replace(m._generate.func.__self__._plan, loaded=m.params)  # type: ignore
+    built = list[Any]()
+
+    class Engine:
+        generate = staticmethod(lambda *_, **__: [])
+
+    monkeypatch.setattr(own_engine, "build_engine", lambda *_: built.append(planned[-1]))
+    monkeypatch.setattr(own_engine.LLM, "of_engine", lambda *_: Engine())
+    planned: list[Any] = [{}]
+    engines = own_engine.OwnEngines(plan, {"dtype": "float32"}, lambda s: planned.append(s) or plan)
+    calls: list[tuple[Any, SamplingParams]] = [
+        (PROMPT, GREEDY),
+        ([PROMPT], GREEDY),
+        (PROMPT, SamplingParams(max_tokens=5000)),
+        (PROMPT, GREEDY),
+        ([PROMPT, PROMPT], GREEDY),
+        (PROMPT, SamplingParams(n=2)),
+    ]
+    counts = []
+    for prompts, params in calls:
+        engines.generate(NO_PROGRESS, m.params, prompts, params)
+        counts.append(len(built))
+    assert counts == [1, 1, 2, 2, 3, 3]
+    one = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "dtype": "float32"}
+    assert planned[1:] == [one | {"num_pages": 257}, one]  # the third has the settings of load
+
+
+@pytest.mark.nightly
+def test_one_prompt_is_served_by_few_executables(folder: Path, settings: dict[str, Any]) -> None:
     plain = {key: settings[key] for key in ("max_model_len", "cache_dir")}
     m = jaxinfer.load(str(folder), **plain)
     check_served(m.generate([PROMPT], GREEDY, use_tqdm=False), m)
-    one = held_by(m)[False].llm
-    assert one.config.max_num_seqs == 1 and one.stats().num_executables <= 6
-    check_served(m.generate([PROMPT], GREEDY, use_tqdm=False), m, cached=32)
-    assert held_by(m)[False].llm is one
+    assert held_by(m)[False].llm.stats().num_executables <= 6
     m.generate([PROMPT, PROMPT[:5]], GREEDY, use_tqdm=False)
-    several = held_by(m)[False].llm
-    assert several is not one and several.config.max_num_seqs > 1
-    m.generate([PROMPT], GREEDY, use_tqdm=False)
-    assert held_by(m)[False].llm is several
+    assert held_by(m)[False].llm.config.max_num_seqs > 1
+    check_served(m.generate([PROMPT], GREEDY, use_tqdm=False), m, cached=32)
 
 
 def edited_greedy(m: LanguageModel, prompt: list[int], edit: Any, count: int = 6) -> list[int]:
@@ -182,8 +213,8 @@ def test_edits_while_sampling_are_those_of_forward(m: LanguageModel, tmp_path: P
     ("positions", "chosen"),
     [
         ([2, 38], [2, 38]),  # of the prompt, and a drawn token
-        (-1, [36]),
-        (slice(30, None), range(30, 99)),
+        pytest.param(-1, [36], marks=pytest.mark.nightly),
+        pytest.param(slice(30, None), range(30, 99), marks=pytest.mark.nightly),
     ],
 )
 def test_positions_of_edits(m: LanguageModel, positions: Any, chosen: Any) -> None:
@@ -196,6 +227,16 @@ def test_positions_of_edits(m: LanguageModel, positions: Any, chosen: Any) -> No
 
     found = m.generate(PROMPT, GREEDY, edit={POINT: vector}, positions=positions, use_tqdm=False)
     assert drawn(found) == [edited_greedy(m, PROMPT, {POINT: at})]
+
+
+def test_positions_as_steps_have_them() -> None:
+    assert _places(None, 9) == (None, None)
+    assert _places(4, None) == ((4,), None) and _places([1, -1], 9) == ((1, 8), None)
+    assert _places(np.arange(3), None) == ((0, 1, 2), None)
+    assert _places(slice(2, 5), None) == (None, (2, 5))
+    assert _places(slice(-3, None), 9) == (None, (6, 2**31 - 1))
+    with pytest.raises(ArgumentError, match="a slice without a step"):
+        _places(slice(0, 9, 2), None)
 
 
 def test_wrong_edits_of_generation(m: LanguageModel, folder: Path, settings: Any) -> None:

@@ -90,7 +90,8 @@ class LLM(PoolingMethods, BeamMethods):
         device are not copied: they must not be donated to a later call. Both old and new weights
         are in memory until this returns. If the weights do not fit, the old ones stay:
         ``ArgumentError`` names the parameter whose path, shape or dtype is wrong, or that is not
-        finite, and ``ConfigError`` or ``SourceError`` says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
+        finite, and ``ConfigError`` or ``SourceError`` says what is wrong with a folder. Raises
+        ``EngineError`` while a stream is open.
         """
         self._check_no_request()
         prepared = self._engine.weights.prepared(weights)
