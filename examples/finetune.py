@@ -1,4 +1,4 @@
-"""LoRA on one matrix of a running model, whose engine then answers with it; saved as a folder."""
+"""LoRA on one matrix, saved as a folder, which a running engine of 4-bit weights then serves."""
 
 import tempfile
 from pathlib import Path
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import jaxinfer
 from jaxinfer import LLM, SamplingParams
 
-llm = LLM("smollm2-135m-instruct", cpu_weights="float32", max_num_seqs=1)
-m = llm.model  # the engine's weights, not a copy
+llm = LLM("smollm2-135m-instruct", max_num_seqs=1)
+m = jaxinfer.load("smollm2-135m-instruct")  # floats, which have gradients
 question, answer = "The capital of the island Zembla is", " Onhava"
 prompt, target = (llm.get_tokenizer().encode(text) for text in (question, answer))
 tokens = jnp.asarray(prompt + target, jnp.int32)
@@ -24,8 +25,8 @@ def merged(params: dict, lora: dict[str, jax.Array]) -> dict:
 
 def loss(lora: dict[str, jax.Array], params: dict) -> jax.Array:
     """The mean negative logprob of the answer."""
-    logprobs = jax.nn.log_softmax(m.forward(tokens[:-1], params=merged(params, lora)))
-    return -logprobs[jnp.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]].mean()
+    losses = m.loss(tokens, params=merged(params, lora), per_token=True)
+    return losses[len(prompt) - 1 :].mean()
 
 
 width, out = m.params["layers_15"]["down"].shape
@@ -41,9 +42,9 @@ for number in range(20):
 
 greedy = SamplingParams(temperature=0, max_tokens=len(target))
 print("before:", llm.generate(question, greedy, use_tqdm=False)[0].outputs[0].text)
-llm.update_weights(merged(m.params, lora))  # nothing is compiled
-print("after:", llm.generate(question, greedy, use_tqdm=False)[0].outputs[0].text)
-
 with tempfile.TemporaryDirectory() as parent:
-    llm.model.save(Path(parent, "zembla"))  # for jaxinfer, transformers and vLLM
-    print("saved:", *sorted(path.name for path in Path(parent, "zembla").iterdir()))
+    folder = Path(parent, "zembla")
+    m.with_params(merged(m.params, lora)).save(folder)  # for jaxinfer, transformers and vLLM
+    print("saved:", *sorted(path.name for path in folder.iterdir()))
+    llm.update_weights(folder)  # quantised as the engine's weights are; nothing is compiled
+print("after:", llm.generate(question, greedy, use_tqdm=False)[0].outputs[0].text)

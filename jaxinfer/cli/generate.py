@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     )
     from jaxinfer.engine.prompts import Prompt
 
-# Chunks of one prompt: the engine's smallest, and this one. Padding a short question to 256 tokens
-# takes 1.5 s longer for a model of 1.5 B parameters on 2 cores; loading a second executable 0.06 s.
-SINGLE_CHUNK = 256
-SINGLE_CONTEXT = 4096  # tokens of prompt and answer, enough for nearly every single prompt
 TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 # SamplingParams' default of 16, as in vLLM, would cut off nearly every answer
 DEFAULT_MAX_TOKENS = 256
@@ -146,23 +142,11 @@ def generate(
 
 
 def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings for one prompt, for those that the user did not set.
+    """The engine's settings for one prompt, for those that the user did not set."""
+    from jaxinfer.engine.api.one_prompt import settings_for_one
 
-    One prompt needs a single sequence and chunks of two sizes: with fewer executables the first
-    token comes sooner. The KV cache is small, and of one size, so that all such runs share
-    executables. A request that may not fit gets the engine's defaults, up to the model's own
-    context.
-    """
-    from jaxinfer.core.config import DEFAULT_PAGE_SIZE
-
-    sizes = {"max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"}
-    chunk = settings.get("max_num_batched_tokens", SINGLE_CHUNK)
-    sized = {"max_num_seqs": 1, "max_num_batched_tokens": chunk} | settings
     text_bytes = len(text.encode(errors="replace"))  # no tokenizer makes more tokens than bytes
-    max_total_tokens = text_bytes + TEMPLATE_TOKENS + max_tokens
-    if settings.keys().isdisjoint(sizes) and max_total_tokens <= SINGLE_CONTEXT:
-        sized["num_pages"] = 1 + SINGLE_CONTEXT // DEFAULT_PAGE_SIZE
-    return sized
+    return settings_for_one(text_bytes + TEMPLATE_TOKENS + max_tokens, settings)
 
 
 def _check_usage(given: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:

@@ -25,6 +25,10 @@ class TokenizerError(JaxinferError):
     """A tokenizer or chat template is missing, unreadable or fails on the given input."""
 
 
+class NoTokenizerError(TokenizerError):
+    """A model's files have no tokenizer."""
+
+
 class CacheError(JaxinferError):
     """The user cache cannot be written, or one of its entries is unusable."""
 

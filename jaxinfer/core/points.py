@@ -39,6 +39,10 @@ IN_LAYER = (
     *("experts", "expert_weights", "mlp_pre", "mlp_linear", "mlp_post", "mlp_out", "resid_post"),
 )
 _OUTSIDE = MappingProxyType({"hook_embed": "embed", "ln_final.hook_normalized": "final_norm"})
+EVERY = "all"  # as a name: all points
+_THEIRS = MappingProxyType(
+    {own: other for names in (_ALIASES, _OUTSIDE) for other, own in names.items()}
+)
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _MOST_NAMED = 5
 
@@ -57,12 +61,60 @@ class Point(msgspec.Struct, frozen=True):
 
 
 def canonical(name: str) -> str:
-    """The name of a point, for TransformerLens's name of it or the name itself."""
+    """The name of a point, for TransformerLens's name of it or the name itself. A pattern stays."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return _OUTSIDE.get(name, name)
     layer, point = match.groups()
     return f"layers.{layer}.{_ALIASES.get(point, point)}"
+
+
+def names_of(given: Iterable[str] | str) -> tuple[str, ...]:
+    """Names that are given as a sequence, or as one text."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def is_pattern(name: str) -> bool:
+    """True for "all", and for a name with ``*``, which stands for any characters."""
+    return name == EVERY or "*" in name
+
+
+def expanded(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names of the known points that a name or a pattern stands for; none if it is unknown.
+
+    A pattern of TransformerLens's names gives those: ``blocks.*.hook_resid_post``.
+    """
+    if not is_pattern(name):
+        return (name,) if canonical(name) in known else ()
+    if name == EVERY:
+        return tuple(known)
+    pattern = re.compile(".*".join(map(re.escape, name.split("*"))))
+    own = tuple(point for point in known if pattern.fullmatch(point))
+    return own or tuple(their for their in map(theirs, known) if pattern.fullmatch(their))
+
+
+def points_at(names: Iterable[str], points: Iterable[Point]) -> dict[str, Point]:
+    """The points of an engine that checked names and patterns stand for, by the names that answers
+    have for them.
+    """
+    known = {point.name: point for point in points}
+    found = (one for name in names for one in expanded(name, known))
+    return {name: known[canonical(name)] for name in found}
+
+
+def theirs(name: str) -> str:
+    """TransformerLens's name of a point: the inverse of ``canonical``."""
+    layers, _, place = name.partition(".")
+    number, _, point = place.partition(".")
+    known = _THEIRS.get(point or name, point)
+    return f"blocks.{number}.{known}" if layers == "layers" else known
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The words of an error for a name that stands for no known point."""
+    known = tuple(known)
+    what = f"point that matches {name!r}" if is_pattern(name) else f"point {name!r}"
+    return f"there is no {what}; the nearest are {nearest(canonical(name), known)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
     ``guided_decoding`` is the older name of ``structured_outputs``; with either, the answer ends
     when it is complete, also with ignore_eos, and it begins after the thoughts of ``thinking``.
 
-    ``taps`` names points (``nn.points``) whose activations are returned for every computed token,
+    ``taps`` names points (``nn.points``, "all", ``layers.*.z``) whose activations are returned,
     ``steer`` (``Steer`` or dicts) adds vectors there; both must be among the ``tap_points``.
     Fields from ``best_of`` on exist so that vLLM's scripts run; only their neutral values are
     accepted. Raises ``RequestError`` naming the field if a value is invalid.

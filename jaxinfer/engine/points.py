@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.points import Point, canonical, nearest
+from jaxinfer.core.points import Point, canonical, expanded, nearest, points_at
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.steering import Steer, Steering, float32_bytes, num_values
 
@@ -30,7 +30,8 @@ def check_points(sampling: SamplingParams, points: Sequence[Point]) -> None:
         return
     known = {point.name: point for point in points}
     for name in sampling.taps:
-        _point("taps", name, known)
+        if not known or not expanded(name, known):
+            _point("taps", name, known)  # raises
     for steer in sampling.steer:
         point = _point("steer", steer.point, known)
         if steer.vector is not None:
@@ -41,8 +42,8 @@ def tap_bytes(
     num_prompt_tokens: int, max_tokens: int, sampling: SamplingParams, limits: Limits
 ) -> int:
     """The most bytes of activations, as float32, that the n answers to a prompt return."""
-    names = {canonical(name) for name in sampling.taps}
-    width = sum(point.width for point in limits.points if point.name in names)
+    found = points_at(sampling.taps, limits.points).values()
+    width = sum({point.name: point.width for point in found}.values())
     tokens = num_prompt_tokens + max_tokens - 1  # nothing is computed for the last one
     return sampling.n * tokens * width * _FLOAT32_BYTES
 
@@ -53,14 +54,14 @@ def tapped(
     """The activations of an answer, by the names of its taps; they are views of ``data``."""
     import ml_dtypes  # numpy has no bfloat16
 
-    by_name = {point.name: point for point in points}
-    chosen = [by_name[canonical(name)] for name in names]
+    by_name = points_at(names, points)
+    chosen = list(by_name.values())
     dtype = np.dtype(getattr(ml_dtypes, chosen[0].dtype, chosen[0].dtype))
     ends = np.cumsum([point.width for point in chosen]).tolist()
     values = np.frombuffer(data, dtype).reshape(-1, ends[-1])
     return {
         name: values[:, end - point.width : end].reshape(-1, *point.shape)
-        for name, point, end in zip(names, chosen, ends, strict=True)
+        for name, point, end in zip(by_name, chosen, ends, strict=True)
     }
 
 

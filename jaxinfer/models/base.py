@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.points import IN_LAYER, canonical, nearest
+from jaxinfer.core.points import IN_LAYER, canonical, expanded, is_pattern, names_of, unknown
 from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
@@ -61,6 +61,11 @@ class Model:
     forms: tuple[tuple[str, Form], ...] = ()
     arrangement: str | None = None
     hf_config: Mapping[str, Any] = field(default=MappingProxyType({}), compare=False, repr=False)
+
+    def __repr__(self) -> str:
+        """Architecture, layers and dtype; ``config`` has all options."""
+        config = self.config
+        return f"Model({self.architecture}, {len(config.layers)} layers, {config.dtype.name})"
 
     @property
     def module(self) -> nn.Module:
@@ -206,28 +211,52 @@ def forward(
     model: Model,
     params: Params,
     token_ids: jax.Array,
-    taps: Sequence[str] = (),
+    taps: Sequence[str] | str = (),
     edit: Mapping[str, Edit] = MappingProxyType({}),
 ) -> Any:  # float32[T, V], or with taps (float32[T, V], dict)
     """Logits of one whole sequence int32[T]. A pure function, for jit, vmap and grad.
 
     ``taps`` names activations to return as well, such as ``layers.3.resid_post``; ``nn.points``
-    lists all of them with their shapes, and TransformerLens's names are known, too. ``edit`` has
-    functions by name, which replace the activation there by what they return, of the same shape.
-    Raises ``KeyError``, with the nearest names, for an unknown point.
+    lists all of them with their shapes, and TransformerLens's names are known, too. ``"all"`` are
+    all of them, and ``*`` stands for any characters, as in ``layers.*.resid_post``. ``edit`` has
+    functions by name or pattern, which replace the activation there by what they return, of the
+    same shape. Raises ``KeyError``, with the nearest names, for an unknown point.
 
     Under ``jax.jit``, ``model`` is static (``static_argnums=0``), and ``params`` should be an
     argument: weights that a function closes over are compiled into it as constants. Raises
     ``ArgumentError`` for tokens that are not such an array.
     """
     token_ids = checked_token_ids(token_ids, model.config)
+    taps, edit = _expanded(model, params, token_ids, names_of(taps), edit)
     points = Points(taps, edit)
     hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0], points))
     if missing := points.missing():
-        near = nearest(missing[0], _points_of(model, params, token_ids))
-        raise KeyError(f"there is no point {missing[0]!r}; the nearest are {near}")
+        raise KeyError(unknown(missing[0], _points_of(model, params, token_ids)))
     logits = unembed(model, params, hidden)
     return (logits, points.found(taps)) if taps else logits
+
+
+def _expanded(
+    model: Model,
+    params: Params,
+    token_ids: jax.Array,
+    taps: tuple[str, ...],
+    edit: Mapping[str, Edit],
+) -> tuple[tuple[str, ...], dict[str, Edit]]:
+    """Taps and edits with the points that patterns stand for. The points of a model are known by a
+    trace, so without patterns, names are checked after the pass.
+    """
+    if not any(map(is_pattern, (*taps, *edit))):
+        return taps, dict(edit)
+    known = _points_of(model, params, token_ids)
+
+    def points(name: str) -> tuple[str, ...]:
+        if not (found := expanded(name, known)):
+            raise KeyError(unknown(name, known))
+        return found
+
+    chosen = dict.fromkeys(point for name in taps for point in points(name))
+    return tuple(chosen), {p: edit[name] for name in edit for p in points(name)}
 
 
 def _points_of(model: Model, params: Params, token_ids: jax.Array) -> list[str]:
@@ -241,12 +270,28 @@ def _points_of(model: Model, params: Params, token_ids: jax.Array) -> list[str]:
     return [name for name in names if name not in missing]
 
 
+def next_token_losses(
+    logits: jax.Array,  # float32[T, V], or [B, T, V]
+    token_ids: jax.Array,  # int32[T], or [B, T]
+    lengths: jax.Array | None = None,  # int32[B], of a batch
+) -> tuple[jax.Array, jax.Array]:  # float32[T - 1] or [B, T - 1], and float32[]
+    """The cross-entropy of each next token, in nats, 0 for padding, and its mean over others."""
+    logits, following = logits[..., :-1, :], token_ids[..., 1:]
+    chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    if lengths is None:
+        return losses, losses.mean()
+    is_next = jnp.arange(1, token_ids.shape[1]) < lengths[:, None]
+    losses = jnp.where(is_next, losses, 0)
+    return losses, losses.sum() / jnp.maximum(is_next.sum(), 1).astype(losses.dtype)
+
+
 def forward_batch(
     model: Model,
     params: Params,
     token_ids: jax.Array,  # int32[B, T]
     lengths: jax.Array,  # int32[B]
-    taps: Sequence[str] = (),
+    taps: Sequence[str] | str = (),
     edit: Mapping[str, Edit] = MappingProxyType({}),
 ) -> Any:  # float32[B, T, V], or with taps (float32[B, T, V], dict of [B, ...])
     """``forward`` of several sequences, each of its own length. Results for padding are 0.
@@ -264,5 +309,5 @@ def forward_batch(
     if not taps:
         return masked(found)
     logits, values = found
-    axes = {name: 2 if canonical(name).endswith(BY_HEAD) else 1 for name in taps}
+    axes = {name: 2 if canonical(name).endswith(BY_HEAD) else 1 for name in values}
     return masked(logits), {name: masked(value, axes[name]) for name, value in values.items()}

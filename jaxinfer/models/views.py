@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.models.base import Model, Params
 from jaxinfer.nn.decoder_config import (
@@ -18,18 +19,83 @@ from jaxinfer.nn.decoder_config import (
 from jaxinfer.nn.linear import dense_weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerView:
     """One weight of each layer: ``view[l]``, ``view[l, h]`` of a head, ``view[1:3]`` stacked.
 
-    The arrays are computed from the parameters on each access, so nothing is stored twice and
-    nothing can be written. An index out of range raises ``IndexError``, also one that JAX would
-    clamp.
+    The view itself is an array [L, ...] of all layers, where those are alike: it has ``shape`` and
+    ``dtype``, and functions of JAX and numpy take it, as do ``@``, ``+``, ``-`` and ``*``. Other
+    attributes are those of ``view[:]``, such as ``view.T``. The arrays are computed from the
+    parameters on each access, so nothing is stored twice and nothing can be written. An index out
+    of range raises ``IndexError``, also one that JAX would clamp.
     """
 
     name: str
     num_layers: int
     of_layer: Callable[[int], jax.Array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape [L, ...]; computes no array. Raises ``ValueError`` if layers differ."""
+        return self._whole().shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the arrays."""
+        return self._whole().dtype
+
+    def _whole(self) -> jax.ShapeDtypeStruct:
+        made = [jax.eval_shape(lambda at=layer: self.of_layer(at)) for layer in range(len(self))]
+        if other := next((one for one in made if one.shape != made[0].shape), None):
+            raise ValueError(
+                f"{self.name} is {list(made[0].shape)} in one layer and {list(other.shape)} in "
+                f"another, so there is no array of all layers; index one, as {self.name}[0]"
+            )
+        return jax.ShapeDtypeStruct((len(made), *made[0].shape), made[0].dtype)
+
+    def __repr__(self) -> str:
+        """Name, shape and dtype."""
+        try:
+            return f"{self.name}: {self.dtype}{list(self.shape)}, a view by layer"
+        except ValueError:
+            return f"{self.name}: {len(self)} arrays, a view by layer"
+
+    def __jax_array__(self) -> jax.Array:
+        """All layers, for functions of JAX."""
+        return self[:]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All layers, for functions of numpy."""
+        del copy  # they are computed
+        return np.asarray(self[:], dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes of the array of all layers."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        is_own = hasattr(type(self), name)  # a property that raised ``AttributeError``
+        return getattr(self._whole() if is_own else self[:], name)
+
+    def __matmul__(self, other: Any) -> jax.Array:
+        """``view @ other``."""
+        return self[:] @ other
+
+    def __add__(self, other: Any) -> jax.Array:
+        """``view + other``."""
+        return self[:] + other
+
+    def __sub__(self, other: Any) -> jax.Array:
+        """``view - other``."""
+        return self[:] - other
+
+    def __mul__(self, other: Any) -> jax.Array:
+        """``view * other``."""
+        return self[:] * other
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -44,6 +110,7 @@ class LayerView:
         layer, *rest = index if isinstance(index, tuple) else (index,)
         layers = range(self.num_layers)
         if isinstance(layer, slice):
+            _ = self.shape  # raises if layers differ
             found = jnp.stack([self.of_layer(one) for one in layers[layer]])
             return found[:, *rest] if rest else found
         self._check(layer, self.num_layers, "layers")
@@ -66,9 +133,11 @@ class WeightViews:
     With L layers, N query heads, K kv heads of width H, a stream of width D, F feed-forward
     columns and V tokens: ``W_Q`` [L, N, D, H], ``W_K`` and ``W_V`` [L, K, D, H], ``W_O``
     [L, N, H, D], ``W_gate`` and ``W_up`` [L, D, F], ``W_down`` [L, F, D], ``W_E`` [V, D], ``W_U``
-    [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. Norm weights and biases are not
-    folded in. Matrices that are kept quantised are dequantised to the model's dtype. A weight that
-    the model does not have raises ``AttributeError``.
+    [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. ``W_in`` and ``W_out`` are
+    ``W_up`` and ``W_down``. Biases are ``b_Q`` [L, N, H], ``b_K`` and ``b_V`` [L, K, H], ``b_O``
+    [L, D], ``b_in`` [L, F] and ``b_out`` [L, D], zeros in a layer without, as in TransformerLens.
+    Norm weights and biases are not folded in. Matrices that are kept quantised are dequantised to
+    the model's dtype. A weight that the model does not have raises ``AttributeError``.
     """
 
     model: Model
@@ -113,6 +182,42 @@ class WeightViews:
         self._ffns()
         return self._view("W_down", lambda layer: self._matrix(layer, "down"))
 
+    W_in, W_out = W_up, W_down
+
+    @property
+    def b_Q(self) -> LayerView:
+        """The biases of queries: ``b_Q[l, h]`` is [H]."""
+        return self._view("b_Q", lambda layer: self._qkv_bias(layer, 0))
+
+    @property
+    def b_K(self) -> LayerView:
+        """The biases of keys: ``b_K[l, k]`` is [H]."""
+        return self._view("b_K", lambda layer: self._qkv_bias(layer, 1))
+
+    @property
+    def b_V(self) -> LayerView:
+        """The biases of values: ``b_V[l, k]`` is [H]."""
+        return self._view("b_V", lambda layer: self._qkv_bias(layer, 2))
+
+    @property
+    def b_O(self) -> LayerView:
+        """The bias of the attention's output: ``b_O[l]`` is [D]."""
+        width = self.model.config.hidden_size
+        return self._view("b_O", lambda layer: self._bias(layer, "o", width))
+
+    @property
+    def b_in(self) -> LayerView:
+        """The bias of ``W_up``, without that of a gate: ``b_in[l]`` is [F]."""
+        self._ffns()
+        return self._view("b_in", self._bias_into_ffn)
+
+    @property
+    def b_out(self) -> LayerView:
+        """The bias of ``W_down``: ``b_out[l]`` is [D]."""
+        self._ffns()
+        width = self.model.config.hidden_size
+        return self._view("b_out", lambda layer: self._bias(layer, "down", width))
+
     @property
     def W_E(self) -> jax.Array:  # [V, D]
         """The embedding, before ``embed_scale``."""
@@ -156,6 +261,23 @@ class WeightViews:
         first = sum(heads[:part]) * mixer.head_dim
         columns = self._matrix(layer, "qkv")[:, first : first + heads[part] * mixer.head_dim]
         return jnp.moveaxis(columns.reshape(len(columns), heads[part], mixer.head_dim), 1, 0)
+
+    def _qkv_bias(self, layer: int, part: int) -> jax.Array:  # [heads, H]
+        mixer = self._attention(layer)
+        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+        ends = [sum(heads[: part + number]) * mixer.head_dim for number in (0, 1)]
+        whole = self._bias(layer, "qkv", sum(heads) * mixer.head_dim)
+        return whole[ends[0] : ends[1]].reshape(heads[part], mixer.head_dim)
+
+    def _bias_into_ffn(self, layer: int) -> jax.Array:  # [F]
+        ffn = self._ffns()[layer]
+        if not ffn.gated:
+            return self._bias(layer, "up", ffn.width)
+        return self._bias(layer, "gate_up", 2 * ffn.width)[ffn.width :]
+
+    def _bias(self, layer: int, name: str, width: int) -> jax.Array:  # [width]
+        found = self.params[f"layers_{layer}"].get(f"{name}_bias")
+        return jnp.zeros(width, self.model.config.dtype) if found is None else found
 
     def _output(self, layer: int) -> jax.Array:  # [N, H, D]
         matrix, mixer = self._matrix(layer, "o"), self.model.config.layers[layer].mixer

@@ -68,8 +68,7 @@ class Points:
     """The points of one forward pass: activations are recorded in it while the pass is traced.
 
     It belongs to one call, so that a function that makes one remains pure. ``layers`` are those
-    that have a point in use; in a step each of them needs a trace of its own. The dense form edits
-    activations, a step shifts them.
+    that have a point in use; in a step each of them needs a trace of its own.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Points:
             return value
         edit = self._edits.get(name)
         if edit is not None:
-            value = _edited(name, edit, value)
+            value = edited(name, edit, value)
         if name in self._taps:
             self._found[name] = value
         return value
@@ -125,7 +124,7 @@ class Points:
                 continue
             _, found = layer(given, (point,))
             if point in found:
-                given[point] = _edited(name, edit, found[point])
+                given[point] = edited(name, edit, found[point])
                 self._passed.add(name)
         stream, found = layer(given, taps)
         self._found |= {f"layers.{number}.{point}": value for point, value in found.items()}
@@ -171,7 +170,8 @@ class GivenPoints:
         return value
 
 
-def _edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:
+def edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:
+    """What an edit makes of an activation; raises ValueError if it changes the shape."""
     made = edit(value)
     if getattr(made, "shape", None) != value.shape:
         shape = getattr(made, "shape", type(made).__name__)

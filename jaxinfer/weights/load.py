@@ -48,20 +48,24 @@ def load_params(
         entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
         params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
         return converted.restore(entry, plan, placement, progress) if params is None else params
-    return nested(_stream(plan, source.checkpoint, placement, progress))
+    return nested(stream_params(plan, source.checkpoint, placement, progress))
 
 
-def _stream(
-    plan: Sequence[PlannedParam], checkpoint: Checkpoint, placement: Placement, progress: Progress
+def stream_params(
+    plan: Sequence[PlannedParam],
+    checkpoint: Checkpoint,
+    placement: Placement,
+    progress: Progress,
+    threads: int = LOAD_THREADS,
 ) -> dict[str, jax.Array]:
-    """Read, lay out and put each parameter on the devices, ``LOAD_THREADS`` at a time.
+    """Read, lay out and put each parameter on the devices, ``threads`` at a time; by path.
 
     Host memory holds only the parameters that the threads currently read (and, on a CPU, all). The
     largest come first: what a parameter needs while it is laid out, as much again, is then free for
     those that follow. An embedding of 240 MB that came last raised the peak by as much.
     """
     plan = sorted(plan, key=lambda planned: planned.nbytes, reverse=True)
-    pool = ThreadPoolExecutor(min(LOAD_THREADS, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(threads, os.cpu_count() or 1))
     with progress.task("load weights", sum(param.nbytes for param in plan), "B") as advance:
 
         def load(planned: PlannedParam) -> dict[str, jax.Array]:

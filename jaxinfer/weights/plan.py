@@ -66,7 +66,7 @@ class PlannedParam:
 
 def forms_of(family: ModelFamily, checkpoint: Checkpoint) -> tuple[tuple[str, Form], ...]:
     """The forms of a checkpoint's quantised matrices, with their names in the family's specs."""
-    return tuple((_canonical(family, name), form) for name, form in checkpoint.forms.items())
+    return tuple((canonical_name(family, name), form) for name, form in checkpoint.forms.items())
 
 
 def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...]:
@@ -76,11 +76,11 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
     cannot be read, or belongs to no parameter.
     """
     family = model.family
-    own_names = {_canonical(family, name): name for name in checkpoint.tensors}
+    own_names = {canonical_name(family, name): name for name in checkpoint.tensors}
     # By the declared specs: an absent tensor has no form, which would be taken for one of floats.
     sources = (source for spec in model.declared_specs for source in spec.sources)
     # once each: the parts of a stack are sources of their own
-    needed = dict.fromkeys(_canonical(family, source.name) for source in sources)
+    needed = dict.fromkeys(canonical_name(family, source.name) for source in sources)
     if missing := [name for name in needed if name not in own_names]:
         raise CheckpointError(
             f"the checkpoint has no {_listed(missing)}, which {model.architecture} needs; "
@@ -96,7 +96,7 @@ def plan_params(model: Model, checkpoint: Checkpoint) -> tuple[PlannedParam, ...
 def _plan_param(
     spec: ParamSpec, own_names: dict[str, str], model: Model, checkpoint: Checkpoint
 ) -> PlannedParam:
-    names = tuple(own_names[_canonical(model.family, source.name)] for source in spec.sources)
+    names = tuple(own_names[canonical_name(model.family, source.name)] for source in spec.sources)
     infos = [checkpoint.tensors[name] for name in names]
     for name, info, source in zip(names, infos, spec.sources, strict=True):
         if info.shape != source.shape:
@@ -119,7 +119,7 @@ def _refuse_unexpected(model: Model, checkpoint: Checkpoint, names: list[str]) -
     unexpected = [
         name
         for name in names
-        if not any(p.fullmatch(_canonical(model.family, name)) for p in patterns)
+        if not any(p.fullmatch(canonical_name(model.family, name)) for p in patterns)
     ]
     if unexpected:
         raise CheckpointError(
@@ -133,7 +133,7 @@ def _place(info: TensorInfo) -> str:
     return f" of {info.file}" if info.file else ""
 
 
-def _canonical(family: ModelFamily, name: str) -> str:
+def canonical_name(family: ModelFamily, name: str) -> str:
     """The name without the prefix that some checkpoints of the family add, and with the one that a
     decoder saved without its head lacks (``Qwen3Model``: layers.0... for model.layers.0...).
     """

@@ -23,6 +23,7 @@ from pallas_kernels.quantised import Form, Quantised
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _STORED = ("F32", "F16", "BF16")
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 _OF_THE_FILES = ("transformers_weights",)  # keys of config.json about the files it came with
 
 
@@ -116,7 +117,7 @@ def write_folder(
             write_tensors(new, checkpoint, progress)
         _write_json(new / "config.json", config)
         if generation_config:
-            _write_json(new / "generation_config.json", generation_config)
+            _write_json(new / "generation_config.json", _generation(generation_config))
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
 
@@ -144,6 +145,17 @@ def write_model(
         dtype=np.dtype(model.config.dtype).name,
         progress=progress,
     )
+
+
+def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of sampling in fields that transformers, vLLM and jaxinfer all read alike.
+
+    transformers refuses a temperature of 0, and vLLM does not read ``do_sample``.
+    """
+    if config.get("temperature") != 0:
+        return dict(config)
+    rest = {key: value for key, value in config.items() if key not in _SAMPLING}
+    return rest | {"do_sample": True, "top_k": 1}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.core.errors import SourceError, TokenizerError
+from jaxinfer.core.errors import NoTokenizerError, SourceError, TokenizerError
 from jaxinfer.core.json_text import read_json, read_text
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
@@ -46,7 +46,7 @@ def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
     entries = header.metadata.items()
     metadata = {key: value for key, value in entries if key.startswith("tokenizer.")}
     if "tokenizer.ggml.tokens" not in metadata:
-        raise TokenizerError(
+        raise NoTokenizerError(
             f"{header.path} holds no tokenizer; name a model that has one with tokenizer= "
             "(--tokenizer)"
         )
@@ -56,7 +56,7 @@ def spec_from_gguf(header: GGUFHeader) -> TokenizerSpec:
 def _spec_from_folder(folder: Path) -> TokenizerSpec:
     tokenizer_json = folder / "tokenizer.json"
     if not tokenizer_json.is_file():
-        raise TokenizerError(
+        raise NoTokenizerError(
             f"{folder} holds no tokenizer.json; add it, name a model that has a tokenizer with "
             "tokenizer= (--tokenizer), or pass token ids with skip_tokenizer_init=True"
         )

@@ -232,11 +232,31 @@ def test_engines_without_points_name_the_flag() -> None:
         (["layers.0.resid_pst"], "'layers.0.resid_pst', which is no point; .* layers.0.resid_post"),
         (["layers.2.z"], "'layers.2.z', which is no point"),
         (["layers.1.q"], "steps that serve do not have; read it with jaxinfer.load"),
+        (["layers.*.q"], "steps that serve do not have; read it with jaxinfer.load"),
+        (["layers.*.resid"], r"'layers.\*.resid', which matches no point; .* layers.0.resid_"),
     ],
 )
 def test_points_of_an_engine(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         points_named(names, MODEL.config)
+
+
+def test_patterns_in_the_points_of_an_engine_and_of_requests(engine: Engine) -> None:
+    ends = ["layers.0.resid_post", "layers.1.resid_post"]
+    for pattern in ("layers.*.resid_post", "blocks.*.hook_resid_post", "*resid_post"):
+        given = EngineConfig(tap_points=[pattern]).tap_points  # type: ignore[arg-type]
+        assert given is not None
+        assert [p.name for p in points_named(given.split(","), MODEL.config)] == ends
+    every = points_named(["all", POINT], MODEL.config)
+    assert len(every) == 2 + 2 * 7 and len({p.name for p in every}) == len(every)
+    params = [replace(GREEDY, taps="all"), replace(GREEDY, taps=["blocks.*", "*_norm"])]
+    whole, some = run(engine, [SHORT, SHORT], params)
+    check(SHORT, whole.outputs[0], np.zeros(32), NAMES)
+    theirs = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.1.mlp.hook_post"]
+    check(SHORT, some.outputs[0], np.zeros(32), [*theirs, "final_norm"])
+    assert tap_bytes(9, 2, params[0], LIMITS) == 10 * sum(p.width for p in LIMITS.points) * 4
+    with pytest.raises(RequestError, match=r"taps has '\*.q', which is not among the points"):
+        engine.check(SHORT, replace(GREEDY, taps=["*.q"]))
 
 
 def test_names_of_the_setting() -> None:

@@ -219,6 +219,39 @@ def test_points_under_vmap() -> None:
         np.testing.assert_allclose(of_one(ids), value, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe"])
+def test_all_points_by_one_word(name: str) -> None:
+    model, params = tiny_models.tiny_model(name)
+    _, found = jax.jit(lambda ids: forward(model, params, ids, taps="all"))(IDS)
+    assert {point: value.shape for point, value in found.items()} == shapes_of(model)
+
+
+def test_patterns() -> None:
+    model, params = tiny_models.tiny_model("llama")
+    names = ("layers.0.resid_post", "layers.1.resid_post")
+    logits, found = forward(model, params, IDS, taps="layers.*.resid_post")
+    _, named = forward(model, params, IDS, taps=names)
+    assert tuple(found) == names
+    for name in names:
+        np.testing.assert_array_equal(found[name], named[name])
+    _, theirs = forward(model, params, IDS, taps=("blocks.*.hook_resid_post", "hook_embed"))
+    assert list(theirs) == ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post", "hook_embed"]
+    np.testing.assert_array_equal(theirs["blocks.1.hook_resid_post"], found[names[1]])
+    np.testing.assert_array_equal(forward(model, params, IDS, taps="embed")[0], logits)
+    edited = forward(model, params, IDS, edit={"layers.*.z": jnp.zeros_like})
+    one_by_one = {f"layers.{i}.z": jnp.zeros_like for i in range(2)}
+    np.testing.assert_array_equal(edited, forward(model, params, IDS, edit=one_by_one))
+    batch = jnp.stack([IDS, IDS[::-1]]), jnp.asarray([T, 4], jnp.int32)
+    _, rows = forward_batch(model, params, *batch, taps="*.pattern")
+    assert list(rows) == ["layers.0.pattern", "layers.1.pattern"]
+    assert not rows["layers.0.pattern"][1, :, 4:].any() and rows["layers.0.pattern"][0, :, 4:].any()
+    for taps in ("layers.*.resid", ("embed", "blocks.*.hook_resid")):
+        with pytest.raises(KeyError, match=r"no point that matches '.*resid'; the nearest are lay"):
+            forward(model, params, IDS, taps=taps)
+    with pytest.raises(KeyError, match=r"no point 'layers.1.resid'; the nearest are layers.1.resi"):
+        forward(model, params, IDS, taps="layers.1.resid")
+
+
 def test_wrong_points_and_edits() -> None:
     model, params = tiny_models.tiny_model("llama")
     with pytest.raises(KeyError, match=r"no point 'layers.1.resid'; the nearest are layers.1.resi"):

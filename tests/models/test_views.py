@@ -13,7 +13,7 @@ from jaxinfer.core.errors import ArgumentError
 from jaxinfer.models import Model, Params, forward, normalised_stream, unembed
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.params import by_path
-from jaxinfer.models.views import WeightViews
+from jaxinfer.models.views import LayerView, WeightViews
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from kit.tiny_models import NAMES, tiny_model
 
@@ -78,6 +78,57 @@ def test_layers_are_stacked_and_counted_from_the_end() -> None:
     np.testing.assert_array_equal(view[:, 2], jnp.stack([view[0, 2], view[1, 2]]))
     np.testing.assert_array_equal(view[-1, -1], view[1, 3])
     np.testing.assert_array_equal(view[0, ..., 3], view[0][..., 3])
+
+
+def test_a_view_is_an_array_of_all_layers() -> None:
+    m = views_of("llama")
+    view, whole = m.W_Q, m.W_Q[:]
+    assert view.shape == whole.shape == (2, 4, 32, 8) and view.ndim == 4
+    assert view.dtype == np.float32 and repr(view) == "W_Q: float32[2, 4, 32, 8], a view by layer"
+    for found in (np.asarray(view), jnp.asarray(view), view + 0, view * 1, view - 0):
+        np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(view.T, whole.T)
+    np.testing.assert_array_equal(view.mean(axis=0), whole.mean(axis=0))
+    np.testing.assert_array_equal(m.W_V[:, 0] @ m.W_O[:, 0], jnp.matmul(m.W_V[:, 0], m.W_O[:, 0]))
+    np.testing.assert_array_equal(m.W_up @ m.W_down, m.W_up[:] @ m.W_down[:])
+    norms = jnp.einsum("lndh,lndh->ln", view, view)
+    np.testing.assert_array_equal(norms, jnp.einsum("lndh,lndh->ln", whole, whole))
+    np.testing.assert_array_equal(m.W_in[1], m.W_up[1])
+    np.testing.assert_array_equal(m.W_out[1], m.W_down[1])
+    with pytest.raises(AttributeError, match="has no attribute 'shap'"):
+        _ = view.shap
+    with pytest.raises(AttributeError, match="layer 0 makes its queries, keys and values of lat"):
+        _ = views_of("deepseek_v2").W_K.shape
+
+
+def test_layers_that_differ_are_no_array() -> None:
+    sizes = (3, 5)
+    view = LayerView("W_x", 2, lambda layer: jnp.zeros((2, sizes[layer])))
+    assert view[1].shape == (2, 5) and repr(view) == "W_x: 2 arrays, a view by layer"
+    for use in (lambda: view.shape, lambda: view[:], lambda: jnp.asarray(view)):
+        with pytest.raises(ValueError, match=r"is \[2, 3\] in one layer .* index one, as W_x\[0\]"):
+            use()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "llama", "gpt_oss"])
+def test_biases_are_those_that_the_family_has(name: str) -> None:
+    m = views_of(name)
+    layer, config = m.params["layers_1"], m.model.config
+    mixer = config.layers[1].mixer
+    n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim  # type: ignore[attr-defined]
+    assert (m.b_Q.shape, m.b_K.shape) == ((len(config.layers), n, h), (len(config.layers), k, h))
+    whole = jnp.concatenate([one[1].ravel() for one in (m.b_Q, m.b_K, m.b_V)])
+    np.testing.assert_array_equal(whole, layer.get("qkv_bias", jnp.zeros(whole.size)))
+    np.testing.assert_array_equal(m.b_O[1], layer.get("o_bias", jnp.zeros(config.hidden_size)))
+    assert bool(whole.any()) == (name != "llama")
+    if name == "gpt_oss":
+        with pytest.raises(AttributeError, match="not all feed-forward networks are dense"):
+            _ = m.b_in
+        return
+    width = config.layers[1].ffn.width  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(m.b_in[1], layer.get("up_bias", jnp.zeros(width)))
+    down = layer.get("down_bias", jnp.zeros(config.hidden_size))
+    np.testing.assert_array_equal(m.b_out[1], down)
 
 
 @pytest.mark.parametrize("index", [2, -3, (0, 4), (0, 0, 32), (0, -5), "a"])

@@ -9,9 +9,11 @@ import pytest
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.gguf.blocks import FORMS
+from jaxinfer.weights.gguf.types import TensorType
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
-from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise
+from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise, quantise_as
 from jaxinfer.weights.quantised.values import CHUNK, dequantised
 from kit.checkpoints import (
     random_hf_tensors,
@@ -94,6 +96,54 @@ def test_threads_change_nothing(scheme: str) -> None:
     one, several = (quantise(matrix, scheme, threads) for threads in (1, 3))
     np.testing.assert_array_equal(one.values, several.values)
     np.testing.assert_array_equal(one.scales, several.scales)
+
+
+# To the form of other weights
+
+ERRORS = {  # relative RMS, of normal values
+    "Q4_0": 0.088,
+    "Q4_1": 0.078,
+    "Q5_0": 0.0054,
+    "Q5_1": 0.0046,
+    "Q8_0": 0.0054,
+    "Q4_K": 0.0785,
+    "Q5_K": 0.01,
+    "Q6_K": 0.0049,
+    "MXFP4": 0.112,
+    "zeros": 0.101,
+    "offsets": 0.0059,
+    "blocks": 0.0264,
+}
+# a second time, of the quantised values; of others 0 up to the rounding of float32
+AGAIN = {"Q5_K": 0.005, "Q6_K": 0.003, "zeros": 0.004}
+FORMS_OF = {kind.name: form for kind, form in FORMS.items()} | {
+    "zeros": definition.Form("int4", 128, "float16", zeros=True),  # AWQ, GPTQ
+    "offsets": definition.Form("int8", 128, "float32", offsets=True),
+    "blocks": definition.Form("fp8", 128, "float32", block_outputs=128),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_form_that_a_model_may_have(name: str) -> None:
+    assert FORMS_OF.keys() == ERRORS.keys()
+    form, matrix = FORMS_OF[name], normal(256, 512)
+    matrix[0], matrix[1, :256], matrix[2] = 0, 0, 0.25
+    w = quantise_as(matrix, form)
+    assert w.form == form
+    arrays = form.arrays(256, 512)
+    assert {key: (a.shape, str(a.dtype)) for key, a in w.tree().items()} == arrays
+    found = dequantised(w)
+    np.testing.assert_array_equal(found, np.asarray(definition.dequantised(w)))
+    error = np.linalg.norm(found - matrix) / np.linalg.norm(matrix)
+    assert error == pytest.approx(ERRORS[name], rel=0.06)
+    assert not found[0].any() and not found[1, :256].any()
+    again = np.linalg.norm(dequantised(quantise_as(found, form)) - found) / np.linalg.norm(matrix)
+    assert again <= AGAIN.get(name, 1e-7)
+
+
+def test_values_beyond_the_dtype_of_scales() -> None:
+    with pytest.raises(ValueError, match="too large for scales in float16"):
+        quantise_as(np.full((2, 64), 1e9, np.float32), FORMS[TensorType.Q8_0])
 
 
 # A checkpoint of floats

@@ -130,10 +130,9 @@ class AsyncLLM:
 
         It does not generate: this object does.
         """
-        from jaxinfer.engine.api.language_model import LanguageModel  # imports JAX
+        from jaxinfer.engine.api.language_model import model_of_engine  # imports JAX
 
-        weights, tokenizer = self.engine.weights, self.engine.tokenizer
-        return LanguageModel(weights.model, weights.params, tokenizer, weights.generation_config)
+        return model_of_engine(self.engine)
 
     async def update_weights(self, weights: Params | str | Path, *, mode: Mode = "wait") -> None:
         """Serve other weights of the same model, and forget all prefixes; see ``LLM``.

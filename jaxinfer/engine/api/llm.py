@@ -77,32 +77,21 @@ class LLM(PoolingMethods, BeamMethods):
 
         After ``update_weights`` the property gives another object, with the new weights.
         """
-        from jaxinfer.engine.api.language_model import LanguageModel  # imports JAX
+        from jaxinfer.engine.api.language_model import model_of_engine  # imports JAX
 
-        weights = self._engine.weights
-        params = weights.params
-
-        def generate(given: Params, *arguments: Any, **options: Any) -> list[RequestOutput]:
-            if given is not params or weights.params is not params:
-                raise EngineError(
-                    "the engine serves other weights than this model's; call "
-                    "llm.update_weights(m.params) and llm.generate"
-                )
-            return self.generate(*arguments, **options)
-
-        return LanguageModel(
-            weights.model, params, self._engine.tokenizer, weights.generation_config, generate
-        )
+        return model_of_engine(self._engine, self.generate)
 
     def update_weights(self, weights: Params | str | Path) -> None:
         """Serve other weights of the same model from the next step on, and forget all prefixes.
 
         ``weights`` is a tree of parameters as ``llm.model.params``, or a folder or other reference
-        to a model. Nothing is compiled. Arrays that are on the device are not copied: they must not
-        be donated to a later call. Both old and new weights are in memory until this returns. If
-        the weights do not fit, the old ones stay: ``ArgumentError`` names the parameter whose
-        path, shape or dtype is wrong, or that is not finite, and ``ConfigError`` or ``SourceError``
-        says what is wrong with a folder. Raises ``EngineError`` while a stream is open.
+        to a model. Matrices that the engine keeps quantised may be floats, as ``jaxinfer.load``
+        gives them: they are quantised to the same form. Nothing is compiled. Arrays that are on the
+        device are not copied: they must not be donated to a later call. Both old and new weights
+        are in memory until this returns. If the weights do not fit, the old ones stay:
+        ``ArgumentError`` names the parameter whose path, shape or dtype is wrong, or that is not
+        finite, and ``ConfigError`` or ``SourceError`` says what is wrong with a folder. Raises
+        ``EngineError`` while a stream is open.
         """
         self._check_no_request()
         prepared = self._engine.weights.prepared(weights)

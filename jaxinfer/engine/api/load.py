@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinfer.core.errors import ArgumentError
+from jaxinfer.core.errors import ArgumentError, NoTokenizerError
 from jaxinfer.core.progress import Progress
 from jaxinfer.engine.api.language_model import LanguageModel
-from jaxinfer.engine.api.llm import LLM
+from jaxinfer.engine.api.own_engine import OwnEngines
 from jaxinfer.engine.api.vllm_args import engine_config
-from jaxinfer.engine.outputs import RequestOutput
-from jaxinfer.engine.start.build import build_engine, plan_engine
+from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.exec.run.device_memory import check_host
-from jaxinfer.models.base import Params
 
 
 def load(
@@ -33,8 +32,8 @@ def load(
     ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
     those of ``LLM``: ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
     ``quantization``, ``cpu_weights`` and ``seed`` have an effect on the parameters, the others on
-    ``LanguageModel.generate``. Quantised weights are dequantised on a CPU, so that all parameters
-    have gradients; ``cpu_weights="auto"`` keeps them.
+    ``LanguageModel.generate``. A model without a tokenizer takes token ids. Quantised weights are
+    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="auto"`` keeps them.
 
     ``mesh`` is a mesh of one device, or one with an axis of several, along which heads,
     feed-forward columns and the vocabulary are divided: ``forward`` then runs on all of them, also
@@ -43,13 +42,31 @@ def load(
     """
     settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
     progress = progress or progress_on(sys.stderr)
-    plan = plan_engine(engine_config(model, settings), progress, mesh=mesh)
+
+    def planned(settings: Mapping[str, Any]) -> EnginePlan:
+        return plan_engine(engine_config(model, settings), progress, mesh=mesh)
+
+    missing = "load it without skip_tokenizer_init"
+    try:
+        plan = planned(settings)
+    except NoTokenizerError as error:
+        if "tokenizer" in settings:
+            raise
+        missing, settings = str(error), settings | {"skip_tokenizer_init": True}
+        plan = planned(settings)
     _check_division(plan)
     check_host(plan.memory)
     params = plan.load_params(progress)
-    generate = _OwnEngine(plan, progress).generate
-    config = plan.source.generation_config
-    return LanguageModel(plan.program.model, params, plan.tokenizer, config, generate)
+    generate = partial(OwnEngines(plan, settings, planned).generate, progress)
+    return LanguageModel(
+        plan.program.model,
+        params,
+        plan.tokenizer,
+        plan.source.generation_config,
+        generate,
+        plan.source.reference,
+        missing,
+    )
 
 
 def _check_division(plan: EnginePlan) -> None:
@@ -63,23 +80,3 @@ def _check_division(plan: EnginePlan) -> None:
                 f"parameter {path} {list(array.shape)} cannot be divided among "
                 f"{placement.num_devices} devices; use a mesh of fewer"
             ) from None
-
-
-class _OwnEngine:
-    """The engine of a loaded model, built when it is first used."""
-
-    def __init__(self, plan: EnginePlan, progress: Progress) -> None:
-        self._plan = plan
-        self._progress = progress
-        self._llm: LLM | None = None
-        self._params: Params | None = None  # that the engine serves
-
-    def generate(self, params: Params, *arguments: Any, **options: Any) -> list[RequestOutput]:
-        """``LLM.generate`` with these weights, which ``LanguageModel.with_params`` may replace."""
-        if self._llm is None:
-            engine = build_engine(replace(self._plan, loaded=params), self._progress)
-            self._llm = LLM.of_engine(engine, self._plan.config, self._progress)
-        elif self._params is not params:
-            self._llm.update_weights(params)
-        self._params = params
-        return self._llm.generate(*arguments, **options)

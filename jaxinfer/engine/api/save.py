@@ -41,7 +41,8 @@ def save(
     cannot be written, and ``ArgumentError`` for parameters that do not fit.
     """
     if isinstance(model, LanguageModel):
-        tokenizer = model.tokenizer if tokenizer is None else tokenizer
+        _, _, own = model
+        tokenizer = own if tokenizer is None else tokenizer
         if generation_config is None:
             generation_config = model.generation_config
         model = model.model

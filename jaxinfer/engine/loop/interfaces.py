@@ -28,6 +28,11 @@ class Weights(Protocol):
         ...
 
     @property
+    def reference(self) -> str:
+        """The model that the engine was built from, as the user named it."""
+        ...
+
+    @property
     def generation_config(self) -> Mapping[str, Any]:
         """The generation_config.json of the model that the engine was built from."""
         ...

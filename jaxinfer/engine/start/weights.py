@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -16,10 +16,11 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import with_task
 from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.run.new_weights import placed_params
+from jaxinfer.exec.run.new_weights import check_values, placed_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import by_path, nested
-from jaxinfer.weights.load import load_params
+from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.load import load_params, stream_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 
@@ -39,6 +40,11 @@ class EngineWeights:
         return self.plan.program.model
 
     @property
+    def reference(self) -> str:
+        """The model that the engine was built from, as the user named it."""
+        return self.plan.source.reference
+
+    @property
     def generation_config(self) -> Mapping[str, Any]:
         """The generation_config.json of the model's source."""
         return self.plan.source.generation_config
@@ -53,6 +59,7 @@ class EngineWeights:
     def prepared(self, given: Params | str | Path) -> Params:
         """New weights on the device: a tree of parameters, or what a reference to a model names.
 
+        Matrices of floats are quantised to the forms in which the engine keeps them, one at a time.
         Arrays that are on the device already are not copied. Raises ``ArgumentError`` for a tree
         that does not fit, and ``ConfigError`` or ``SourceError`` for a model that does not; each
         names the parameter, tensor or key. A weight that is not finite is refused too. Raises
@@ -60,7 +67,8 @@ class EngineWeights:
         """
         program = self.plan.program
         with allocating(self.plan.memory.weight_bytes):  # the old weights stay until the change
-            params: Any = self._load(str(given)) if isinstance(given, str | Path) else given
+            is_named = isinstance(given, str | Path)
+            params: Any = self._load(str(given)) if is_named else self._quantised(given)
             return placed_params(program.model, params, program.placement)
 
     def replace(self, params: Params) -> None:
@@ -98,18 +106,25 @@ class EngineWeights:
         plan, program = self.plan, self.plan.program
         source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
         _, source = with_task(plan.config, source)
-        source, model = model_of(source, plan.config, program.platform)
+        is_kept = bool(program.model.forms)
+        quantises = is_kept and not (source.scheme or source.forms)
+        config = replace(plan.config, quantization=None) if is_kept else plan.config
+        source, model = model_of(source, config, program.platform)
         if differing := _differing(model, program.model):
             raise ConfigError(
                 f"{reference} differs from the engine's model in {', '.join(differing)}; serve it "
                 "with another engine"
             )
+        assert source.checkpoint is not None, "a config alone is refused for its load_format"
+        if quantises:
+            return nested(self._like_the_engines(source.checkpoint))
         if (model.forms, model.arrangement) != (program.model.forms, program.model.arrangement):
             raise ConfigError(
-                f"{reference} and the engine's model keep different matrices quantised; serve it "
-                "with another engine, or on a CPU with cpu_weights='float32', which keeps none"
+                f"{reference} and the engine's model keep different matrices quantised; give "
+                "weights of floats, which are quantised as the engine's are, or start the engine "
+                f"with --model {reference}, or on a CPU with --cpu-weights float32 "
+                "(cpu_weights='float32'), which dequantises all"
             )
-        assert source.checkpoint is not None, "a config alone is refused for its load_format"
         plan_params(model, source.checkpoint)
         return load_params(
             model,
@@ -119,6 +134,41 @@ class EngineWeights:
             seed=plan.config.seed or 0,
             progress=NO_PROGRESS,
         )
+
+    def _quantised(self, given: Any) -> Any:
+        """The tree, whose matrices that the engine keeps quantised and that are given as floats are
+        quantised. Raises ``ArgumentError`` if it does not fit.
+        """
+        from jaxinfer.weights.save import ParamsCheckpoint  # imports Jinja
+
+        model = self.model
+        if not isinstance(given, Mapping):
+            return given
+        tree = cast("Params", given)
+        leaves = by_path(tree)
+        own = model.arrays
+        floats = {s.path: s for s in model.param_specs if s.path in leaves and s.path not in own}
+        if not floats:
+            return tree
+        names = {source.name for spec in floats.values() for source in spec.sources}
+        kept = tuple((name, form) for name, form in model.forms if name not in names)
+        checkpoint = ParamsCheckpoint(replace(model, forms=kept), tree)  # checks shapes and dtypes
+        check_values({path: leaves[path] for path in floats})
+        made = self._like_the_engines(checkpoint, floats)
+        return nested({path: leaf for path, leaf in leaves.items() if path not in floats} | made)
+
+    def _like_the_engines(
+        self, checkpoint: Checkpoint, paths: Container[str] | None = None
+    ) -> dict[str, jax.Array]:
+        """The parameters of a checkpoint of floats as the engine keeps them, by path. One at a time
+        is read, so that host memory holds no second one. ``paths``: those to read (None: all).
+        """
+        from jaxinfer.weights.quantised.on_load import quantised_like  # 40 ms
+
+        made = quantised_like(self.model, checkpoint)
+        plan = plan_params(self.model, made)
+        plan = [one for one in plan if paths is None or one.spec.path in paths]
+        return stream_params(plan, made, self.plan.program.placement, NO_PROGRESS, threads=1)
 
 
 def _differing(one: Model, other: Model) -> list[str]:

@@ -27,7 +27,7 @@ from jaxinfer.exec.step.batch import BatchLayout
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from jaxinfer.exec.step.points import Steering, steered
+from jaxinfer.exec.step.points import Steering, StepEdits, steered
 from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots, slot_rows
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
@@ -85,6 +85,8 @@ class Program:
     pins: Pins = Pins()
     placement: Placement = field(default_factory=default_placement)
     drafter: Drafter | None = None
+    # functions that every step applies: executables with some must not be saved for other engines
+    edits: StepEdits | None = None
 
     def __post_init__(self) -> None:
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
@@ -93,6 +95,7 @@ class Program:
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"
+        assert self.edits is None or not self.limits.points, "a step has edits or tapped points"
         decodes = any(bucket.num_decodes for bucket in self.limits.buckets)
         assert not (self.limits.pooling and decodes), "an engine that pools draws no tokens"
         has_state = bool(self.model.state.bytes_per_slot)
@@ -246,6 +249,7 @@ class Program:
             drafter=self.drafter,
             points=self.limits.points if bucket.taps else (),
             pooling=self.limits.pooling,
+            edits=self.edits,
         )
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
@@ -294,7 +298,7 @@ class Program:
         them. Buckets that score are not, as they are rarely used.
         """
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
-            bucket.num_decodes or bucket.scores or bucket.taps
+            bucket.num_decodes or bucket.scores or bucket.taps or self.edits
         )
         return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 

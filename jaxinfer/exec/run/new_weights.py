@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,22 +27,35 @@ def placed_params(model: Model, params: Any, placement: Placement) -> Params:
         path: _placed(path, leaf, model.arrays[path].axes, placement)
         for path, leaf in checked_params(params, model.arrays).items()
     }
-    for path, array in made.items():
-        if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
-            raise ArgumentError(f"parameter {path} holds NaN or infinity; the old weights stay")
+    floats = {p: array for p, array in made.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    check_values(floats)
     return nested(made)
 
 
+def check_values(leaves: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError``, naming the parameter, if an array by path is traced, deleted, or not
+    finite.
+    """
+    for path, leaf in leaves.items():
+        _check_alive(path, leaf)
+        if not _all_finite(leaf):
+            raise ArgumentError(f"parameter {path} holds NaN or infinity; the old weights stay")
+
+
 def _placed(path: str, leaf: Any, axes: Axes, placement: Placement) -> jax.Array:
-    if isinstance(leaf, Tracer):
-        raise ArgumentError(f"parameter {path} is traced; change weights outside of jax.jit")
+    _check_alive(path, leaf)
     if not isinstance(leaf, jax.Array):
         return placement.put(np.array(leaf), axes)  # a copy: on a CPU JAX may keep numpy's memory
-    if leaf.is_deleted():
+    return jax.device_put(leaf, placement.sharding(axes))
+
+
+def _check_alive(path: str, leaf: Any) -> None:
+    if isinstance(leaf, Tracer):
+        raise ArgumentError(f"parameter {path} is traced; change weights outside of jax.jit")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise ArgumentError(
             f"parameter {path} has been deleted, as it was donated to a call; give a copy"
         )
-    return jax.device_put(leaf, placement.sharding(axes))
 
 
 @jax.jit

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxinfer.core.points import Point
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
 from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
-from jaxinfer.exec.step.points import Steering, points_of_step, read_points
+from jaxinfer.exec.step.points import Steering, StepEdits, points_of_step, read_points
 from jaxinfer.exec.step.pooling import pooled
 from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, sample
 from jaxinfer.exec.step.slots import SlotState
@@ -96,6 +96,7 @@ class StepFunction:
     drafter: Drafter | None = None
     points: tuple[Point, ...] = ()  # if the bucket taps
     pooling: str = ""  # if the engine pools: one of ``core.pooling.KINDS``
+    edits: StepEdits | None = None
 
     def first_part(
         self,
@@ -189,6 +190,7 @@ class StepFunction:
             # rows with drafts attend as prompts do, so they do not count as decodes
             num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
+            points=None if self.edits is None else self.edits.points(batch),
         )
         return batch, ctx
 
@@ -235,10 +237,12 @@ class StepFunction:
     def _ends_with_last_tokens(self) -> bool:
         """True if the last layer computes only the last token of each row.
 
-        Prompts need no other outputs, unless the bucket scores or all tokens are pooled.
+        Prompts need no other outputs, unless the bucket scores or all tokens are pooled. Edits are
+        of all tokens.
         """
         bucket = self.layout.bucket
         others = bucket.num_decodes or bucket.scores or self.pooling not in ("", "last")
+        others = others or self.edits is not None
         return bool(bucket.num_prefills) and not others
 
     def _arrivals(self) -> jax.Ref | None:

@@ -8,6 +8,8 @@ rows are steered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.points import Point, canonical, nearest
+from jaxinfer.core.points import Point, canonical, expanded, is_pattern, nearest, points_at
 from jaxinfer.exec.step.batch import DeviceBatch
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
@@ -23,7 +25,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     LatentAttentionConfig,
 )
-from jaxinfer.nn.points import Points, Shift
+from jaxinfer.nn.points import Edit, Points, Shift, edited
 
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
 
@@ -35,20 +37,59 @@ _DENSE_ONLY = (
 )
 
 
-def points_named(names: Sequence[str], spec: DecoderSpec) -> tuple[Point, ...]:
-    """The points of a step with these names; raises ``ConfigError`` for one that has none."""
+class StepEdits(NamedTuple):
+    """Functions of activations that every step of an engine applies, token by token.
+
+    They are part of the executables, which belong to these very functions.
+    """
+
+    functions: tuple[tuple[str, Edit], ...]  # by the names of points
+    positions: tuple[int, ...] | None = None  # of the tokens to edit; None: all
+    span: tuple[int, int] | None = None  # first position, and the one after the last; None: all
+
+    def points(self, batch: DeviceBatch) -> Points:
+        """The points of a forward pass of this batch; padding keeps its values."""
+        tokens = batch.rows.is_token
+        if self.positions is not None:
+            tokens &= jnp.isin(batch.positions, jnp.asarray(self.positions, jnp.int32))
+        if self.span is not None:
+            tokens &= (batch.positions >= self.span[0]) & (batch.positions < self.span[1])
+        edits = {name: partial(_at_tokens, name, edit, tokens) for name, edit in self.functions}
+        return Points((), edits)
+
+
+def added_vector(vector: np.ndarray, value: jax.Array) -> jax.Array:
+    """The activations with a vector added to each."""
+    return value.astype(jnp.float32) + vector
+
+
+def _at_tokens(name: str, edit: Edit, tokens: jax.Array, value: jax.Array) -> jax.Array:
+    chosen = tokens.reshape(-1, *[1] * (value.ndim - 1))
+    return jnp.where(chosen, edited(name, edit, value), value)
+
+
+def points_named(
+    names: Sequence[str], spec: DecoderSpec, field: str = "tap_points"
+) -> tuple[Point, ...]:
+    """The points of a step with these names, which may be patterns; raises ``ConfigError`` for one
+    that stands for none. ``field`` had the names.
+    """
     known = dict(_points_of(spec))
+    found: dict[str, None] = {}
     for name in names:
-        if name in known:
+        points = expanded(name, known)
+        found |= dict.fromkeys(map(canonical, points))
+        if points:
             continue
-        words = f"tap_points has {name!r}"
         if name.rpartition(".")[2] in _DENSE_ONLY:
             raise ConfigError(
-                f"{words}, which steps that serve do not have; read it with "
+                f"{field} has {name!r}, which steps that serve do not have; read it with "
                 "jaxinfer.load(MODEL).forward"
             )
-        raise ConfigError(f"{words}, which is no point; the nearest are {nearest(name, known)}")
-    return tuple(Point(name, known[name], spec.dtype.name) for name in names)
+        what = "matches" if is_pattern(name) else "is"
+        near = nearest(name, known)
+        raise ConfigError(f"{field} has {name!r}, which {what} no point; the nearest are {near}")
+    return tuple(Point(name, known[name], spec.dtype.name) for name in found)
 
 
 def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -96,7 +137,7 @@ def chosen_columns(
     points: Sequence[Point],
 ) -> np.ndarray:  # [T, W of the names]
     """The activations at some of the points, in the order of the names."""
-    wanted = [canonical(name) for name in names]
+    wanted = [point.name for point in points_at(names, points).values()]
     if wanted == [point.name for point in points]:
         return read
     ends = np.cumsum([point.width for point in points]).tolist()

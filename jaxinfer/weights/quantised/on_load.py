@@ -1,4 +1,4 @@
-"""Quantises the weights of linear layers while a checkpoint of floats is read."""
+"""Quantises matrices while a checkpoint of floats is read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.models.base import Model
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
+from jaxinfer.weights.plan import canonical_name
 from jaxinfer.weights.quantised.config_keys import check_pattern
-from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise
+from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise_as
 from jaxinfer.weights.quantised.scheme import PATTERN, match_rank
 from jaxinfer.weights.quantised.values import dequantised
 from pallas_kernels.quantised import Form, Quantised
@@ -54,30 +55,29 @@ def _ignored(module: str, ignore: Sequence[str]) -> bool:
     return any(match_rank(module, target) is not None for target in ignore)
 
 
-class QuantisedOnLoad:
-    """A ``Checkpoint`` of floats, of which the matrices ``names`` [O, K] are quantised when read.
+class Quantising:
+    """A ``Checkpoint``, of which the matrices ``forms`` are quantised to their forms when read.
 
-    Matrices whose size does not allow it stay as they are. Each reading uses ``threads`` threads
-    (None: one for each CPU core).
+    ``transposed`` are those that are stored [K, O], or stacks [E, K, O]. Each reading uses
+    ``threads`` threads (None: one for each CPU core). ``remedy`` ends the error for a matrix that
+    cannot be quantised.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, scheme: str, names: Collection[str], threads: int | None = 1
+        self,
+        checkpoint: Checkpoint,
+        forms: Mapping[str, Form],
+        *,
+        transposed: Collection[str] = (),
+        threads: int | None = 1,
+        remedy: str = "download it again",
     ) -> None:
-        """Raises ``ConfigError`` for an unknown scheme, or if no matrix can be quantised."""
-        if scheme not in SCHEMES:
-            raise ConfigError(f"quantization is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
         self.unneeded = checkpoint.unneeded
         self._checkpoint = checkpoint
-        self._scheme = scheme
+        self._forms = forms
+        self._transposed = transposed
         self._threads = threads
-        made = {name: form_for(scheme, checkpoint.tensors[name].shape) for name in names}
-        self._forms = {name: form for name, form in made.items() if form is not None}
-        if not self._forms:
-            raise ConfigError(
-                f"quantization is {scheme!r}, but the model has no linear layer that can be "
-                "quantised; use it without quantization"
-            )
+        self._remedy = remedy
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -91,16 +91,62 @@ class QuantisedOnLoad:
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``; a quantised matrix is dequantised to float32."""
-        if name in self._forms:
-            return dequantised(self.read_quantised(name))
-        return self._checkpoint.read(name, part)
+        if name not in self._forms:
+            return self._checkpoint.read(name, part)
+        values = dequantised(self.read_quantised(name, part))
+        return values.T if name in self._transposed else values
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``; raises ``CheckpointError`` if values are not finite."""
-        assert part is None, "only single matrices are quantised"
+        matrix = self._checkpoint.read(name, part)
+        matrix = matrix.T if name in self._transposed else matrix
         try:
-            return quantise(self._checkpoint.read(name), self._scheme, self._threads)
+            return quantise_as(matrix, self._forms[name], self._threads)
         except ValueError as error:
             raise CheckpointError(
-                f"tensor {name} cannot be quantised: {error}; download it again"
+                f"tensor {name} cannot be quantised: {error}; {self._remedy}"
             ) from error
+
+
+class QuantisedOnLoad(Quantising):
+    """A ``Checkpoint`` of floats, of which the matrices ``names`` [O, K] are quantised when read.
+
+    Matrices whose size does not allow it stay as they are.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, scheme: str, names: Collection[str], threads: int | None = 1
+    ) -> None:
+        """Raises ``ConfigError`` for an unknown scheme, or if no matrix can be quantised."""
+        if scheme not in SCHEMES:
+            raise ConfigError(f"quantization is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
+        made = {name: form_for(scheme, checkpoint.tensors[name].shape) for name in names}
+        forms = {name: form for name, form in made.items() if form is not None}
+        if not forms:
+            raise ConfigError(
+                f"quantization is {scheme!r}, but the model has no linear layer that can be "
+                "quantised; use it without quantization"
+            )
+        super().__init__(checkpoint, forms, threads=threads)
+
+
+def quantised_like(model: Model, checkpoint: Checkpoint) -> Quantising:
+    """The checkpoint of floats, whose matrices are quantised as the model keeps them.
+
+    Each is read by one thread and quantised by all.
+    """
+    forms = dict(model.forms)
+    canonical = {name: canonical_name(model.family, name) for name in checkpoint.tensors}
+    transposed = {
+        source.name
+        for spec in model.declared_specs
+        if spec.matrix in ("in_out", "experts_in_out")
+        for source in spec.sources
+    }
+    return Quantising(
+        checkpoint,
+        {name: forms[own] for name, own in canonical.items() if own in forms},
+        transposed={name for name, own in canonical.items() if own in transposed},
+        threads=None,
+        remedy="the old weights stay; correct the new ones",
+    )
