@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,28 +76,36 @@ class SafetensorsCheckpoint:
         raise KeyError(name)
 
 
-def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:
+def checkpoint_files(
+    folder: Path, named: object = None, names: Collection[str] | None = None
+) -> tuple[Path, ...]:
     """The safetensors files of a Hugging Face folder that hold its model, in order.
 
     As in transformers: the file or index that config.json names (``named``, the value of its key
     ``transformers_weights``), else model.safetensors, else the files that the index lists. Without
     any of these, the numbered shards, or else all safetensors files that are not of another layout.
+    ``names`` are those of all files of a folder that has only its indices yet (None: those in it).
     Raises ``SourceError`` if there is none and ``CheckpointError`` if a shard is missing.
     """
+
+    def is_there(path: Path) -> bool:
+        return path.is_file() if names is None else str(path.relative_to(folder)) in names
+
     if named is not None:
-        return _named_files(folder, named)
-    if (folder / FILE_NAME).is_file():
+        return _named_files(folder, named, is_there)
+    if is_there(folder / FILE_NAME):
         return (folder / FILE_NAME,)
-    if (folder / INDEX_NAME).is_file():
-        return _indexed_files(folder / INDEX_NAME)
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if shards := [name for name in names if _SHARD.fullmatch(name)]:
+    if is_there(folder / INDEX_NAME):
+        return _indexed_files(folder / INDEX_NAME, is_there)
+    all_names = [path.name for path in folder.iterdir()] if names is None else names
+    found = sorted(name for name in all_names if name.endswith(".safetensors") and "/" not in name)
+    if shards := [name for name in found if _SHARD.fullmatch(name)]:
         return _all_shards(folder, shards)
-    own = [name for name in names if not _OTHER_LAYOUT.match(name)]
+    own = [name for name in found if not _OTHER_LAYOUT.match(name)]
     plain = [name for name in own if not _VARIANT.fullmatch(name)]
     if plain or own:
         return tuple(folder / name for name in plain or own)
-    raise SourceError(_no_files_message(folder, names))
+    raise SourceError(_no_files_message(folder, found))
 
 
 def _no_files_message(folder: Path, others: list[str]) -> str:
@@ -117,7 +125,7 @@ def _no_files_message(folder: Path, others: list[str]) -> str:
     )
 
 
-def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
+def _named_files(folder: Path, named: object, is_there: Callable[[Path], bool]) -> tuple[Path, ...]:
     """The file or indexed files that config.json names, which must be inside the folder."""
     if not isinstance(named, str) or not named.endswith((".safetensors", _INDEX_END)):
         raise SourceError(
@@ -125,12 +133,12 @@ def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
             "file or an index of such files"
         )
     path = folder / named
-    if is_outside(named) or not path.is_file():
+    if is_outside(named) or not is_there(path):
         raise SourceError(
             f"config key 'transformers_weights' names {named[:200]}, and {folder} holds no "
             "such file; copy it there or remove the key"
         )
-    return _indexed_files(path) if named.endswith(_INDEX_END) else (path,)
+    return _indexed_files(path, is_there) if named.endswith(_INDEX_END) else (path,)
 
 
 def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
@@ -146,7 +154,7 @@ def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-def _indexed_files(index: Path) -> tuple[Path, ...]:
+def _indexed_files(index: Path, is_there: Callable[[Path], bool]) -> tuple[Path, ...]:
     """The files that an index lists, which must be inside its folder."""
     try:
         content = read_json(index)
@@ -168,7 +176,7 @@ def _indexed_files(index: Path) -> tuple[Path, ...]:
                 f"{index} names {short(name)}, which is outside its folder; use an index that "
                 "names files next to it"
             )
-        if not (index.parent / name).is_file():
+        if not is_there(index.parent / name):
             raise CheckpointError(
                 f"{index.parent / name} is missing although {index.name} names it; "
                 "download that shard"

@@ -96,7 +96,12 @@ class EngineWeights:
     def _load(self, reference: str) -> Params:
         """The weights of a folder or another reference, as the engine's model keeps them."""
         plan, program = self.plan, self.plan.program
-        source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
+        source = resolve_source(
+            reference,
+            cache_dir=plan.cache_dir,
+            progress=NO_PROGRESS,
+            download_dir=plan.config.download_dir,
+        )
         _, source = with_task(plan.config, source)
         source, model = model_of(source, plan.config, program.platform)
         if differing := _differing(model, program.model):
