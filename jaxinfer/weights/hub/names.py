@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import ConfigError, SourceError
+from jaxinfer.core.errors import ConfigError
 
 HUB_FORM = "ORG/NAME[@REVISION][:QUANT]"
 _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"  # neither begins nor ends with "." or "-", as the hub demands
@@ -32,18 +31,13 @@ class HubName:
 
 
 def parse_name(reference: str, revision: str | None = None) -> HubName | None:
-    """The name that a reference is; None if it has another form, such as a path's.
+    """The name that a reference is, which may be a path's as well; None if it has another form.
 
     ``revision`` is that of the setting with this name. Raises ``ConfigError`` if the reference has
-    another one, and ``SourceError`` for what is meant as a name and is none.
+    another one.
     """
     match = _NAME.fullmatch(reference)
     if match is None or _is_wrong(match["repo"]):
-        if _is_meant(reference):
-            raise SourceError(
-                f"model {short(reference)} is no existing path and no name of the hub; write "
-                f"{HUB_FORM}, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B-GGUF:Q8_0"
-            )
         return None
     given = match["revision"]
     if None not in (given, revision) and given != revision:
@@ -58,7 +52,7 @@ def _is_wrong(repo: str) -> bool:
     return len(repo) > _MAX_LENGTH or "--" in repo or ".." in repo or repo.endswith(".git")
 
 
-def _is_meant(reference: str) -> bool:
+def is_meant(reference: str) -> bool:
     """Whether a reference that is no name was meant as one: an address, or one slash within."""
     if "://" in reference:
         return True
