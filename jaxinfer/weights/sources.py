@@ -34,8 +34,9 @@ from jaxinfer.models.prediction import (
 from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.locate import Places, locate, locate_tokenizer
-from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
 from pallas_kernels.quantised import Form

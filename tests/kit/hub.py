@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -34,6 +35,7 @@ class Repo:
     files: dict[str, bytes]
     branches: tuple[str, ...] = ("main",)
     gated: bool = False
+    denied: bool = False  # to every account
     private: bool = False
     gguf: dict[str, Any] | None = None
 
@@ -61,13 +63,13 @@ class Hub:
     repos: dict[str, Repo] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     break_after: int | None = None  # bytes of a large file, after which the connection is reset
-    stall_after: int | None = None  # bytes, after which nothing comes until ``close``
+    stall_after: int | None = None  # bytes, after which nothing comes until ``go`` is set
     claimed_size: int | None = None  # of large files, in listings
     answer: tuple[int, dict[str, str], bytes] | None = None  # to every request
-    answer_api_only: bool = False
+    answer_to: tuple[str, ...] = ("api", "resolve", "files")  # to which requests
     corrupt: bool = False  # the bytes of large files
     ports: dict[str, int] = field(default_factory=dict)
-    closing: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
 
     @property
     def endpoint(self) -> str:
@@ -117,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {key.lower(): value for key, value in self.headers.items()}
         request = Request(self.command, self.host, self.path, headers)
         self.hub.requests.append(request)
-        if self.hub.answer and not (self.hub.answer_api_only and parts[0] != "api"):
+        kind = "files" if self.host == "files" else "api" if parts[0] == "api" else "resolve"
+        if self.hub.answer and kind in self.hub.answer_to:
             self._send(*self.hub.answer)
         elif self.host == "files":
             self._large(request, parts[0])
@@ -136,6 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404 if authorised else 401, "RepoNotFound", "Repository not found")
         elif repo.gated and contents and not authorised:
             self._error(401, "GatedRepo", f"Access to model {name} is restricted.")
+        elif repo.denied and contents:
+            self._error(403, "GatedRepo", "Your request is awaiting a review.")
         elif revision not in (*repo.branches, repo.commit):
             self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         else:
@@ -211,17 +216,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         limits = [one for one in (self.hub.break_after, self.hub.stall_after) if one is not None]
-        body = data[first : min([first + one for one in limits], default=len(data))]
-        for at in range(0, len(body), 1 << 16):
-            self.wfile.write(body[at : at + (1 << 16)])
-            request.served += len(body[at : at + (1 << 16)])
-        if len(body) < len(data) - first:
+        middle = min([first + one for one in limits], default=len(data))
+        self._write(request, data[first:middle])
+        if middle < len(data) and self.hub.stall_after is not None:
+            self.hub.go.wait(60)
+            self._write(request, data[middle:])
+        elif middle < len(data):  # a reset, as of a connection that a router dropped
             self.close_connection = True
-            if self.hub.stall_after is not None:
-                self.hub.closing.wait(60)
-            else:  # a reset, as of a connection that a router dropped
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            os.close(self.connection.detach())
+
+    def _write(self, request: Request, data: bytes) -> None:
+        for at in range(0, len(data), 1 << 16):
+            self.wfile.write(data[at : at + (1 << 16)])
+            request.served += len(data[at : at + (1 << 16)])
 
     def _error(
         self, status: int, code: str | None, message: str, more: dict[str, str] | None = None
@@ -261,7 +270,7 @@ def running_hub() -> Generator[Hub]:
     try:
         yield hub
     finally:
-        hub.closing.set()
+        hub.go.set()
         for server in servers.values():
             server.shutdown()
             server.server_close()

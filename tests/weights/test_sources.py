@@ -15,6 +15,7 @@ from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.weights import catalog, locate
+from jaxinfer.weights.hub.names import parse_name
 from jaxinfer.weights.wheel import parse_reference
 from kit.checkpoints import (
     random_hf_tensors,
@@ -194,8 +195,12 @@ def test_catalog_entries_are_pinned() -> None:
     for name in catalog.known_models():
         entry = catalog.find_model(name)
         assert entry is not None
-        assert parse_reference(f"{entry.source}#sha256={entry.sha256}").sha256 == entry.sha256
         assert SamplingParams(**entry.sampling)
+        assert entry.size > 0 and entry.about
+        if parse_name(entry.source) is None:  # a wheel, whose file has a pinned hash
+            pinned = f"{entry.source}#sha256={entry.sha256}"
+            assert parse_reference(pinned).sha256 == entry.sha256 is not None
+    assert len(catalog.known_models()) >= 8
     assert catalog.find_model("no-such-model") is None
 
 

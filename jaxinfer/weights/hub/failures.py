@@ -54,7 +54,7 @@ def _sentence(error: Exception, name: HubName, doing: str) -> JaxinferError:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CacheError(f"the disk filled up while {name} was fetched; make room, then {_GO_ON}")
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return CacheError(
             f"cannot write {error.filename} ({error.strerror}); make it writable, or choose "
             "another folder with HF_HOME or download_dir (--download-dir)"

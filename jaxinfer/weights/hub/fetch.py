@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import CacheError, SourceError, UnknownArchitectureError
 from jaxinfer.core.progress import Progress
-from jaxinfer.models.registry import decoder_config, family_for, text_config
+from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.hub.failures import not_here, sentences
 from jaxinfer.weights.hub.files import (
     CONFIG,
@@ -27,7 +27,6 @@ from jaxinfer.weights.hub.files import (
 )
 from jaxinfer.weights.hub.names import HubName
 from jaxinfer.weights.hub.transfer import Blob, transfer
-from jaxinfer.weights.safetensors_files import checkpoint_files
 from jaxinfer.weights.tokenizer_files import read_json_object
 
 if TYPE_CHECKING:
@@ -169,10 +168,12 @@ def _check_gguf(name: HubName, info: ModelInfo) -> None:
     """Raise ``UnknownArchitectureError`` if the hub knows the files' architecture, and it is not
     supported.
     """
-    from jaxinfer.weights.gguf.config import known_architectures
-
     architecture = (info.gguf or {}).get("architecture")
-    if isinstance(architecture, str) and architecture not in known_architectures():
+    if not isinstance(architecture, str):
+        return
+    from jaxinfer.weights.gguf.config import known_architectures  # imports JAX
+
+    if architecture not in known_architectures():
         raise UnknownArchitectureError(
             f"{name} is a GGUF of architecture {architecture[:60]}; supported are "
             f"{', '.join(known_architectures())}"
@@ -181,6 +182,8 @@ def _check_gguf(name: HubName, info: ModelInfo) -> None:
 
 def _check_config(name: HubName, config: Path) -> None:
     """Raise the error of an architecture that is not supported, with the model's name."""
+    from jaxinfer.models.registry import decoder_config, family_for, text_config  # imports JAX
+
     if config.is_file():
         try:
             family_for(decoder_config(text_config(read_json_object(config))))

@@ -67,8 +67,7 @@ def transfer(blobs: Sequence[Blob], advance: Advance) -> None:
 
 
 def _fetch(blob: Blob, advance: Advance, stop: threading.Event) -> None:
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers
+    from huggingface_hub.utils import WeakFileLock
 
     expected = blob.missing_bytes()
     for folder in (blob.path.parent, blob.lock.parent):
@@ -81,8 +80,21 @@ def _fetch(blob: Blob, advance: Advance, stop: threading.Event) -> None:
         if left == blob.size:
             blob.partial.unlink(missing_ok=True)
         advance(expected - left)
+        while _fetch_some(blob, partial(_Bar, advance, stop)):
+            pass  # a connection that was reset in the middle
+        _check_hash(blob)
+        blob.partial.rename(blob.path)
+
+
+def _fetch_some(blob: Blob, bar: Any) -> bool:
+    """Fetch the rest of a file; True if the connection broke, and some has arrived."""
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    left = blob.missing_bytes()
+    try:
         with blob.partial.open("ab") as file:
-            bar: Any = partial(_Bar, advance, stop)
             http_get(
                 blob.url,
                 file,
@@ -91,8 +103,17 @@ def _fetch(blob: Blob, advance: Advance, stop: threading.Event) -> None:
                 expected_size=blob.size,
                 tqdm_class=bar,
             )
-        _check_hash(blob)
-        blob.partial.rename(blob.path)
+    except (HfHubHTTPError, _Stopped):
+        raise
+    except OSError as error:
+        if error.errno is None:  # it has another size than the file: a proxy's page
+            blob.partial.unlink()
+        raise
+    except Exception:  # of the HTTP client, whose package may change
+        if blob.missing_bytes() == left:
+            raise
+        return True
+    return False
 
 
 def _check_hash(blob: Blob) -> None:
