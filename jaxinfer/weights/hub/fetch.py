@@ -47,9 +47,7 @@ class Request:
     @property
     def cache(self) -> Path:
         """The cache folder."""
-        from huggingface_hub import constants
-
-        return Path(self.download_dir or constants.HF_HUB_CACHE).expanduser().resolve()
+        return cache_folder(self.download_dir)
 
     @property
     def repo_folder(self) -> Path:
@@ -74,6 +72,13 @@ class Request:
         named = read_json_object(snapshot / CONFIG).get("transformers_weights")
         weights = checkpoint_files(snapshot, named, frozenset(names))
         return (*small, *(str(path.relative_to(snapshot)) for path in weights))
+
+
+def cache_folder(download_dir: Path | None) -> Path:
+    """The folder of the hub's models: the setting's, or huggingface-hub's own."""
+    from huggingface_hub import constants
+
+    return Path(download_dir or constants.HF_HUB_CACHE).expanduser().resolve()
 
 
 def locate(request: Request, progress: Progress, *, refresh: bool = False) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import SourceError
-from jaxinfer.weights.hub.fetch import Request, in_cache
+from jaxinfer.weights.hub.fetch import Request, cache_folder, in_cache
 from jaxinfer.weights.hub.files import gguf_files
 from jaxinfer.weights.hub.names import HubName
 
@@ -76,7 +76,7 @@ def _scanned(download_dir: Path | None) -> HFCacheInfo | None:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return scan_cache_dir(download_dir)
+        return scan_cache_dir(cache_folder(download_dir))
     except (CacheNotFound, ValueError):
         return None
 
