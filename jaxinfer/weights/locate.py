@@ -19,12 +19,13 @@ from jaxinfer.weights.hub.names import HUB_FORM, HubName, is_meant, parse_name
 @dataclass(frozen=True)
 class Places:
     """Where models are kept: jaxinfer's cache, and the hub's (None: as huggingface-hub's settings
-    say); ``revision`` is that of a model of the hub.
+    say); ``revision`` is that of a model of the hub. With ``offline`` the hub is not asked.
     """
 
     cache_dir: Path
     download_dir: str | None = None
     revision: str | None = None
+    offline: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def _located(
         from jaxinfer.weights.hub import fetch
 
         request = fetch.Request(hub, hub_folder(places), **needs)
-        return Located(fetch.locate(request, progress, refresh=refresh), hub=hub)
+        path = fetch.locate(request, progress, refresh=refresh, offline=places.offline)
+        return Located(path, hub=hub)
     if places.revision is not None:
         raise ConfigError(
             f"revision {places.revision!r} is that of a model of the hub, and {reference} is none; "

@@ -79,15 +79,16 @@ def resolve_source(
     tokenizer: str | None = None,
     revision: str | None = None,
     download_dir: str | None = None,
+    offline: bool = False,
 ) -> ModelSource:
     """Find a model, and download it if it is not in the cache.
 
     With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer``, in
     any form of a reference or the path of a tokenizer.json, replaces the model's own. ``revision``
-    and ``download_dir`` (None: the hub's own cache) are those of a model of the hub. Raises
-    ``SourceError`` (``CheckpointError`` for a broken file), ``ConfigError`` or ``CacheError``.
+    and ``download_dir`` (None: the hub's own cache) are those of a model of the hub, of which only
+    what is in the cache is used with ``offline``. Raises ``SourceError`` (``CheckpointError`` for a broken file), ``ConfigError`` or ``CacheError``.
     """
-    places = Places(cache_dir, download_dir, revision)
+    places = Places(cache_dir, download_dir, revision, offline)
     try:
         found = locate(reference, places, progress, weights=load_format != "dummy")
         path, known_hash = found.path, found.sha256

@@ -101,6 +101,7 @@ class EngineWeights:
             cache_dir=plan.cache_dir,
             progress=NO_PROGRESS,
             download_dir=plan.config.download_dir,
+            offline=True,  # steps wait
         )
         _, source = with_task(plan.config, source)
         source, model = model_of(source, plan.config, program.platform)

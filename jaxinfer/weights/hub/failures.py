@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from jaxinfer.core.errors import CacheError, JaxinferError, SourceError
 from jaxinfer.weights.hub.names import HubName
 
+OFFLINE = "HF_HUB_OFFLINE forbids to fetch it"
 _GO_ON = "run again: what has arrived is kept"
 
 
@@ -42,7 +43,7 @@ def _sentence(error: Exception, name: HubName, doing: str) -> JaxinferError:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(cause, Exception):
         return _sentence(cause, name, doing)
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return not_here(name)
+        return not_here(name, OFFLINE)
     if isinstance(error, errors.HfHubHTTPError):
         return SourceError(_of_status(error, name))
     if isinstance(error, errors.FileMetadataError) or (
@@ -107,11 +108,10 @@ def _of_status(error: Exception, name: HubName) -> str:
     return f"{constants.ENDPOINT} answered {status} about {name}; try again later"
 
 
-def not_here(name: HubName) -> SourceError:
+def not_here(name: HubName, why: str) -> SourceError:
     """The error for a model that is not complete in the cache, while the hub may not be asked."""
     return SourceError(
-        f"{name} is not complete in the cache, and HF_HUB_OFFLINE forbids to fetch it; unset it, "
-        f"or run `jaxinfer pull {name}` where there is a network"
+        f"{name} is not complete in the cache, and {why}; run `jaxinfer pull {name}` first"
     )
 
 

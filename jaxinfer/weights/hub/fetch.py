@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.errors import CacheError, SourceError, UnknownArchitectureError
 from jaxinfer.core.progress import Progress
 from jaxinfer.weights.folder_files import checkpoint_files
-from jaxinfer.weights.hub.failures import not_here, sentences
+from jaxinfer.weights.hub.failures import OFFLINE, not_here, sentences
 from jaxinfer.weights.hub.files import (
     CONFIG,
     gguf_file,
@@ -81,8 +81,10 @@ def cache_folder(download_dir: Path | None) -> Path:
     return Path(download_dir or constants.HF_HUB_CACHE).expanduser().resolve()
 
 
-def locate(request: Request, progress: Progress, *, refresh: bool = False) -> Path:
-    """The folder or GGUF file of a model, fetched if it is not in the cache.
+def locate(
+    request: Request, progress: Progress, *, refresh: bool = False, offline: bool = False
+) -> Path:
+    """The folder or GGUF file of a model, fetched if it is not in the cache and not ``offline``.
 
     Raises ``SourceError``, ``CacheError``, and ``UnknownArchitectureError`` before weights are
     fetched.
@@ -91,10 +93,10 @@ def locate(request: Request, progress: Progress, *, refresh: bool = False) -> Pa
         return found
     from huggingface_hub import constants
 
-    if constants.is_offline_mode():
+    if offline or constants.is_offline_mode():
         if (found := in_cache(request, of_others=True)) is not None:
             return found
-        raise not_here(request.name)
+        raise not_here(request.name, "nothing is fetched here" if offline else OFFLINE)
     return _fetched(request, progress)
 
 
