@@ -86,7 +86,8 @@ def resolve_source(
     With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer``, in
     any form of a reference or the path of a tokenizer.json, replaces the model's own. ``revision``
     and ``download_dir`` (None: the hub's own cache) are those of a model of the hub, of which only
-    what is in the cache is used with ``offline``. Raises ``SourceError`` (``CheckpointError`` for a broken file), ``ConfigError`` or ``CacheError``.
+    what is in the cache is used with ``offline``. Raises ``SourceError`` (``CheckpointError`` for a
+    broken file), ``ConfigError`` or ``CacheError``.
     """
     places = Places(cache_dir, download_dir, revision, offline)
     try:

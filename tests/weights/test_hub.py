@@ -207,6 +207,14 @@ def test_revisions_and_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mon
     assert len(hub.requests) == requests
 
 
+def test_a_running_engine_fetches_nothing(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="nothing is fetched here; run `jaxinfer pull org/tiny`"):
+        resolve("org/tiny", tmp_path, offline=True)
+    assert hub.requests == []
+    first = resolve("org/tiny", tmp_path)
+    assert resolve("org/tiny", tmp_path, offline=True).fingerprint == first.fingerprint
+
+
 def test_random_weights_and_tokenizers_need_no_weights(hub: Hub, tmp_path: Path) -> None:
     assert resolve("org/tiny", tmp_path, load_format="dummy").checkpoint is None
     folder = write_hf_folder(tmp_path / "local", tiny_llama_config())
