@@ -25,7 +25,8 @@ RUN groupadd --gid 10001 jaxinfer \
     && useradd --uid 10001 --gid jaxinfer --create-home jaxinfer \
     && install --directory --owner jaxinfer --group jaxinfer /cache
 # Downloaded models and compiled executables: keep this folder in a volume.
-ENV PATH=/opt/jaxinfer/bin:$PATH JAXINFER_CACHE_DIR=/cache JAXINFER_PORT=8000
+ENV PATH=/opt/jaxinfer/bin:$PATH JAXINFER_CACHE_DIR=/cache HF_HOME=/cache/huggingface \
+    JAXINFER_PORT=8000
 VOLUME /cache
 EXPOSE 8000
 USER jaxinfer

@@ -12,7 +12,8 @@ from jaxinfer.engine.start.progress import progress_on
 
 
 @click.command(
-    help="Quantise MODEL, a Hugging Face folder, into a new folder of compressed-tensors."
+    help="Quantise MODEL, a Hugging Face folder or ORG/NAME of the hub, into a new folder of "
+    "compressed-tensors."
 )
 @click.argument("model")
 @click.option("--quantization", metavar="NAME", required=True, help="fp8, int8 or int4.")

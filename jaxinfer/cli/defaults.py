@@ -47,6 +47,8 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "kernels": "the fastest that run here",
         "bundle": "compiled executables are kept in the cache",
         "cache_dir": "$JAXINFER_CACHE_DIR, $XDG_CACHE_HOME/jaxinfer or ~/.cache/jaxinfer",
+        "revision": "main",
+        "download_dir": "$HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub",
         "host": "0.0.0.0, every IPv4 address",
         "allowed_hosts": "localhost and addresses if --host is local and no key is set, else any",
         "max_num_queued_reqs": "no limit",

@@ -24,7 +24,9 @@ from jaxinfer.engine.start.progress import progress_on
     "--dtype", metavar="NAME", help="Of the weights.  [default: float32; on a GPU bfloat16]"
 )
 @click.option("--tokenizer", metavar="PATH", help="A tokenizer in place of the model's.")
-@click.option("--cache-dir", metavar="FOLDER", help="Where downloads and conversions go.")
+@click.option("--revision", metavar="NAME", help="Of a model of the hub.  [default: main]")
+@click.option("--cache-dir", metavar="FOLDER", help="Where wheels and conversions go.")
+@click.option("--download-dir", metavar="FOLDER", help="Where models of the hub go.")
 def export(model: str, folder: str, weights: bool, **settings: Any) -> None:
     """Write the folder, whole or not at all."""
     from jaxinfer.engine.api.save import export as write

@@ -20,6 +20,7 @@ from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.export import export
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.inspect import inspect
+from jaxinfer.cli.models import list_, pull, rm
 from jaxinfer.cli.run_batch import run_batch
 from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
@@ -44,7 +45,9 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=(compile_, convert, doctor, export, generate, inspect, run_batch, serve),
+    commands=(
+        *(compile_, convert, doctor, export, generate, inspect, list_, pull, rm, run_batch, serve),
+    ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, message="jaxinfer %(version)s")

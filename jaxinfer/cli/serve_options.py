@@ -161,8 +161,7 @@ GROUPS = (
             Setting("trust_remote_code", boolean, "No effect."),
             Setting("enforce_eager", boolean, "No effect."),
             Setting("compilation_config", anything, "No effect.", ("-O",)),
-            Setting("download_dir", text, "No effect; see --cache-dir."),
-            Setting("hf_token", text, "No effect.", secret=True),
+            Setting("hf_token", text, "No effect; set HF_TOKEN.", secret=True),
             Setting("cpu_offload_gb", number, "No effect."),
             Setting("disable_custom_all_reduce", boolean, "No effect."),
             Setting("disable_log_stats", boolean, "No effect."),
@@ -174,7 +173,6 @@ GROUPS = (
 )
 # Known only so that the refusal gives advice; the help leaves them out.
 REFUSED = (
-    Setting("revision", text, ""),
     Setting("speculative_config", anything, ""),
     Setting("enable_lora", boolean, ""),
     Setting("lora_modules", texts, ""),

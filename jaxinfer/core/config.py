@@ -94,11 +94,14 @@ class EngineConfig:
     files say, or "last". ``score_tokens``: the answers that a score compares, for and against.
     ``seed``: of random weights, and of the draws of requests that bring none; None is 0, but for
     the draws of a server (``jaxinfer serve``) a random number, so that no client can know them.
+    ``revision``: branch, tag or commit of a model of the hub; None is its main branch.
+    ``download_dir``: where the hub's models are kept; None: where huggingface-hub keeps them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
     model: str = DEFAULT_MODEL
+    revision: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
@@ -131,6 +134,7 @@ class EngineConfig:
     max_form_seconds: float = DEFAULT_FORM_LIMITS.seconds
     max_form_bytes: int = DEFAULT_FORM_LIMITS.num_bytes
     cache_dir: str | None = None
+    download_dir: str | None = None
     bundle: str | None = None
 
     def __post_init__(self) -> None:

@@ -11,14 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """The source of a known model; ``sha256`` is the hash of the model file.
+    """The source of a known model; ``sha256`` is the hash of a file in a wheel.
 
-    ``sampling`` holds its sampling defaults, with the names of generation_config.json.
+    ``sampling`` holds its sampling defaults, with the names of generation_config.json. ``size`` is
+    that of the download in bytes, ``about`` says what the model is good at.
     """
 
     source: str
-    sha256: str
+    sha256: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    size: int = 0
+    about: str = ""
 
 
 def known_models() -> tuple[str, ...]:

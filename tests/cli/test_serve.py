@@ -135,13 +135,17 @@ def test_flags_with_their_only_value(started: Started, line: str) -> None:
     assert started.server == ServerConfig(served_model_name=(DEFAULT_MODEL,))
 
 
+def test_settings_of_hub_models(started: Started) -> None:
+    assert started.run("org/name", "--revision", "v1", "--download-dir", "d").exit_code == 0
+    assert started.engine == EngineConfig(model="org/name", revision="v1", download_dir="d")
+
+
 NOTICED = {
     "--trust-remote-code": "a model folder's code is never run",
     "--enforce-eager": "every step is compiled",
     "-O2": "every step is compiled",
     "--compilation-config 3": "every step is compiled",
-    "--download-dir d": "use cache_dir",
-    "--hf-token hidden": "nothing is downloaded",
+    "--hf-token hidden": "set HF_TOKEN, or run `hf auth login`",
     "--disable-log-stats": "nothing is logged",
     "--collect-detailed-traces all": "spans have the times of every phase",
 }
@@ -160,7 +164,6 @@ REFUSED = {
     "--quantization int3": "quantization 'int3' is unknown; use one of fp8, int8, int4",
     "--kv-cache-dtype fp8": "the cache has the model's dtype",
     "--no-enable-chunked-prefill": "prefill is always chunked",
-    "--revision main": "give the folder of the revision",
     "--speculative-config {}": "speculative decoding is not supported",
     "--enable-lora": "LoRA is not supported",
     "--lora-modules a=b c=d": "LoRA is not supported",

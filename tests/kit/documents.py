@@ -28,6 +28,7 @@ LANGUAGES = ("sh", "python", "text", "toml")
 NOT_RUN = "# Not run by the tests: "
 REASONS = (
     "needs an NVIDIA GPU.",
+    "needs the network.",
     "needs the program of another project.",
     "runs tests.",
     "takes minutes.",

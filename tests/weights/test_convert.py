@@ -11,13 +11,14 @@ from safetensors import safe_open
 from jaxinfer.core.errors import CacheError, CheckpointError, ConfigError, SourceError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.registry import build_model
+from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.convert import convert_folder
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.quantise import SCHEMES
 from jaxinfer.weights.quantised.write import write_compressed
-from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit import published_formats
 from kit.checkpoints import HFConfig, Tensors, random_hf_tensors, tiny_qwen2_config, write_hf_folder
 from kit.memory_checkpoint import InMemory

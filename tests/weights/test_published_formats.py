@@ -20,13 +20,14 @@ from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 from jaxinfer.weights.quantised.choose import quantised_source
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.scheme import Rule, Scheme, WeightScheme
-from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
+from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit import published_formats as kit
 from kit.checkpoints import tiny_qwen3_config, write_hf_folder
 from kit.memory_checkpoint import InMemory, source_of

@@ -14,7 +14,8 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.text.tokenizer import load_tokenizer
-from jaxinfer.weights import catalog, sources
+from jaxinfer.weights import catalog, locate
+from jaxinfer.weights.hub.names import parse_name
 from jaxinfer.weights.wheel import parse_reference
 from kit.checkpoints import (
     random_hf_tensors,
@@ -194,8 +195,12 @@ def test_catalog_entries_are_pinned() -> None:
     for name in catalog.known_models():
         entry = catalog.find_model(name)
         assert entry is not None
-        assert parse_reference(f"{entry.source}#sha256={entry.sha256}").sha256 == entry.sha256
         assert SamplingParams(**entry.sampling)
+        assert entry.size > 0 and entry.about
+        if parse_name(entry.source) is None:  # a wheel, whose file has a pinned hash
+            pinned = f"{entry.source}#sha256={entry.sha256}"
+            assert parse_reference(pinned).sha256 == entry.sha256 is not None
+    assert len(catalog.known_models()) >= 8
     assert catalog.find_model("no-such-model") is None
 
 
@@ -206,7 +211,7 @@ def test_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
     sampling = {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.5}
     entry = catalog.CatalogEntry("pypi:tiny-model==1.0/t.gguf", digest, sampling)
-    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setattr(locate, "find_model", {"tiny": entry}.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -231,7 +236,7 @@ def test_a_tokenizer_in_any_form_of_a_model(
     write_wheel(tmp_path / "wheels", "tiny_model", "1.0", {"tiny_model/t.gguf": content})
     reference, digest = "pypi:tiny-model==1.0/t.gguf", hashlib.sha256(content).hexdigest()
     entry = catalog.CatalogEntry(reference, digest)
-    monkeypatch.setattr(sources, "find_model", {"tiny": entry}.get)
+    monkeypatch.setattr(locate, "find_model", {"tiny": entry}.get)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))

@@ -83,6 +83,8 @@ def export(
         cache_dir=cache_root(settings.get("cache_dir")),
         progress=progress,
         tokenizer=settings.get("tokenizer"),
+        revision=settings.get("revision"),
+        download_dir=settings.get("download_dir"),
     )
     write_folder(
         folder,

@@ -42,7 +42,6 @@ FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_config", (None,), "speculative decoding is not supported"),
     ("tokenizer_mode", ("auto",), "tokenizer.json or the GGUF's own tokenizer is used"),
     ("chat_template_content_format", ("auto", "string"), "templates get the content as text"),
-    ("revision", (None,), "give the folder of the revision you want"),
     ("max_logprobs", tuple(range(MAX_LOGPROBS + 1)), f"{MAX_LOGPROBS} is the bound"),
     ("otlp_traces_endpoint", (None,), "only a server sends traces (jaxinfer serve)"),
     # removed from vLLM 0.33
@@ -65,8 +64,7 @@ IGNORED = MappingProxyType(
         "enable_auto_tool_choice": "models call tools whenever a request has some",
         "enable_request_id_headers": "answers always carry X-Request-Id",
         "collect_detailed_traces": "spans have the times of every phase",
-        "hf_token": "nothing is downloaded from the hub",
-        "download_dir": "use cache_dir",
+        "hf_token": "set HF_TOKEN, or run `hf auth login`",
     }
 )
 

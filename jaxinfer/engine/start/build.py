@@ -97,6 +97,8 @@ def plan_engine(
         cache_dir=cache_dir,
         progress=progress,
         tokenizer=config.tokenizer,
+        revision=config.revision,
+        download_dir=config.download_dir,
     )
     config, source = with_task(config, source)
     source, model = model_of(source, config, platform)

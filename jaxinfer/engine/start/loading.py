@@ -29,6 +29,7 @@ from jaxinfer.exec.run.device_memory import (
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Params
 from jaxinfer.nn import state as layer_state
+from jaxinfer.weights.uses import note_use
 
 type Timed[T] = tuple[T, float]  # and the seconds that it took
 type State = tuple[Params, layer_state.State, SlotState]
@@ -56,6 +57,8 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     check_host(plan.memory)
     read = Future[None]()
     loader = _Loader(plan, progress, serves_early, read)
+    if plan.bundle is None:
+        note_use(plan.cache_dir, plan.source.files, loader.store.folder)
     if loader.finds_executables:
         progress.detail(plan.memory.described())
         return Loaded(*_beside(loader.state, loader.executables), read)

@@ -104,7 +104,13 @@ class EngineWeights:
     def _load(self, reference: str) -> Params:
         """The weights of a folder or another reference, as the engine's model keeps them."""
         plan, program = self.plan, self.plan.program
-        source = resolve_source(reference, cache_dir=plan.cache_dir, progress=NO_PROGRESS)
+        source = resolve_source(
+            reference,
+            cache_dir=plan.cache_dir,
+            progress=NO_PROGRESS,
+            download_dir=plan.config.download_dir,
+            offline=True,  # steps wait
+        )
         _, source = with_task(plan.config, source)
         is_kept = bool(program.model.forms)
         quantises = is_kept and not (source.scheme or source.forms)

@@ -35,6 +35,11 @@ _SAMPLING = (
 _POOLING: Mapping[Any, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 
 
+def known_architectures() -> tuple[str, ...]:
+    """The values of ``general.architecture`` that are supported."""
+    return tuple(_BUILDERS)
+
+
 def hf_config_from_gguf(
     header: GGUFHeader,
     rope_factors: np.ndarray | None,  # float32[H / 2]: the tensor rope_freqs.weight
@@ -48,7 +53,7 @@ def hf_config_from_gguf(
     if build is None:
         raise UnknownArchitectureError(
             f"{header.path} is a GGUF of architecture {short(architecture)}; "
-            f"known are {', '.join(_BUILDERS)}"
+            f"known are {', '.join(known_architectures())}"
         )
     meta = ArchitectureMetadata(header, str(architecture))
     config = build(meta)

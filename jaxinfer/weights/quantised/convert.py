@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import CacheError, ConfigError, SourceError
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.registry import build_model
+from jaxinfer.weights.locate import Places, locate
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.write import write_compressed
@@ -29,14 +31,15 @@ def convert_folder(
     (``CheckpointError`` for a broken file), ``ConfigError``, and ``CacheError`` if the folder
     exists or cannot be written.
     """
-    source_folder = Path(reference).expanduser()
+    if folder.exists():
+        raise CacheError(f"{folder} exists already; name a new folder")
+    cache_dir = cache_root()
+    source_folder = locate(reference, Places(cache_dir), progress).path
     if not source_folder.is_dir():
         raise SourceError(
             f"{reference} is not a folder; name a Hugging Face folder of unquantised safetensors"
         )
-    if folder.exists():
-        raise CacheError(f"{folder} exists already; name a new folder")
-    source = resolve_source(reference, cache_dir=folder, progress=progress)
+    source = resolve_source(reference, cache_dir=cache_dir, progress=progress)
     if source.scheme is not None:
         raise ConfigError(
             f"{reference} is quantised already; convert the model that it was made from"

@@ -23,11 +23,11 @@ from jaxinfer.core.progress import Advance, Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.hf_keys import QUANTIZATION_KEYS
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.folder_files import FILE_NAME, INDEX_NAME
 from jaxinfer.weights.quantised.compressed_config import MIXED
 from jaxinfer.weights.quantised.config_keys import CONFIG
 from jaxinfer.weights.quantised.packing import to_pairs, unsigned
 from jaxinfer.weights.quantised.scheme import match_rank
-from jaxinfer.weights.safetensors_files import FILE_NAME, INDEX_NAME
 from pallas_kernels.quantised import Form, Quantised
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them

@@ -1,0 +1,105 @@
+"""Which files of a repository a model needs, from their names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from jaxinfer.core.errors import SourceError
+from jaxinfer.weights.hub.names import HubName
+
+CONFIG = "config.json"
+INDEX_END = ".safetensors.index.json"
+_TOKENIZER = re.compile(
+    r"(added_tokens|special_tokens_map|tokenizer|tokenizer_config)\.json|chat_template\.jinja"
+    r"|chat_template\.json|additional_chat_templates/[^/]+\.jinja"
+)
+# of embedding models: a list of modules, and a config in the folder of each
+_OTHERS = re.compile(
+    r"generation_config\.json|modules\.json|sentence_bert_config\.json|\d+_\w+/config\.json"
+)
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
+_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|MXFP4\w*))$", re.I)
+_NO_MODEL = re.compile(r"(^|/)mmproj|imatrix", re.I)  # GGUF files next to a model's own
+
+
+def small_files(names: Iterable[str], *, tokenizer_only: bool = False) -> tuple[str, ...]:
+    """The files that are no weights: configs, indices, the tokenizer and chat templates."""
+    return tuple(
+        name
+        for name in names
+        if _TOKENIZER.fullmatch(name)
+        or (not tokenizer_only and (name == CONFIG or is_index(name) or _OTHERS.fullmatch(name)))
+    )
+
+
+def is_index(name: str) -> bool:
+    """Whether a file is the index of safetensors files, in the repository's own folder."""
+    return name.endswith(INDEX_END) and "/" not in name
+
+
+def gguf_files(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
+    """The GGUF files by their quantisation, or by their stem if that names none; a file in parts is
+    a tuple of several names.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if not name.lower().endswith(".gguf") or _NO_MODEL.search(name):
+            continue
+        stem = _SPLIT.sub("", name[: -len(".gguf")].rpartition("/")[2])
+        quant = _QUANT.search(stem)
+        found.setdefault(quant[1].upper() if quant else stem, []).append(name)
+    return MappingProxyType({quant: tuple(files) for quant, files in found.items()})
+
+
+def gguf_file(name: HubName, names: Iterable[str]) -> str:
+    """The one file of a quantisation; raises ``SourceError`` that names those of the repository."""
+    found = gguf_files(names)
+    if not found:
+        raise SourceError(f"{name.repo} has no GGUF file; leave out :{name.quant}")
+    files = {key.upper(): files for key, files in found.items()}.get(str(name.quant).upper())
+    if files is None:
+        raise SourceError(
+            f"{name.repo} has no quantisation {name.quant}; it has {', '.join(found)}"
+        )
+    first, *others = files
+    if _SPLIT.search(first.removesuffix(".gguf")):
+        whole = [key for key, parts in found.items() if len(parts) == 1]
+        use = f"use another quantisation ({', '.join(whole)}), or " if whole else ""
+        raise SourceError(
+            f"{name} is split into {len(files)} files, which are not read; {use}join its parts "
+            "(llama-gguf-split --merge of llama.cpp does it)"
+        )
+    if others:
+        raise SourceError(
+            f"{name} is several files ({', '.join(files)}); download one, and give its path"
+        )
+    return first
+
+
+def without_folder_weights(name: HubName, names: Iterable[str]) -> SourceError | None:
+    """The error for a repository that is no Hugging Face folder with safetensors, if it is none."""
+    names = tuple(names)
+    own = [one for one in names if "/" not in one]
+    if CONFIG in own and any(one.endswith(".safetensors") for one in own):
+        return None
+    if quants := gguf_files(names):
+        return SourceError(
+            f"{name} holds GGUF files only; name one of its quantisations, such as "
+            f"{name}:{_preferred(quants)} ({', '.join(quants)})"
+        )
+    if any(one.endswith((".bin", ".pt", ".pth")) for one in own):
+        return SourceError(
+            f"{name} holds only pickled weights, which can run code when read; use a repository "
+            "with safetensors, or convert them (save_pretrained of transformers)"
+        )
+    lacks = "no config.json" if CONFIG not in own else "no safetensors"
+    return SourceError(
+        f"{name} holds {lacks}, so it is no model that can be loaded; name another repository"
+    )
+
+
+def _preferred(quants: Iterable[str]) -> str:
+    """Q4_K_M if there is one, as in llama.cpp, else the first."""
+    return min(quants, key=lambda quant: quant != "Q4_K_M")

@@ -1,0 +1,135 @@
+"""The models in the hub's cache: what ``list`` shows and ``rm`` removes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxinfer.core.errors import SourceError
+from jaxinfer.weights.hub.fetch import Request, cache_folder, in_cache
+from jaxinfer.weights.hub.files import gguf_files
+from jaxinfer.weights.hub.names import HubName
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model that is in a cache: the reference that loads it, its bytes, and its files."""
+
+    name: str
+    size: int
+    files: frozenset[Path]
+    is_complete: bool = True
+
+
+def held_of_hub(download_dir: Path | None = None) -> list[Held]:
+    """The models of the hub's cache, by name: each revision's folder, and each GGUF file."""
+    found: list[Held] = []
+    cache = _scanned(download_dir)
+    if cache is None:
+        return found
+    for repo in cache.repos:
+        for revision in repo.revisions if repo.repo_type == "model" else ():
+            found += _held(repo, revision, download_dir)
+    for folder, size in _incomplete(cache).items():
+        repo_id = _repo_id(folder)
+        of_repo = [one for one in found if one.name.partition("@")[0].partition(":")[0] == repo_id]
+        if repo_id is not None and not any(one.is_complete for one in of_repo):
+            found = [one for one in found if one not in of_repo]
+            found.append(Held(repo_id, size, frozenset(), is_complete=False))
+    return sorted({one.name: one for one in found}.values(), key=lambda one: one.name.lower())
+
+
+def remove_from_hub(name: HubName, download_dir: Path | None = None) -> Held:
+    """Remove a repository, one revision or one GGUF file from the hub's cache; returns what it was.
+
+    Raises ``SourceError`` if it is not there.
+    """
+    request = Request(name, download_dir)
+    cache = _scanned(download_dir)
+    repos = () if cache is None else cache.repos
+    repo = next((one for one in repos if one.repo_path == request.repo_folder), None)
+    if cache is None or (repo is None and not request.repo_folder.is_dir()):
+        raise SourceError(f"{name} is not in the cache {request.cache}; `jaxinfer list` shows it")
+    files = [] if repo is None else _chosen(repo, name)
+    if repo is not None and not files:
+        raise SourceError(f"{name} is not in the cache {request.cache}; `jaxinfer list` shows it")
+    blobs = {file.blob_path.resolve(): file.size_on_disk for file in files}
+    cache.delete_files(*files).execute()
+    left = set() if repo is None else {file for one in repo.revisions for file in one.files}
+    if not left - {*files}:
+        partial = request.repo_folder.glob("blobs/*.incomplete")
+        blobs |= {path: path.stat().st_size for path in partial}
+        shutil.rmtree(request.repo_folder, ignore_errors=True)
+        shutil.rmtree(request.cache / ".locks" / request.repo_folder.name, ignore_errors=True)
+    gone = {path: size for path, size in blobs.items() if not path.exists()}  # others are shared
+    return Held(str(name), sum(gone.values()), frozenset(gone))
+
+
+def _scanned(download_dir: Path | None) -> HFCacheInfo | None:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        return scan_cache_dir(cache_folder(download_dir))
+    except (CacheNotFound, ValueError):
+        return None
+
+
+def _incomplete(cache: HFCacheInfo) -> dict[str, int]:
+    """The bytes of broken transfers, by the name of the repository's folder."""
+    sizes: dict[str, int] = {}
+    for file in cache.incomplete_files:
+        folder = file.file_path.parents[1].name
+        sizes[folder] = sizes.get(folder, 0) + file.size_on_disk
+    return sizes
+
+
+def _held(
+    repo: CachedRepoInfo, revision: CachedRevisionInfo, download_dir: Path | None
+) -> Iterable[Held]:
+    label = None if "main" in revision.refs else min(revision.refs, default=revision.commit_hash)
+    files = {str(one.file_path.relative_to(revision.snapshot_path)): one for one in revision.files}
+    parts: dict[str | None, list[CachedFileInfo]] = {
+        quant: [files[name] for name in names] for quant, names in gguf_files(files).items()
+    }
+    folder = [one for name, one in files.items() if not name.lower().endswith(".gguf")]
+    if not parts or any(one.file_name.endswith(".safetensors") for one in folder):
+        parts[None] = folder
+    for quant, members in parts.items():
+        name = HubName(repo.repo_id, label, quant)
+        yield Held(
+            str(name),
+            sum(one.size_on_disk for one in members),
+            frozenset(one.blob_path.resolve() for one in members),
+            in_cache(Request(name, download_dir), of_others=True) is not None,
+        )
+
+
+def _chosen(repo: CachedRepoInfo, name: HubName) -> list[CachedFileInfo]:
+    """The cached files that a name stands for; without a revision, those of all revisions."""
+    chosen: list[CachedFileInfo] = []
+    for revision in repo.revisions:
+        if name.revision not in (None, revision.commit_hash, *revision.refs):
+            continue
+        names = {
+            str(one.file_path.relative_to(revision.snapshot_path)): one for one in revision.files
+        }
+        if name.quant is None:
+            chosen += names.values()
+        else:
+            found = gguf_files(names).items()
+            wanted = name.quant.upper()
+            chosen += [names[one] for key, all in found if key.upper() == wanted for one in all]
+    return chosen
+
+
+def _repo_id(folder: str) -> str | None:
+    """``ORG/NAME`` of the name of a repository's folder in the cache."""
+    kind, _, rest = folder.partition("--")
+    return rest.replace("--", "/", 1) if kind == "models" else None
