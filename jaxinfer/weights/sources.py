@@ -36,6 +36,7 @@ from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights import wheel
 from jaxinfer.weights.catalog import find_model, known_models
 from jaxinfer.weights.checkpoint import Checkpoint
+from jaxinfer.weights.names import name_of_path
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint, checkpoint_files
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
@@ -180,7 +181,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
     generation_config = folder / "generation_config.json"
     return ModelSource(
         reference=reference,
-        name=folder.resolve().name,
+        name=name_of_path(folder),
         hf_config=without_prediction_layers(
             {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
         ),
@@ -221,7 +222,7 @@ def _gguf_source(
         _check_format(load_format, "gguf", reference)
     return ModelSource(
         reference=reference,
-        name=path.stem,
+        name=name_of_path(path),
         hf_config=without_prediction_layers(gguf.hf_config),
         generation_config=generation_config_from_gguf(gguf.header),
         checkpoint=None if dummy else gguf,
