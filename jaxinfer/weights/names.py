@@ -28,8 +28,8 @@ def model_name(reference: str) -> str:
 
 
 def name_of_path(path: Path) -> str:
-    """``coder`` for ``/x/coder.gguf``, ``/x/coder-00001-of-00003.gguf``, the folder ``/x/coder`` and
-    its ``config.json``. Links have names of their own.
+    """``coder`` for ``/x/coder.gguf``, ``/x/coder-00001-of-00003.gguf``, the folder ``/x/coder``
+    and its ``config.json``. Links have names of their own.
     """
     path = Path(os.path.abspath(path))
     if path.is_dir():

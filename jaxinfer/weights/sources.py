@@ -72,6 +72,15 @@ class ModelSource:
     forms: Mapping[str, Form] = MappingProxyType({})
     scheme: Scheme | None = None
     pooling: Pooling | None = None  # if the files describe embeddings
+    # sampling defaults where generation_config has none: those of the program that the format is of
+    runtime_sampling: Mapping[str, Any] = MappingProxyType({})
+    sampling_place: str = "the model's files"  # where generation_config has its sampling defaults
+
+    def place_of_sampling(self, name: str) -> str:
+        """Where the sampling default of this name is from."""
+        if name in self.runtime_sampling and name not in self.generation_config:
+            return "llama.cpp's defaults"
+        return self.sampling_place
 
 
 def resolve_source(
@@ -101,12 +110,23 @@ def resolve_source(
         ) from error
     entry = find_model(reference)
     if entry is not None:
-        defaults = {**source.generation_config, **entry.sampling}
-        source = replace(source, generation_config=defaults)
+        source = _with_defaults(source, entry.sampling, f"configs/models/{reference}.toml")
     if tokenizer is not None:
         path = _tokenizer_path(tokenizer, cache_dir, progress)
         source = replace(source, tokenizer_spec=lambda: spec_from_path(path))
     return source
+
+
+def _with_defaults(source: ModelSource, sampling: Mapping[str, Any], place: str) -> ModelSource:
+    """The source with the sampling defaults of a short name, which are whole if there are any."""
+    if not sampling:
+        return source
+    return replace(
+        source,
+        generation_config={**source.generation_config, **sampling},
+        runtime_sampling={},
+        sampling_place=place,
+    )
 
 
 def _tokenizer_path(reference: str, cache_dir: Path, progress: Progress) -> Path:
@@ -195,6 +215,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         forms={} if checkpoint is None else checkpoint.forms,
         scheme=scheme,
         pooling=pooling_of_folder(folder),
+        sampling_place=(generation_config if generation_config.is_file() else config_path).name,
     )
 
 
@@ -212,7 +233,11 @@ def _gguf_source(
 ) -> ModelSource:
     # local imports for the reason in ``tokenizer_files.spec_from_path``
     from jaxinfer.weights.gguf.checkpoint import open_gguf
-    from jaxinfer.weights.gguf.config import generation_config_from_gguf, pooling_from_gguf
+    from jaxinfer.weights.gguf.config import (
+        LLAMA_CPP_SAMPLING,
+        generation_config_from_gguf,
+        pooling_from_gguf,
+    )
 
     gguf = open_gguf(path)
     if gguf.has_predictions:
@@ -231,6 +256,8 @@ def _gguf_source(
         tokenizer_spec=lambda: spec_from_gguf(gguf.header),
         forms=gguf.forms,
         pooling=pooling_from_gguf(gguf.header),
+        runtime_sampling=LLAMA_CPP_SAMPLING,
+        sampling_place="general.sampling of the file",
     )
 
 

@@ -10,8 +10,8 @@ LATEST = ":latest"  # ollama's clients add it to names without a tag
 
 
 def check_name(name: str | None, served: Sequence[str], unlisted: str | None) -> None:
-    """Raise ``ApiError`` 404 unless the name is one of those that are served, or ``unlisted``; it may
-    end with ollama's tag. None is the served model.
+    """Raise ``ApiError`` 404 unless the name is among the served ones, or ``unlisted``; it may end
+    with ollama's tag. None is the served model.
     """
     if name is None or {name, name.removesuffix(LATEST)} & {*served, unlisted}:
         return
