@@ -59,8 +59,8 @@ class Scripted(NamedTuple):
 def scripted() -> Iterator[Scripted]:
     engine, device = scripted_engine("qwen3")
     with serving(engine, api_key=("secret",)) as server:
-        client = Client(host=server.url, headers={"Authorization": "Bearer secret"})
-        yield Scripted(server, device, client)
+        with Client(host=server.url, headers={"Authorization": "Bearer secret"}) as client:
+            yield Scripted(server, device, client)
         server.wait_until_idle()
 
 
@@ -101,11 +101,11 @@ def test_the_bytes_of_a_stream(scripted: Scripted) -> None:
     answer = scripted.post("/api/chat", messages=QUESTION)
     assert answer.headers["content-type"] == "application/x-ndjson"
     *lines, last = answer.text.split("\n")
-    assert last == "" and len(lines) > 2
-    first = json.loads(lines[0])
-    assert first.keys() == {"model", "created_at", "message", "done"}
-    assert first["message"] == {"role": "assistant", "content": "H"}
-    end = json.loads(lines[-1])
+    assert last == ""
+    *parts, end = map(json.loads, lines)
+    assert {*parts[0]} == {"model", "created_at", "message", "done"}
+    assert parts[0]["message"].keys() == {"role", "content"}
+    assert "".join(part["message"]["content"] for part in parts) == "Hello"
     assert end["message"] == {"role": "assistant", "content": ""}
     whole = scripted.post("/api/chat", messages=QUESTION, stream=False)
     assert whole.headers["content-type"] == "application/json"
@@ -180,9 +180,8 @@ def test_thinking(scripted: Scripted) -> None:
 
 
 def test_models_that_do_not_think() -> None:
-    engine, _ = scripted_engine("mistral-nemo")
-    with serving(engine) as server:
-        client = Client(host=server.url)
+    engine, _ = scripted_engine("qwen2.5")
+    with serving(engine) as server, Client(host=server.url) as client:
         with pytest.raises(ollama.ResponseError, match="think needs a model whose thoughts"):
             client.chat("scripted", QUESTION, think=True)
         client.chat("scripted", QUESTION, think=False, options={"num_predict": 1})
@@ -287,8 +286,8 @@ def test_a_template_that_needs_ids() -> None:
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "content": "12 degrees"},
     ]
-    with serving(engine) as server:
-        assert Client(host=server.url).chat("scripted", messages, tools=TOOLS).done
+    with serving(engine) as server, Client(host=server.url) as client:
+        assert client.chat("scripted", messages, tools=TOOLS).done
 
 
 # the model
@@ -310,7 +309,8 @@ def test_lists(scripted: Scripted) -> None:
     assert "temperature 1.0\ntop_k 0\n" in (info.parameters or "")
     assert scripted.chat("a", model=card.model).message.content == "a"
     with scripted.server.client(headers={"Authorization": "Bearer secret"}) as client:
-        assert client.get("/api/version").json()["version"] >= "0.6.4"  # of VS Code
+        version = client.get("/api/version").json()["version"]
+        assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # which VS Code requires
         props = client.get("/props").json()
         assert client.head("/api/tags").status_code == 200
     assert props["default_generation_settings"]["n_ctx"] == running.context_length
@@ -324,8 +324,10 @@ def test_names(scripted: Scripted) -> None:
     """Every name of a list may be sent, on all routes; a name with a tag has it already."""
     engine, device = scripted_engine("qwen3")
     device.speak("a")
-    with serving(engine, served_model_name=("x/coder", "ORG/NAME:Q4_K_M")) as server:
-        client = Client(host=server.url)
+    with (
+        serving(engine, served_model_name=("x/coder", "ORG/NAME:Q4_K_M")) as server,
+        Client(host=server.url) as client,
+    ):
         names = [card.model for card in client.list().models]
         assert names == ["x/coder:latest", "ORG/NAME:Q4_K_M"]
         for name in (*names, "x/coder"):
@@ -340,9 +342,13 @@ def test_names(scripted: Scripted) -> None:
 def test_the_path_of_a_model_is_a_name_too() -> None:
     engine, device = scripted_engine("qwen3")
     device.speak("a")
-    names = {"served_model_name": ("coder",), "unlisted_model_name": "/x/coder.gguf"}
-    with serving(engine, **names) as server:
-        assert [one.model for one in Client(host=server.url).list().models] == ["coder:latest"]
+    names: dict[str, Any] = {
+        "served_model_name": ("coder",),
+        "unlisted_model_name": "/x/coder.gguf",
+    }
+    with serving(engine, **names) as server, server.client() as client:
+        assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["coder"]
+        assert [one["name"] for one in client.get("/api/tags").json()["models"]] == ["coder:latest"]
         for name in ("coder", "/x/coder.gguf"):
             answer = server.post("/v1/chat/completions", model=name, messages=QUESTION)
             assert answer.json()["model"] == "coder"
@@ -365,17 +371,17 @@ def test_what_ollamas_clients_look_for_at_the_root(scripted: Scripted) -> None:
 
 
 def test_embeddings() -> None:
-    with serving(tiny_engine(tiny_limits(pooling="last"))) as server:
-        client = Client(host=server.url)
+    with (
+        serving(tiny_engine(tiny_limits(pooling="last"))) as server,
+        Client(host=server.url) as client,
+    ):
         (name,) = [one.model for one in client.list().models]
         assert client.show(name).capabilities == ["embedding"]
         two = client.embed(name, ["a", "hello"])
-        vectors = [
-            one["embedding"]
-            for one in server.post("/v1/embeddings", input=["a", "hello"]).json()["data"]
-        ]
+        listed = server.post("/v1/embeddings", input=["a", "hello"]).json()
+        vectors = [one["embedding"] for one in listed["data"]]
         assert [list(one) for one in two.embeddings] == vectors
-        assert two.prompt_eval_count == 2 + 6 + 0 * 2 or two.prompt_eval_count > 0
+        assert two.prompt_eval_count == listed["usage"]["prompt_tokens"]
         assert list(client.embeddings(name, "a").embedding) == vectors[0]
         assert len(client.embed(name, "a", dimensions=4).embeddings[0]) == 4
         long = "a" * 2 * server.engine.limits.max_model_len
@@ -451,7 +457,6 @@ def test_errors_of_guards(scripted: Scripted) -> None:
         for path in ("/api/chat", "/api/nothing", "/api"):
             assert error_of(client.post(path), 401)["code"] == "invalid_api_key"
         assert error_of(client.get("/props"), 401)
-    assert "list the routes" or True
     missing = scripted.post("/api/nothing")
     assert "/openapi.json lists the routes" in error_of(missing, 404)["message"]
 
@@ -460,7 +465,7 @@ def test_a_late_error_is_a_line(scripted: Scripted) -> None:
     """An answer that the server ends early fails; what was said before it stays."""
     with scripted.device.held(after=3) as released:
         stream = scripted.chat("Hello", stream=True)
-        assert next(stream).message.content == "H"
+        assert "Hel".startswith(next(stream).message.content)
         scripted.server.loop.call_soon_threadsafe(scripted.server.service.stop_all)
         with pytest.raises(ollama.ResponseError, match="has ended the answer before its end"):
             list(stream)

@@ -19,8 +19,9 @@ from jaxinfer.server.openai.fields import (
     one_of,
 )
 
-type Images = Annotated[
-    tuple[Any, ...] | None, Meta(description="Only empty: the models here read text alone.")
+Images = Annotated[  # ``refuse_images`` has the error
+    Annotated[tuple[Any, ...], Meta(extra_json_schema={"maxItems": 0})] | None,
+    Meta(description="Only empty: the models here read text alone."),
 ]
 
 
