@@ -218,7 +218,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
         _tell(
             "open",
             "requests need no key, and other machines can reach the server; set --api-key, or "
-            "--host 127.0.0.1",
+            "leave out --host",
             level=logging.WARNING,
         )
     run(

@@ -14,7 +14,6 @@ from ollama import Client
 
 from kit.answer_texts import MESSAGES, WRITERS
 from kit.api_calls import error_of
-from kit.engines import tiny_engine, tiny_limits
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
 
@@ -368,28 +367,6 @@ def test_what_ollamas_clients_look_for_at_the_root(scripted: Scripted) -> None:
     with scripted.server.client() as client:
         assert client.head("/").status_code == 200
         assert "Ollama is running" in client.get("/").text
-
-
-def test_embeddings() -> None:
-    with (
-        serving(tiny_engine(tiny_limits(pooling="last"))) as server,
-        Client(host=server.url) as client,
-    ):
-        (name,) = [one.model for one in client.list().models]
-        assert client.show(name).capabilities == ["embedding"]
-        two = client.embed(name, ["a", "hello"])
-        listed = server.post("/v1/embeddings", input=["a", "hello"]).json()
-        vectors = [one["embedding"] for one in listed["data"]]
-        assert [list(one) for one in two.embeddings] == vectors
-        assert two.prompt_eval_count == listed["usage"]["prompt_tokens"]
-        assert list(client.embeddings(name, "a").embedding) == vectors[0]
-        assert len(client.embed(name, "a", dimensions=4).embeddings[0]) == 4
-        long = "a" * 2 * server.engine.limits.max_model_len
-        assert len(client.embed(name, long).embeddings) == 1
-        with pytest.raises(ollama.ResponseError, match="maximum context length"):
-            client.embed(name, long, truncate=False)
-        with pytest.raises(ollama.ResponseError):
-            client.chat(name, QUESTION)
 
 
 # errors
