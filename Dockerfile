@@ -27,6 +27,8 @@ RUN groupadd --gid 10001 jaxinfer \
 # Downloaded models and compiled executables: keep this folder in a volume.
 ENV PATH=/opt/jaxinfer/bin:$PATH JAXINFER_CACHE_DIR=/cache HF_HOME=/cache/huggingface \
     JAXINFER_PORT=8000
+# Docker publishes ports of the container's own interface, not of its loopback one.
+ENV JAXINFER_HOST=0.0.0.0
 VOLUME /cache
 EXPOSE 8000
 USER jaxinfer

@@ -64,6 +64,7 @@ BROKEN = [
     ("Dockerfile", "'/health'", "'/v1/models'", "HEALTHCHECK does not request"),
     ("Dockerfile", "'/health'", "'/healthz'", "HEALTHCHECK does not request"),
     ("Dockerfile", "JAXINFER_PORT=", "JAXINFER_PROT=", "JAXINFER_PROT is no setting"),
+    ("Dockerfile", "JAXINFER_HOST=0.0.0.0", "JAXINFER_HOST=127.0.0.1", "no published port reaches"),
     ("Dockerfile", "[otel]", "[trace]", "there is no extra trace"),
     ("Dockerfile", "-c constraints.txt '.[c", "-c pins.txt '.[c", "constraints does not exist"),
     ("Dockerfile", '"serve"]', '"server"]', "jaxinfer server is no program"),

@@ -31,7 +31,7 @@ LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the fo
         {""},
         {"metrics", "http"},
         {"openai"},
-        {"anthropic", "responses"},
+        {"anthropic", "ollama", "responses"},
         {"routes"},
     ),
 }

@@ -26,7 +26,7 @@ from jaxinfer.engine.api.vllm_args import RENAMED
 # of settings whose default is derived; sizes that depend on the device are in configs/engine
 DERIVED: Mapping[str, str] = MappingProxyType(
     {
-        "served_model_name": "MODEL as given",
+        "served_model_name": "MODEL as given; of a path the name of its file or folder",
         "tokenizer": "the model's",
         "cpu_weights": "auto: quantised where the native library is built",
         "quantization": "as the files",
@@ -49,7 +49,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "cache_dir": "$JAXINFER_CACHE_DIR, $XDG_CACHE_HOME/jaxinfer or ~/.cache/jaxinfer",
         "revision": "main",
         "download_dir": "$HF_HUB_CACHE, $HF_HOME/hub or ~/.cache/huggingface/hub",
-        "host": "0.0.0.0, every IPv4 address",
+        "host": "127.0.0.1, this machine alone; 0.0.0.0: every IPv4 address",
         "allowed_hosts": "localhost and addresses if --host is local and no key is set, else any",
         "max_num_queued_reqs": "no limit",
         "max_num_queued_tokens": "no limit",

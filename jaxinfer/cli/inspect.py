@@ -86,9 +86,11 @@ def describe_model(plan: EnginePlan) -> Report:
     """The facts of a planned engine. ``weights`` has the bytes in memory of each parameter, by the
     forms of its parts; ``misfit`` is a sentence if they exceed the memory of this machine.
     """
+    from jaxinfer.engine.start.summary import sampling_defaults
     from jaxinfer.exec.run.device_memory import memory_bytes, misfit
     from jaxinfer.models.quantised import sizes_by_form
 
+    places = sampling_defaults(plan)
     model, limits, memory = plan.program.model, plan.program.limits, plan.memory
     dtype = model.config.dtype
     sizes = sizes_by_form(model.param_specs, dtype)
@@ -113,7 +115,8 @@ def describe_model(plan: EnginePlan) -> Report:
         },
         "quantised_tensors": {name: str(form) for name, form in model.forms},
         "checkpoint_bytes": _checkpoint_bytes(plan),
-        "sampling": _sampling(plan),
+        "sampling": {name: value for one in places.values() for name, value in one.items()},
+        "sampling_from": places,
         "kv_bytes_per_token": model.state.bytes_per_token,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
@@ -159,18 +162,10 @@ def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
     return dict(stored)
 
 
-def _sampling(plan: EnginePlan) -> dict[str, Any]:
-    """The model's own sampling defaults that differ from vLLM's."""
-    import msgspec
-
-    model = plan.config_facts.default_sampling
-    others = msgspec.structs.asdict(type(model)())
-    own = msgspec.structs.asdict(model)
-    return {name: value for name, value in own.items() if value != others[name]}
-
-
 def model_lines(report: Report) -> Lines:
     """The report on a model as text."""
+    from jaxinfer.engine.start.summary import sampling_text
+
     tokens = (report["num_pages"] - 1) * report["page_size"]
     return [
         ("model", report["model"]),
@@ -189,7 +184,10 @@ def model_lines(report: Report) -> Lines:
         ),
         *([("note", report["misfit"])] if report["misfit"] else []),
         ("checkpoint", _by_dtype(report["checkpoint_bytes"]) or "none; random weights"),
-        ("sampling", _named(report["sampling"], ", ") or "the model has no defaults of its own"),
+        (
+            "sampling",
+            sampling_text(report["sampling_from"]) or "the model has no defaults of its own",
+        ),
         ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),
         (
             "pages",

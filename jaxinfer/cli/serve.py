@@ -90,6 +90,7 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
 
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.api.vllm_args import engine_config
+    from jaxinfer.weights.names import model_name
 
     server_fields = {field.name for field in fields(ServerConfig)}
     values = {name: value.value for name, value in settings.items()}
@@ -98,8 +99,11 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     if "chat_template" in server:
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
-    # as with vLLM, the model's name in the API is the one given on the command line
-    server["served_model_name"] = server.get("served_model_name") or (engine_settings.model,)
+    if not server.get("served_model_name"):
+        name = model_name(engine_settings.model)
+        server["served_model_name"] = (name,)
+        if name != engine_settings.model:  # clients of vLLM send the path
+            server["unlisted_model_name"] = engine_settings.model
     return engine_settings, ServerConfig(**server)
 
 
@@ -214,7 +218,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
         _tell(
             "open",
             "requests need no key, and other machines can reach the server; set --api-key, or "
-            "--host 127.0.0.1",
+            "leave out --host",
             level=logging.WARNING,
         )
     run(
@@ -245,8 +249,10 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         if service.has_chats:
             service.renderer.start()
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
+        has_page = service.config.ui and not (service.config.uds or limits.pooling)
+        page = "a page for chats is there; " if has_page else ""
         summary = (
-            f"model {name}, context of {limits.max_model_len} tokens, "
+            f"{page}OpenAI's API at /v1; model {name}, context of {limits.max_model_len} tokens, "
             f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
             f"tokens of KV cache, tool calls in the form {service.form_of_calls or 'none'}"
         )

@@ -34,7 +34,7 @@ GROUPS = (
     Group(
         "Address",
         (
-            Setting("host", text, "Address to listen on."),
+            Setting("host", text, "Address to listen on; 0.0.0.0 and :: are every interface."),
             Setting("port", integer, "Port to listen on."),
             Setting("uds", text, "A Unix socket instead."),
             Setting("root_path", text, "Path under which a proxy shows the server."),

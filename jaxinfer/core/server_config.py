@@ -65,7 +65,7 @@ class ServerConfig:
     """
 
     # addresses and TLS
-    host: str | None = None  # None: every interface
+    host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None  # a Unix socket instead of host and port
     root_path: str = ""
@@ -104,6 +104,7 @@ class ServerConfig:
     health_timeout: float = 60.0  # seconds without a finished step, besides those that one takes
     # models, requests and answers
     served_model_name: tuple[str, ...] = ()  # empty: the model's own name
+    unlisted_model_name: str | None = None  # no flag: the path that served_model_name is made of
     strict_fields: bool = False
     ignore_hosted_tools: bool = False  # leave out tools that OpenAI's and Anthropic's servers run
     max_logprobs: int = 20
@@ -138,6 +139,8 @@ class ServerConfig:
             if value is not None or item.default is not None:
                 object.__setattr__(self, item.name, _checked(item.name, value, str(item.type)))
         _check_tls(self)
+        if not self.host:
+            raise ConfigError("host must be an address or a name; leave it out for 127.0.0.1")
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ConfigError(f"root_path {self.root_path!r} must begin with / and not end with it")
         for name, known in ONE_OF.items():
@@ -181,7 +184,7 @@ class ServerConfig:
     @property
     def is_local(self) -> bool:
         """True if only programs on this machine reach the server."""
-        return self.uds is not None or is_loopback(self.host or "0.0.0.0")
+        return self.uds is not None or is_loopback(self.host)
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
@@ -195,7 +198,7 @@ class ServerConfig:
             return None if "*" in self.allowed_hosts else self.allowed_hosts
         if self.needs_key or self.uds is not None or not self.is_local:
             return None
-        return (self.host or "",)
+        return (self.host,)
 
 
 def is_loopback(host: str) -> bool:

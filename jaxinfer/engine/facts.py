@@ -72,6 +72,17 @@ _REMEDY = "remove it from the file, or start with generation_config 'vllm', whic
 
 
 @dataclass(frozen=True)
+class ModelDetails:
+    """What a model is made of, for clients that list models."""
+
+    family: str = ""
+    num_parameters: int = 0
+    weight_bytes: int = 0
+    gpu_bytes: int = 0  # of them in a GPU's memory
+    form: str = ""  # of most of the weights: a dtype, or such as "int4 g128"
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """The facts of a model that requests are validated against."""
 
@@ -82,6 +93,7 @@ class ModelFacts:
     max_new_tokens: int | None = None  # a server's limit for each request, as in vLLM
     pooling: Pooling | None = None  # if it makes embeddings
     score_token_ids: tuple[int, ...] = ()  # for and against, if it scores documents
+    details: ModelDetails = ModelDetails()
 
 
 class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):

@@ -36,6 +36,7 @@ from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.locate import Places, locate, locate_tokenizer
+from jaxinfer.weights.names import name_of_path
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
@@ -68,6 +69,15 @@ class ModelSource:
     scheme: Scheme | None = None
     pooling: Pooling | None = None  # if the files describe embeddings
     files: tuple[Path, ...] = ()  # of the weights, without links; none for random ones
+    # sampling defaults where generation_config has none: those of the program that the format is of
+    runtime_sampling: Mapping[str, Any] = MappingProxyType({})
+    sampling_place: str = "the model's files"  # where generation_config has its sampling defaults
+
+    def place_of_sampling(self, name: str) -> str:
+        """Where the sampling default of this name is from."""
+        if name in self.runtime_sampling and name not in self.generation_config:
+            return "llama.cpp's defaults"
+        return self.sampling_place
 
 
 def resolve_source(
@@ -104,13 +114,23 @@ def resolve_source(
         ) from error
     if found.hub is not None and found.hub.quant is None:
         source = replace(source, name=found.hub.repo.partition("/")[2])  # not a commit's hash
-    if found.sampling:
-        defaults = {**source.generation_config, **found.sampling}
-        source = replace(source, generation_config=defaults)
+    source = _with_defaults(source, found.sampling, f"configs/models/{reference}.toml")
     if tokenizer is not None:
         other = locate_tokenizer(tokenizer, replace(places, revision=None), progress)
         source = replace(source, tokenizer_spec=lambda: spec_from_path(other))
     return source
+
+
+def _with_defaults(source: ModelSource, sampling: Mapping[str, Any], place: str) -> ModelSource:
+    """The source with the sampling defaults of a short name, which are whole if there are any."""
+    if not sampling:
+        return source
+    return replace(
+        source,
+        generation_config={**source.generation_config, **sampling},
+        runtime_sampling={},
+        sampling_place=place,
+    )
 
 
 def _folder_source(reference: str, path: Path, load_format: str, progress: Progress) -> ModelSource:
@@ -148,7 +168,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
     generation_config = folder / "generation_config.json"
     return ModelSource(
         reference=reference,
-        name=folder.resolve().name,
+        name=name_of_path(folder),
         hf_config=without_prediction_layers(
             {key: value for key, value in hf_config.items() if key not in QUANTIZATION_KEYS}
         ),
@@ -163,6 +183,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
         scheme=scheme,
         pooling=pooling_of_folder(folder),
         files=tuple(file.resolve() for file in files) if checkpoint is not None else (),
+        sampling_place=(generation_config if generation_config.is_file() else config_path).name,
     )
 
 
@@ -180,7 +201,11 @@ def _gguf_source(
 ) -> ModelSource:
     # local imports for the reason in ``tokenizer_files.spec_from_path``
     from jaxinfer.weights.gguf.checkpoint import open_gguf
-    from jaxinfer.weights.gguf.config import generation_config_from_gguf, pooling_from_gguf
+    from jaxinfer.weights.gguf.config import (
+        LLAMA_CPP_SAMPLING,
+        generation_config_from_gguf,
+        pooling_from_gguf,
+    )
 
     gguf = open_gguf(path)
     if gguf.has_predictions:
@@ -190,7 +215,7 @@ def _gguf_source(
         _check_format(load_format, "gguf", reference)
     return ModelSource(
         reference=reference,
-        name=path.stem,
+        name=name_of_path(path),
         hf_config=without_prediction_layers(gguf.hf_config),
         generation_config=generation_config_from_gguf(gguf.header),
         checkpoint=None if dummy else gguf,
@@ -200,6 +225,8 @@ def _gguf_source(
         forms=gguf.forms,
         pooling=pooling_from_gguf(gguf.header),
         files=() if dummy else (path.resolve(),),
+        runtime_sampling=LLAMA_CPP_SAMPLING,
+        sampling_place="general.sampling of the file",
     )
 
 

@@ -73,7 +73,7 @@ def test_text(model_folder: Path) -> None:
 def test_sampling_defaults(model_folder: Path, tmp_path: Path) -> None:
     assert report(model_folder, *SIZES)["sampling"] == {"top_k": 50, "temperature": 0.7}
     lines = inspect(model_folder, *SIZES).stdout.splitlines()
-    assert "sampling         temperature 0.7, top_k 50" in lines
+    assert "sampling         temperature 0.7, top_k 50 (generation_config.json)" in lines
     folder = write_hf_folder(tmp_path / "bare", tiny_llama_config())
     assert report(folder, "--load-format=dummy")["sampling"] == {}
     assert "no defaults of its own" in inspect(folder, "--load-format=dummy").stdout

@@ -196,6 +196,7 @@ REFUSED = {
     '--override-generation-config {"max_new_tokens":0}': "max_new_tokens must be a whole number",
     "--served-model-name a b a": "served_model_name must be different names, got ['a', 'b', 'a']",
     "--served-model-name=": "served_model_name must be different names, got ['']",
+    "--host=": "host must be an address or a name; leave it out for 127.0.0.1",
     "--max-log-len -1": "max_log_len must be a whole number of at least 0",
 }
 
@@ -243,7 +244,7 @@ def test_defaults_are_for_a_debug_log(started: Started) -> None:
     assert {
         "seed random at each start (default)",
         "dtype auto: float32 on a CPU, bfloat16 on a GPU (default)",
-        "host 0.0.0.0, every IPv4 address (default)",
+        "host 127.0.0.1, this machine alone; 0.0.0.0: every IPv4 address (default)",
         "chat_template the model's (default)",
     } <= {*texts}
 
@@ -286,6 +287,18 @@ def test_no_name_in_a_file_is_the_models(started: Started, tmp_path: Path) -> No
     file.write_text("model: m\nserved_model_name: []\n")
     started.run("--config", str(file))
     assert started.server.served_model_name == ("m",)
+
+
+def test_a_path_is_served_by_the_name_of_its_file(started: Started, tmp_path: Path) -> None:
+    """Requests may also have the path, as with vLLM."""
+    path = tmp_path / "coder.gguf"
+    path.touch()
+    started.run(str(path))
+    assert started.server.served_model_name == ("coder",)
+    assert started.server.unlisted_model_name == str(path)
+    started.run(str(path), "--served-model-name", "other")
+    assert started.server.served_model_name == ("other",)
+    assert started.server.unlisted_model_name is None
 
 
 YAML = {
@@ -427,6 +440,7 @@ def test_a_server_from_start_to_end(server: Running) -> None:
     _, told = process.communicate(timeout=30)
     assert process.returncode == 0
     assert f" info ready on {url} in " in told
+    assert " (a page for chats is there; OpenAI's API at /v1; model " in told
     assert "hidden" not in told
     lines = told.splitlines()
     assert all(LINE.match(line) for line in lines), told

@@ -19,6 +19,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.chat import ChatTemplate
 from jaxinfer.text.tool_texts import written_calls
+from kit import ollama_answers
 from kit.scripted import ScriptedDevice, scripted_engine
 from kit.server import Serving, serving
 
@@ -72,7 +73,7 @@ THINKING: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 SAID = ("text", "thinks, text", "call", "thinks, call", "text, call", "call in thoughts")
 QUESTION = [{"role": "user", "content": "Is it warm?"}]
 WORDS = "It is warm."
-APIS = ("chat", "responses", "messages")
+APIS = ("chat", "responses", "messages", "ollama")
 
 
 class Case(NamedTuple):
@@ -102,6 +103,8 @@ def cases() -> Iterator[Case]:
                     of_chats_only = (
                         form in FORMS and form != "json_schema" or form.startswith("regex")
                     )
+                    if api == "ollama" and form in ("required", "named"):
+                        continue
                     if (form in TOOLS or "call" not in said) and (
                         api == "chat" or not of_chats_only
                     ):
@@ -133,7 +136,7 @@ class Template:
         said, expected = script
         self._device.speak(said)
         path, body = request(case)
-        whole = read(case.api, self._server.post(path, **body).json())
+        whole = read(case.api, self._server.post(path, stream=False, **body).json())
         streamed = read_stream(case.api, self._server.post(path, stream=True, **body).text)
         assert streamed == whole, f"{case} streamed {streamed}, whole {whole}, said {said!r}"
         if case.said == "text, call":  # blanks before a call are of either
@@ -145,6 +148,8 @@ class Template:
     def _script(self, case: Case, found: AnswerFormat | None) -> tuple[str, Seen | None] | None:
         """The words of the model, and the message that has to come of them (None: any)."""
         thinks = bool(found and found.has_reasoning)
+        if case.api == "ollama" and case.thinking == "on" and not thinks:
+            return None  # refused
         is_open, is_closed = self._thoughts(case, found) if thinks else (False, True)
         wants_thoughts = case.said.startswith("thinks")
         if wants_thoughts and is_closed or case.said == "call in thoughts" and is_closed:
@@ -187,7 +192,7 @@ class Template:
     def _thoughts(self, case: Case, found: AnswerFormat) -> tuple[bool, bool]:
         """Two truths: the prompt has opened the thoughts; it has closed them."""
         variables = {**THINKING[case.thinking].get("chat_template_kwargs", {})}
-        if case.thinking == "none":
+        if case.thinking == "none" or (case.api, case.thinking) == ("ollama", "off"):
             variables = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
         if case.form in TOOLS:
             variables["tools"] = [{"type": "function", "function": FUNCTION}]
@@ -212,6 +217,10 @@ def request(case: Case) -> tuple[str, dict[str, Any]]:
         if has_tools:
             fields |= {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
         return "/v1/chat/completions", fields
+    if case.api == "ollama":
+        schema = SCHEMA if form == "json_schema" else None
+        given = (QUESTION, case.thinking, schema, function if has_tools else None)
+        return "/api/chat", ollama_answers.body(*given)
     effort = variables.pop("reasoning_effort", None)
     if case.api == "responses":
         fields = {"input": "Is it warm?", "max_output_tokens": 400, **variables}
@@ -275,6 +284,8 @@ def read(api: str, answer: Any) -> Seen:
         ends = "length" if answer["status"] != "completed" else "tool_calls" if calls else "stop"
         named = tuple((one["name"], compact(one["arguments"])) for one in calls)
         return Seen("".join(thoughts).strip(), "".join(texts), named, ends)
+    if api == "ollama":
+        return Seen(*ollama_answers.said([answer]))
     assert "content" in answer, answer
     return _of_blocks(answer["content"], answer["stop_reason"])
 
@@ -293,6 +304,8 @@ def _of_blocks(blocks: list[Any], reason: str) -> Seen:
 
 def read_stream(api: str, text: str) -> Seen:
     """The message that a stream adds up to."""
+    if api == "ollama":
+        return Seen(*ollama_answers.said([*map(json.loads, text.splitlines())]))
     frames = [one for one in text.split("\n\n") if one]
     data = [line[6:] for one in frames for line in one.split("\n") if line.startswith("data: ")]
     events = [json.loads(one) for one in data if one != "[DONE]"]

@@ -28,7 +28,7 @@ def ask(server: Serving, path: str, **fields: Any) -> Any:
 
 
 def error_of(response: httpx.Response, status: int) -> Any:
-    """The error in a response, in OpenAI's form; checks its form."""
+    """The error in a response, in OpenAI's form; checks its own form."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()
@@ -36,6 +36,9 @@ def error_of(response: httpx.Response, status: int) -> Any:
         assert body.keys() == {"type", "error", "request_id"}
         facts = body["error"].pop("details", {})
         return {**body["error"], "param": facts.get("param"), "code": facts.get("error_code")}
+    if isinstance(body["error"], str):  # ollama's form
+        assert body.keys() <= {"error", "code", "param"}
+        return {"message": body["error"], "param": body.get("param"), "code": body.get("code")}
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
     return body["error"]

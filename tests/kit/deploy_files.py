@@ -224,6 +224,8 @@ def _server_problems(stage: Stage) -> Iterator[str]:
         yield "VOLUME is not JAXINFER_CACHE_DIR"
     if stage.all("EXPOSE") != [environment.get("JAXINFER_PORT")]:
         yield "EXPOSE is not JAXINFER_PORT"
+    if environment.get("JAXINFER_HOST") != "0.0.0.0":
+        yield "no published port reaches JAXINFER_HOST"
     checks = stage.all("HEALTHCHECK")
     paths = re.findall(r"'(/\w+)'", checks[-1]) if checks else []
     if not paths or not {*paths} <= {*OPEN_PATHS}:

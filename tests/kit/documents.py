@@ -36,7 +36,7 @@ REASONS = (
 # Their options are not ours to check.
 OTHER_PROGRAMS = (
     *("claude", "curl", "docker", "echo", "env", "export", "guidellm", "install"),
-    *("lm_eval", "mkdir", "pgrep"),
+    *("hf", "lm_eval", "mkdir", "pgrep"),
     *("python3", "python3.11", "systemctl", "useradd", "vllm"),
 )
 

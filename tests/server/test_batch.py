@@ -82,6 +82,7 @@ def test_output_is_in_the_order_of_the_input() -> None:
         (line("a", url="/v1/nothing"), "invalid_url", "url"),
         (line("a", url="/v1/models"), "invalid_url", "url"),
         (line("a", url="/ping"), "invalid_url", "url"),
+        (line("a", url="/api/chat"), "invalid_url", "url"),  # it streams unless it is told not to
         (line("a", url=["x"]), "invalid_url", "url"),
         (
             b'{"custom_id":"a","method":"POST","url":"/v1/completions"}',

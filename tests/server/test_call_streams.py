@@ -1,4 +1,4 @@
-"""Calls in the three APIs: a stream adds up to the whole answer, also of calls that are cut off."""
+"""Calls in the four APIs: a stream adds up to the whole answer, also of calls that are cut off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ BARE = '```json\n{"name": "weather", "arguments": {"city": "Oslo"}}\n```'
 
 
 class Answered(NamedTuple):
-    """An answer in any API. Arguments are as they were sent, in Anthropic's an object as text."""
+    """An answer in any API. Arguments are as they were sent, in Anthropic's and ollama's an object
+    as text.
+    """
 
     content: str
     calls: list[tuple[str, str]]
@@ -150,7 +152,29 @@ def messages(
     return [whole, Answered(content, calls, end)]
 
 
-APIS = (chat, responses, messages)
+def ollama(scripted: Scripted, text: str, tools: Any, limit: int, **fields: Any) -> list[Answered]:
+    listed = [
+        {"type": "function", "function": {"name": name, "parameters": one}}
+        for name, one in tools.items()
+    ]
+    body = {"messages": QUESTION, "tools": listed, "options": {"num_predict": limit}, **fields}
+
+    def answered(parts: list[Any]) -> Answered:
+        calls = [one for part in parts for one in part["message"].get("tool_calls", ())]
+        functions = [one["function"] for one in calls]
+        assert [one["index"] for one in functions] == [*range(len(functions))]
+        return Answered(
+            "".join(part["message"]["content"] for part in parts),
+            [(one["name"], json.dumps(one["arguments"])) for one in functions],
+            parts[-1]["done_reason"],
+        )
+
+    whole = scripted.post("/api/chat", text, stream=False, **body).json()
+    lines = scripted.post("/api/chat", text, **body).text.splitlines()
+    return [answered([whole]), answered([*map(json.loads, lines)])]
+
+
+APIS = (chat, responses, messages, ollama)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -168,19 +192,27 @@ def test_random_calls(scripted: Scripted, api: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "end"), [(chat, "length"), (responses, "incomplete"), (messages, "max_tokens")]
+    ("api", "end"),
+    [
+        (chat, "length"),
+        (responses, "incomplete"),
+        (messages, "max_tokens"),
+        (ollama, "length"),
+    ],
 )
 def test_calls_that_are_cut_off(scripted: Scripted, api: Any, end: str) -> None:
-    """The arguments so far are sent; Anthropic's input has those that are complete."""
+    """The arguments so far are sent; an object has those that are complete."""
     at = CALL.index("Oslo") + 2
     whole, streamed = api(scripted, CALL, WEATHER, at)
-    assert streamed == Answered("", [("weather", '{"city": "Os')], end)
-    assert whole == (Answered("", [("weather", "{}")], end) if api is messages else streamed)
+    so_far = Answered("", [("weather", '{"city": "Os')], end)
+    complete = Answered("", [("weather", "{}")], end)
+    assert streamed == (complete if api is ollama else so_far)
+    assert whole == (complete if api in (messages, ollama) else so_far)
     before = api(scripted, CALL, WEATHER, 18)  # no name yet: the text is there
     assert before == [Answered(CALL[:18], [], end)] * 2
 
 
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", [chat, responses, messages])
 def test_only_one_call(scripted: Scripted, api: Any) -> None:
     fields = (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ollama
 import pytest
 from openai import BadRequestError, OpenAI
 
@@ -68,6 +69,28 @@ def test_the_openai_client(client: OpenAI, given: Any, encoding: Any) -> None:
     assert [one.index for one in answer.data] == list(range(len(TEXTS)))
     assert answer.usage.prompt_tokens == sum(map(len, EMBEDDINGS.fact("token_ids")))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens and answer.model == "embedder"
+
+
+def test_the_ollama_client(embedder: Serving) -> None:
+    with ollama.Client(host=embedder.url) as client:
+        (card,) = client.list().models
+        info = client.show("embedder")
+        assert info.capabilities == ["embedding"] and info.modelinfo is not None
+        assert card.details is not None and card.details.family == "qwen3"
+        assert info.modelinfo["general.architecture"] == card.details.family
+        assert info.modelinfo["general.parameter_count"] > 0 < (card.size or 0)
+        answer = client.embed("embedder", TEXTS)
+        np.testing.assert_allclose(np.array(answer.embeddings), EXPECTED, atol=1e-5)
+        assert answer.prompt_eval_count == sum(map(len, EMBEDDINGS.fact("token_ids")))
+        older = client.embeddings("embedder:latest", TEXTS[0]).embedding
+        np.testing.assert_allclose(np.array(older), EXPECTED[0], atol=1e-5)
+        assert len(client.embed("embedder", TEXTS[0], dimensions=6).embeddings[0]) == 6
+        long = TEXTS[0] * embedder.engine.limits.max_model_len
+        assert len(client.embed("embedder", long).embeddings) == 1
+        with pytest.raises(ollama.ResponseError, match="maximum context length"):
+            client.embed("embedder", long, truncate=False)
+        with pytest.raises(ollama.ResponseError, match="embeddings"):
+            client.chat("embedder", [{"role": "user", "content": "a"}])
 
 
 def test_one_input_and_dimensions(client: OpenAI) -> None:

@@ -51,7 +51,7 @@ def ask(
         transport = httpx.ASGITransport(
             app or guarded(Echo(), config, EventLog(), api_keys(config))
         )
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **more)
 
     return asyncio.run(asked())

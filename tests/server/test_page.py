@@ -100,7 +100,7 @@ def asked(path: str, *, ui: bool = True) -> httpx.Response:
 
     async def get() -> httpx.Response:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get(path)
 
     return asyncio.run(get())

@@ -187,7 +187,7 @@ def test_named_hosts_and_a_key() -> None:
 @pytest.mark.parametrize(
     ("settings", "checked"),
     [
-        ({}, None),
+        ({}, ("127.0.0.1",)),
         ({"host": "0.0.0.0"}, None),
         ({"host": "10.0.0.1"}, None),
         ({"host": "127.0.0.1"}, ("127.0.0.1",)),
@@ -207,11 +207,12 @@ def test_when_hosts_are_checked(settings: dict[str, Any], checked: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
-        ({}, True),
+        ({}, False),
+        ({"host": "0.0.0.0"}, True),
         ({"host": "::"}, True),
         ({"host": "127.0.0.1"}, False),
         ({"uds": "there"}, False),
-        ({"api_key": ("a",)}, False),
+        ({"host": "0.0.0.0", "api_key": ("a",)}, False),
     ],
 )
 def test_an_open_server_is_told_at_its_start(

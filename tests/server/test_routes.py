@@ -282,12 +282,17 @@ BODIES = {  # bodies that get 200
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/messages": {**CHAT, "max_tokens": 1},
     "/v1/messages/count_tokens": CHAT,
+    "/api/show": {"model": "tiny-llama"},
+    "/api/chat": {**CHAT, "model": "tiny-llama", "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "a", "model": "tiny-llama", "options": {"num_predict": 1}},
 }
 # of models for embeddings and scores: 400 here
 NOT_TEXT = {path: {"input": "a"} for path in ("/v1/embeddings", "/pooling")}
 NOT_TEXT |= {path: {"text_1": "a", "text_2": "b"} for path in ("/v1/score", "/score")}
 RANKING = {"query": "a", "documents": ["b"]}
 NOT_TEXT |= dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKING)
+NOT_TEXT["/api/embed"] = {"input": "a", "model": "tiny-llama"}
+NOT_TEXT["/api/embeddings"] = {"prompt": "a", "model": "tiny-llama"}
 
 
 def status_of(path: str) -> int:

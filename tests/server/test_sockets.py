@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.http.run import bound_sockets
+from jaxinfer.server.http.run import bound_sockets, shown_address
 
 
 def test_a_taken_port_is_one_sentence() -> None:
@@ -33,6 +33,27 @@ def test_a_foreign_address_is_one_sentence(host: str) -> None:
 def test_every_address_of_a_name_has_the_same_port() -> None:
     with bound_sockets(ServerConfig(host="localhost", port=0)) as sockets:
         assert len({one.getsockname()[1] for one in sockets}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown", "reached"),
+    [
+        ({}, "http://127.0.0.1:{port}", ("127.0.0.1",)),
+        ({"host": "0.0.0.0"}, "http://127.0.0.1:{port}", ("127.0.0.1",)),
+        ({"host": "::1", "root_path": "/llm"}, "http://[::1]:{port}/llm", ("::1",)),
+        ({"host": "::"}, "http://[::1]:{port}", ("::1", "127.0.0.1")),
+    ],
+)
+def test_the_shown_address_can_be_opened(
+    settings: dict[str, str], shown: str, reached: tuple[str, ...]
+) -> None:
+    config = ServerConfig(**settings, port=0)  # type: ignore[arg-type] # pyright: ignore
+    with bound_sockets(config) as sockets:
+        name, port = sockets[0].getsockname()[:2]
+        assert name == config.host
+        assert shown_address(config, sockets[0]) == shown.format(port=port)
+        for host in reached:
+            socket.create_connection((host, port), timeout=5).close()
 
 
 def test_a_socket_file_of_a_dead_server_is_replaced(tmp_path: Path) -> None:

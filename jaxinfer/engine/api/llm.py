@@ -158,7 +158,10 @@ class LLM(PoolingMethods, BeamMethods):
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's sampling defaults, overridden by the model's generation_config."""
+        """The values of requests without ``SamplingParams``: vLLM's, overridden by the model's
+        generation_config, or of a GGUF file by its own keys and llama.cpp's defaults. The fields of
+        ``SamplingParams`` themselves have vLLM's defaults with every model.
+        """
         return self._engine.facts.default_sampling
 
     def stats(self) -> EngineStats:

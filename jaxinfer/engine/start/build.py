@@ -118,7 +118,7 @@ def plan_engine(
         source.name,
         model.config.vocab_size,
         source.hf_config,
-        source.generation_config,
+        {**source.runtime_sampling, **source.generation_config},
         use_generation_config=config.generation_config == "auto",
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import COMPILED, EngineConfig
 from jaxinfer.core.progress import Progress
-from jaxinfer.engine.facts import ModelFacts
+from jaxinfer.engine.facts import ModelDetails, ModelFacts
 from jaxinfer.engine.start.task import score_token_ids
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.models.base import Params
+from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource
@@ -53,16 +54,30 @@ class EnginePlan:
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the model, with the tokenizer's end tokens and those of scores added.
+        """The facts of the model, with its details, the tokenizer's end tokens and those of scores.
 
         Raises ``ConfigError`` if the tokens of scores are none.
         """
         scores = score_token_ids(self.config, self.tokenizer)
+        facts = replace(self.config_facts, details=self.details)
         if self.tokenizer is None:
-            return self.config_facts
-        ends = (*self.config_facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
+            return facts
+        ends = (*facts.eos_token_ids, *sorted(self.tokenizer.end_token_ids))
         ends = tuple(dict.fromkeys(ends))
-        return replace(self.config_facts, eos_token_ids=ends, score_token_ids=scores)
+        return replace(facts, eos_token_ids=ends, score_token_ids=scores)
+
+    @property
+    def details(self) -> ModelDetails:
+        """What the model is made of."""
+        model, num_bytes = self.program.model, self.memory.weight_bytes
+        sizes = sizes_by_form(model.param_specs, model.config.dtype)
+        return ModelDetails(
+            family=model.family.name,
+            num_parameters=sum(size.count for size in sizes.values()),
+            weight_bytes=num_bytes,
+            gpu_bytes=0 if self.program.platform == "cpu" else num_bytes,
+            form=max(sizes, key=lambda form: sizes[form].count, default=""),
+        )
 
     @property
     def store(self) -> Store:

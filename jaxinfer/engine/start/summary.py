@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -21,10 +22,14 @@ DEVICE_SIZES = (
 def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
     """The lines that a start logs once an engine is planned. ``given``: the user's settings."""
     model, limits, config = plan.program.model, plan.program.limits, plan.config
-    sampling = _sampling(plan.config_facts.default_sampling)
+    sampling = sampling_text(sampling_defaults(plan))
+    if not sampling:
+        is_vllm = config.generation_config == "vllm"
+        why = "generation_config is vllm" if is_vllm else "the model has no defaults of its own"
+        sampling = f"as vLLM, since {why}"
     yield (
         f"model {plan.source.name}: {model.architecture}, context of {model.config.lengths[1]} "
-        f"tokens; sampling {sampling or 'as vLLM: the model has no defaults of its own'}"
+        f"tokens; sampling defaults: {sampling}"
     )
     device = plan.program.placement.device
     open_ = [name for name in DEVICE_SIZES if getattr(given, name) in (None, "auto")]
@@ -51,7 +56,20 @@ def _kind(plan: EnginePlan) -> str:
     return "cpu" if plan.program.platform == "cpu" else "gpu"
 
 
-def _sampling(sampling: SamplingParams) -> str:
-    """The fields that differ from vLLM's defaults."""
-    others, own = msgspec.structs.asdict(SamplingParams()), msgspec.structs.asdict(sampling)
-    return ", ".join(f"{name} {own[name]}" for name in own if own[name] != others[name])
+def sampling_defaults(plan: EnginePlan) -> dict[str, dict[str, Any]]:
+    """The sampling defaults that differ from vLLM's, by the place that they are from."""
+    own = msgspec.structs.asdict(plan.config_facts.default_sampling)
+    others = msgspec.structs.asdict(SamplingParams())
+    by_place: dict[str, dict[str, Any]] = {}
+    for name, value in own.items():
+        if value != others[name]:
+            by_place.setdefault(plan.source.place_of_sampling(name), {})[name] = value
+    return by_place
+
+
+def sampling_text(defaults: Mapping[str, Mapping[str, Any]]) -> str:
+    """``sampling_defaults`` as text; may be empty."""
+    return ", ".join(
+        f"{', '.join(f'{name} {value}' for name, value in values.items())} ({place})"
+        for place, values in defaults.items()
+    )

@@ -40,7 +40,12 @@ from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import encode
-from jaxinfer.server.openai.writer import ResponseContext, Writer, merged_updates
+from jaxinfer.server.openai.writer import (
+    ResponseContext,
+    Writer,
+    broken_off,
+    merged_updates,
+)
 from jaxinfer.text.answers.call_parts import CallArguments, CallEnd, complete_arguments
 from jaxinfer.text.answers.parser import Content, Reasoning
 
@@ -114,11 +119,8 @@ class MessagesWriter(Writer[MessagesChat]):
                 return MessageEnd(stop_reason=MessageStopReason.MAX_TOKENS)
             case FinishReason.LENGTH:
                 return MessageEnd(stop_reason=MessageStopReason.CONTEXT)
-            case FinishReason.ABORT:
-                message = "the server has ended the answer before its end; ask again"
-                raise ApiError(503, message, code="aborted")
-            case _:
-                raise ApiError(500, "the answer has failed; the server's log has its request id")
+            case reason:
+                raise broken_off(reason)
 
 
 class Blocks:

@@ -1,4 +1,4 @@
-"""Errors: a status, and a body in the form of the route's API, which is OpenAI's or Anthropic's."""
+"""Errors: a status, and a body in the form of the route's API, such as OpenAI's."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ ANTHROPIC_ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     }
 )
 ANTHROPIC_PATH = "/v1/messages"  # of the routes that have Anthropic's form, with those below it
+OLLAMA_PATH = "/api"  # of those that have ollama's
 # request fields that the messages of lower floors may begin with
 _ENGINE_FIELDS = frozenset(SamplingParams.__struct_fields__) | {
     "cache_salt",
@@ -97,6 +98,16 @@ class AnthropicErrorBody(msgspec.Struct, frozen=True, tag_field="type", tag="err
     request_id: str  # also in the log
 
 
+class OllamaErrorBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The body of an error on a path of ollama's API, and a line of a stream. Its clients read only
+    the message.
+    """
+
+    error: str
+    code: str | UnsetType = UNSET
+    param: str | UnsetType = UNSET
+
+
 class ApiError(Exception):
     """A response with an error status. ``type`` follows from the status unless it is given."""
 
@@ -133,18 +144,30 @@ class ApiError(Exception):
         detail = AnthropicErrorDetail(kind, self.message, facts if has_facts else UNSET)
         return msgspec.json.encode(AnthropicErrorBody(detail, request_id))
 
+    @property
+    def ollama_body(self) -> bytes:
+        """The JSON body in ollama's form."""
+        body = OllamaErrorBody(self.message, self.code or UNSET, self.param or UNSET)
+        return msgspec.json.encode(body)
+
     def response(self, scope: Scope) -> Response:
         """The whole response, in the form of the request's path."""
         body = self.body
         if is_anthropic(scope):
             body = self.anthropic_body(scope["state"]["request_id"])
+        elif _is_below(scope, OLLAMA_PATH):
+            body = self.ollama_body
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def is_anthropic(scope: Scope) -> bool:
     """True if the path belongs to Anthropic's API."""
+    return _is_below(scope, ANTHROPIC_PATH)
+
+
+def _is_below(scope: Scope, parent: str) -> bool:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return f"{path}/".startswith(f"{ANTHROPIC_PATH}/")
+    return f"{path}/".startswith(f"{parent}/")
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:

@@ -16,11 +16,12 @@ import socket
 import ssl
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn, cast
 
 import uvicorn
@@ -38,6 +39,8 @@ ACCEPTED_AT_ONCE = 16
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which proxies drop idle connections
 FLUSH_SECONDS = 5.0  # for the last events of streams, to clients that still read
 OPEN_FILES = 65536  # one for each connection; the usual soft limit is 1024
+# browsers do not open the addresses that stand for every interface
+LOOPBACK: Mapping[str, str] = MappingProxyType({"0.0.0.0": "127.0.0.1", "::": "::1"})
 RESERVED_FILES = 128 + RESERVED_CONNECTIONS  # for all else that is open
 
 
@@ -163,7 +166,7 @@ async def _serve(
     # signals first: once the port is open, a signal can arrive
     loop = asyncio.get_running_loop()
     with Signals(loop, config, reload) as signals, bound_sockets(config) as sockets:
-        address = _address(config, sockets[0])
+        address = shown_address(config, sockets[0])
         listening = asyncio.create_task(server.serve(sockets))
         async with AsyncExitStack() as stack:  # the engine is closed after the last response
             try:
@@ -242,8 +245,8 @@ def bound_sockets(config: ServerConfig) -> Iterator[list[socket.socket]]:
 
 
 def _bind_tcp_sockets(config: ServerConfig) -> list[socket.socket]:
-    """One socket for each address of the host. As in vLLM, no host means every IPv4 interface."""
-    host, port = config.host or "0.0.0.0", config.port
+    """One socket for each address of the host."""
+    host, port = config.host, config.port
     sockets: list[socket.socket] = []
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -318,9 +321,11 @@ def _possible_connections(config: ServerConfig) -> int:
     return max(min(config.max_connections, soft - RESERVED_FILES), 1)
 
 
-def _address(config: ServerConfig, bound: socket.socket) -> str:
+def shown_address(config: ServerConfig, bound: socket.socket) -> str:
+    """The URL for programs on this machine."""
     if config.uds:
         return f"unix:{config.uds}"
     host, port = bound.getsockname()[:2]
+    host = LOOPBACK.get(host, host)
     scheme = "https" if config.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{config.root_path}"

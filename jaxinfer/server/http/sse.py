@@ -1,4 +1,4 @@
-"""Server-sent events over ASGI, and detection of a client's disconnect.
+"""Streams over ASGI, as server-sent events or lines, and detection of a client's disconnect.
 
 A disconnect does not cancel the response: ``close`` aborts the request, so reading ends by itself
 and the request's pages are free after the engine's next step.
@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from jaxinfer.server.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+EVENTS = b"text/event-stream; charset=utf-8"
+LINES = b"application/x-ndjson"  # objects, each with a line feed after it
 # proxies must pass on each event at once (X-Accel-Buffering is nginx's setting)
 HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
@@ -44,6 +45,7 @@ class EventStream:
     explain: Callable[[Exception], ApiError]
     failure: Callable[[ApiError], bytes]
     end: bytes = DONE
+    media_type: bytes = EVENTS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -63,7 +65,8 @@ class EventStream:
         except Exception as error:
             await self.explain(error).response(scope)(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        headers = [(b"content-type", self.media_type), *HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         while data:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             try:

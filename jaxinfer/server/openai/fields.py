@@ -45,11 +45,13 @@ TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"
 VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 NEVER_TEXT = "^never$(?![^a-z])"
 KIND_TEXT = "^[a-z0-9_]{1,64}$(?![^a-z])"
+JSON_OR_EMPTY_TEXT = "^(json)?$(?![^a-z])"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         TOKEN_ID_TEXT: "a token id",
         VISIBLE_TEXT: "printable ASCII without spaces",
         NEVER_TEXT: "true, false or never",
+        JSON_OR_EMPTY_TEXT: "json, a JSON schema or empty",
         KIND_TEXT: "a word of small letters, digits and _, of at most 64 characters",
     }
 )

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from jaxinfer.core.points import Point
+from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
 from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.http.sse import DONE, frame
+from jaxinfer.server.http.sse import DONE, EVENTS, frame
 from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.responses import (
@@ -73,6 +74,7 @@ class Writer[R: GenerationFields](ABC):
     """Writes one response, whole (``full_response``) or as events."""
 
     stream_end: ClassVar[bytes] = DONE  # after the last event
+    stream_type: ClassVar[bytes] = EVENTS
 
     def __init__(self, context: ResponseContext, request: R, prompts: Sequence[Prompt]) -> None:
         self._context = context
@@ -191,6 +193,14 @@ def merged_updates(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:
         several[0]._replace(delta=joined([update.delta for update in several]))
         for several in found.values()
     ]
+
+
+def broken_off(reason: FinishReason | None) -> ApiError:
+    """The error of an answer that is not complete, in APIs that have no word for it."""
+    if reason is FinishReason.ABORT:
+        message = "the server has ended the answer before its end; ask again"
+        return ApiError(503, message, code="aborted")
+    return ApiError(500, "the answer has failed; the server's log has its request id")
 
 
 def in_order(updates: Sequence[ChoiceUpdate]) -> list[ChoiceUpdate]:

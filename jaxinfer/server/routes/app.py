@@ -20,6 +20,7 @@ from jaxinfer.server.routes import (
     admin,
     generation,
     messages,
+    ollama,
     pooling,
     responses,
     status,
@@ -61,6 +62,15 @@ ROUTES = MappingProxyType(  # all methods of a path have the same handler
         ("POST", "/v1/rerank"): pooling.rerank,
         ("POST", "/v2/rerank"): pooling.rerank,
         ("POST", "/rerank"): pooling.rerank,
+        ("GET", "/api/version"): ollama.version,
+        ("GET", "/api/tags"): ollama.tags,
+        ("GET", "/api/ps"): ollama.running,
+        ("POST", "/api/show"): ollama.show,
+        ("POST", "/api/chat"): ollama.chat,
+        ("POST", "/api/generate"): ollama.generate,
+        ("POST", "/api/embed"): ollama.embed,
+        ("POST", "/api/embeddings"): ollama.embeddings,
+        ("GET", "/props"): ollama.props,
     }
 )
 
@@ -106,7 +116,9 @@ def create_app(service: Service) -> ASGIApp:
             message = f"{path} does not take {request.method}; use {allowed}"
             refused = ApiError(405, message, code="method_not_allowed", headers=headers)
             return refused.response(request.scope)
-        message = f"there is no route {path}; /openapi.json lists the routes"
+        instead = ollama.absent(path.removeprefix(service.config.root_path))
+        instead = instead or "/openapi.json lists the routes"
+        message = f"there is no route {path}; {instead}"
         missing = ApiError(error.status_code, message, code="not_found", headers=headers)
         return missing.response(request.scope)
 

@@ -150,9 +150,10 @@ class Call:
             )
 
     def stream(self, answer: Answer, writer: Writer[Any]) -> ASGIApp:
-        """A response that sends the writer's events as server-sent events."""
+        """A response that sends the writer's events, or lines, as they come."""
         read, close = partial(writer.next_events, answer), partial(self.service.close, answer)
-        return EventStream(read, close, self.explain, writer.failure, writer.stream_end)
+        ends = (writer.failure, writer.stream_end, writer.stream_type)
+        return EventStream(read, close, self.explain, *ends)
 
     def explain(self, error: Exception) -> ApiError:
         """The error for the client; a server error is logged, an unexpected one with traceback."""

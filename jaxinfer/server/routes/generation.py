@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
+from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.chat_writer import ChatWriter
@@ -57,6 +58,7 @@ async def answer_chat[R: ChatCompletionRequest](
 ) -> ASGIApp:
     """Answer a chat of any API, in the form of its writer."""
     service, special = call.service, request.add_special_tokens
+    check_task(service.client.limits, pools=False)
     prompt = await chat_prompt(call, request, request.messages, special)
     reading = chat_reading(service, request, prompt)
     return await answer_prompts(call, request, [prompt], kind, reading)

@@ -97,16 +97,16 @@ async def _listed[D](
     item: Callable[[int, list[float] | bytes], D],
 ) -> ASGIApp:
     """The answer with the vectors of all inputs."""
-    vectors, usage = await _vectors(call, request)
+    found, usage = await vectors(call, request)
 
     def written() -> ASGIApp:
-        data = [item(i, _written(vector, request)) for i, vector in enumerate(vectors)]
+        data = [item(i, _written(vector, request)) for i, vector in enumerate(found)]
         return json_response(answer(data=data, usage=usage, **_identity(call, request)))
 
-    return await run_off_loop(written, sum(map(len, vectors)) <= INLINE_NUMBERS)
+    return await run_off_loop(written, sum(map(len, found)) <= INLINE_NUMBERS)
 
 
-async def _vectors(call: Call, request: EmbeddingRequest) -> tuple[list[np.ndarray], Usage]:
+async def vectors(call: Call, request: EmbeddingRequest) -> tuple[list[np.ndarray], Usage]:
     """The vector of each input, as the request asks for it."""
     call.prompt_field = "input"
     client = call.service.client

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.structured import MAX_REGEX_BYTES
+from jaxinfer.server.ollama.schema import OllamaChatRequest
 from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (
     ENCODINGS,
@@ -57,12 +58,16 @@ def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequenc
         for form in properties["tools"]["anyOf"]:
             if form["type"] == "array":
                 form |= {"items": _tool(), "maxItems": MAX_TOOLS}
+    if request is OllamaChatRequest:
+        properties["tools"]["anyOf"][0]["items"] = _tool()
+        properties["tools"]["anyOf"][0]["maxItems"] = MAX_TOOLS
     if is_chat and "tool_choice" in properties:
         properties["tool_choice"]["anyOf"] = _tool_choices()
     if request is ResponsesRequest:
         _complete_responses(properties)
     if models and "model" in properties:
-        properties["model"]["anyOf"][0]["enum"] = list(models)
+        model = properties["model"]
+        model.get("anyOf", [model])[0]["enum"] = list(models)
     for name in properties.keys() - set(schema["required"]):
         properties[name] = _or_null(properties[name])
     for name, neutral in request.unsupported.items():

@@ -37,6 +37,7 @@ from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
 from jaxinfer.server.routes.limits import check_prompts, check_taps, deadline
+from jaxinfer.server.routes.names import check_name
 from jaxinfer.server.routes.rendering import Renderer
 from jaxinfer.server.routes.streams import open_stream
 from jaxinfer.server.routes.traces import Traces, otlp_exporter
@@ -153,14 +154,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ``ApiError`` 404 for a model that is not served here."""
-        if name is not None and name not in self.model_names:
-            raise ApiError(
-                404,
-                f"the model {name[:200]!r} does not exist; this server has "
-                f"{', '.join(self.model_names)}",
-                param="model",
-                code="model_not_found",
-            )
+        check_name(name, self.model_names, self.config.unlisted_model_name)
 
     # texts
 

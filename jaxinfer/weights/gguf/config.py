@@ -31,6 +31,10 @@ _SAMPLING = (
     ("min_p", "min_p"),
     ("penalty_repeat", "repetition_penalty"),
 )
+# llama.cpp's defaults, for what the file does not say (common_params_sampling in common/common.h)
+LLAMA_CPP_SAMPLING: Mapping[str, Any] = MappingProxyType(
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+)
 # llama.cpp's numbers of the kinds of pooling; 0 is none, 4 a reranker's head
 _POOLING: Mapping[Any, str] = MappingProxyType({1: "mean", 2: "cls", 3: "last"})
 

@@ -1,0 +1,1 @@
+"""Ollama's API, over the chats of ``server.openai``."""
