@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.chat.command import chat
 from jaxinfer.cli.compile import compile_
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.doctor import doctor
@@ -44,7 +45,7 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    commands=(compile_, convert, doctor, export, generate, inspect, run_batch, serve),
+    commands=(chat, compile_, convert, doctor, export, generate, inspect, run_batch, serve),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, message="jaxinfer %(version)s")

@@ -186,5 +186,16 @@ REFUSED = (
     Setting("disable_log_requests", boolean, ""),
     Setting("guided_decoding_backend", text, ""),
 )
+REMOTE = Group(
+    "A running server",
+    (
+        Setting("url", text, "Answers of this server, http://HOST:PORT, instead of an engine."),
+        Setting("api_key", texts, "The server's key.", environment=("VLLM_API_KEY",), secret=True),
+    ),
+)
 SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *REFUSED)
-EVERY = (*SETTINGS, *SAMPLING.settings)  # of all commands: a YAML file may be shared
+EVERY = (
+    *SETTINGS,
+    *SAMPLING.settings,
+    *REMOTE.settings,
+)  # of all commands: a YAML file may be shared
