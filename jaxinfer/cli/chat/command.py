@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -125,7 +125,7 @@ def _greeting(answerer: Answerer, config: ChatConfig) -> str:
 
 
 @contextmanager
-def _answerer(config: ChatConfig, given: Mapping[str, Value]) -> Generator[Answerer]:
+def _answerer(config: ChatConfig, given: dict[str, Value]) -> Generator[Answerer]:
     if config.address is not None:
         from jaxinfer.cli.chat.remote import RemoteAnswerer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TextIO
 
-from jaxinfer.cli.chat.events import CallPart, End, Event, Said, Thought
+from jaxinfer.cli.chat.events import CallPart, End, Event, Thought
 
 DIM, RED, PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 # A model's text must not move the cursor or change the terminal: controls but tab and newline.

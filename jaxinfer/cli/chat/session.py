@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.cli.chat.conversation import Answer, Conversation, Message
-from jaxinfer.cli.chat.events import Answerer, CallPart, End, Said, Thought, Usage
+from jaxinfer.cli.chat.events import Answerer, End, Usage
 from jaxinfer.cli.chat.reader import PROMPT, QUOTES, Entry, Reader
 from jaxinfer.cli.chat.screen import Screen
 from jaxinfer.core.errors import ContextLengthError, EngineError, JaxinferError, RequestError
