@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SECONDS = 60.0  # after which a test stops waiting
+SECONDS = 20.0  # after which a test stops waiting
 # the terminal becomes the process's own, so that Ctrl-C in it is a signal
 PROGRAM = """
 import fcntl, sys, termios
