@@ -123,7 +123,7 @@ def test_commands(user: Terminal, device: ScriptedDevice, tmp_path: Path) -> Non
     file = tmp_path / "chat.json"
     assert [one["content"] for one in saved(user, file)] == ["be\nkind", "how\nare you?", "fine"]
     user.type("/stats\n")
-    stats = user.expect("1 answers, 5 tokens generated")
+    stats = user.expect("1 answer, 5 tokens generated")
     assert "answer         5 tokens, " in stats and "first token    0." in stats
     user.type("/reset\n")
     user.expect("(a new conversation)")
@@ -252,6 +252,7 @@ def test_a_pipe_has_only_the_answers(serving_url: str, device: ScriptedDevice) -
         (["--url", "http://127.0.0.1:1"], 1, "127.0.0.1:1 cannot be reached (Connection refused)"),
         (["--url", "ftp://x"], 1, "url must be http://HOST:PORT"),
         (["--url", "x", "--max-model-len=9"], 2, "--max-model-len is of an engine here; leave it"),
+        (["--api-key", "a"], 2, "--api-key is of a server; give its --url"),
         (["--url", "x", "--api-key", "a\nb"], 1, "api_key must be printable ASCII"),
         (["--temperature=-1"], 1, "temperature must be"),
         (["--tools", __file__], 1, "is not JSON"),

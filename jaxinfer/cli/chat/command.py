@@ -91,8 +91,10 @@ def chat(
     from jaxinfer.text.tools import check_tools
 
     SamplingParams(**sampling)  # an invalid flag fails before the model is loaded
-    remote = {one.name: given.pop(one.name).value for one in REMOTE.settings if one.name in given}
-    config = ChatConfig(**remote)
+    remote = {one.name: given.pop(one.name) for one in REMOTE.settings if one.name in given}
+    config = ChatConfig(**{name: value.value for name, value in remote.items()})
+    if config.url is None and any(value.source == "flag" for value in remote.values()):
+        raise click.UsageError("--api-key is of a server; give its --url, or leave it out")
     conversation = Conversation()
     if load is not None:
         conversation.load(load)
@@ -111,7 +113,7 @@ def chat(
             lines = terminal_lines(cache_root(cache_dir) / HISTORY)
         else:
             lines = piped_lines
-        if message is not None:
+        if message:
             session.enter(Entry(None, message))
         session.run(Reader(lines))
     ctx.exit(1 if session.any_failed and not is_interactive else 0)

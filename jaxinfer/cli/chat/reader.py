@@ -67,7 +67,7 @@ def terminal_lines(history: Path) -> Callable[[str], str]:
     except ImportError:  # of a Python without it
         return input
     with suppress(OSError):
-        history.parent.mkdir(parents=True, exist_ok=True)
+        history.parent.mkdir(0o700, parents=True, exist_ok=True)
         os.close(os.open(history, os.O_CREAT | os.O_RDWR, 0o600))
         history.chmod(0o600)
         readline.read_history_file(history)

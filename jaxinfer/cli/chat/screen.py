@@ -57,7 +57,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """The output of a command."""
-        self._out.write(f"{self._shown(text)}\n")
+        self._out.write(f"{self.shown(text)}\n")
         self._out.flush()
 
     def remark(self, text: str) -> None:
@@ -70,7 +70,7 @@ class Screen:
 
     def _note(self, text: str, colour: str) -> None:
         begin, end = (colour, PLAIN) if self._colours_notes else ("", "")
-        self._err.write(f"{begin}{self._shown(text)}{end}\n")
+        self._err.write(f"{begin}{self.shown(text)}{end}\n")
         self._err.flush()
 
     def _begin(self, event: Event) -> None:
@@ -80,7 +80,7 @@ class Screen:
         if isinstance(event, Thought):
             self._out.write(self._dim("Thoughts: "))
         elif isinstance(event, CallPart):
-            self._out.write(self._dim(f"Call of {self._shown(event.name)}: "))
+            self._out.write(self._dim(f"Call of {self.shown(event.name)}: "))
         if isinstance(event, Thought | CallPart) and self._has_colours:
             self._out.write(DIM)
 
@@ -96,9 +96,10 @@ class Screen:
         return f"{DIM}{text}{PLAIN}" if self._has_colours else text
 
     def _write(self, text: str) -> None:
-        self._out.write(self._shown(text))
+        self._out.write(self.shown(text))
         if text:
             self._line_is_open = not text.endswith("\n")
 
-    def _shown(self, text: str) -> str:
+    def shown(self, text: str) -> str:
+        """The text as this stream may have it."""
         return text.translate(dict(SHOWN_CONTROLS)) if self._is_terminal else text

@@ -115,7 +115,9 @@ class Session:
 
     def _prompt(self) -> str:
         call = self._conversation.open_call
-        return PROMPT if call is None else f"result of {call['function']['name']:.60}> "
+        if call is None:
+            return PROMPT
+        return f"result of {self._screen.shown(call['function']['name']):.60}> "
 
     def enter(self, entry: Entry) -> None:
         """Run a command, or answer a message."""
@@ -174,14 +176,15 @@ class Session:
     def _keep(self, asked: Message, answer: Answer, reason: str) -> None:
         """Add a message and its answer, which has ended, to the conversation."""
         message = answer.message(is_cut=reason in ("interrupted", "length", "abort"))
+        usage = self._times.usage if self._times else None
         if message is None:
-            what = "stopped before" if reason == "interrupted" else "ended without"
-            self._screen.remark(f"({what} an answer; /retry sends the message again)")
+            endings = {"interrupted": "stopped before an answer", "length": self._limit(usage)}
+            ending = endings.get(reason, "ended without an answer")
+            self._screen.remark(f"({ending}; /retry sends the message again)")
             return
         self._conversation.messages += (asked, message)
         self._unanswered = None
         self._num_answers += 1
-        usage = self._times.usage if self._times else None
         self._num_generated += usage.generated if usage else 0
         if reason == "interrupted":
             self._screen.remark("(stopped; what was said stays in the conversation)")
@@ -262,7 +265,8 @@ class Session:
             if length:
                 used = f"{total} of {length} tokens, {100 * total / length:.0f} %"
         lines.append(("context", used))
-        whole = f"{self._num_answers} answers, {self._num_generated} tokens generated"
+        answers = "1 answer" if self._num_answers == 1 else f"{self._num_answers} answers"
+        whole = f"{answers}, {self._num_generated} tokens generated"
         lines.append(("chat", whole))
         self._screen.say("\n".join(f"{name:14} {words}" for name, words in lines))
 
