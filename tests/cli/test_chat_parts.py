@@ -378,10 +378,12 @@ def _answers_here(engine: Any, device: Any, texts: Any, request: Any) -> list[li
             list(answerer.answer({"messages": [{**USER, "content": "a" * 9000}]}))
         with pytest.raises(RequestError, match=r"the engine refuses the request \(400: top_k"):
             list(answerer.answer({**request, "top_k": -7}))
-        device.speak("abc" * 100)
+        device.speak("abc" * 1000)
+        before = engine.stats().num_generated_tokens
         with device.held(after=20), closing(answerer.answer(REQUEST)) as stopped:
             assert isinstance(next(stopped), Said)
         wait_until(lambda: not engine.has_work, "the answer is aborted")
+        assert engine.stats().num_generated_tokens - before < 2000
         device.speak("again")
         assert _told(*answerer.answer(REQUEST))[1] == "again"
     return events

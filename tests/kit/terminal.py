@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SECONDS = 20.0  # after which a test stops waiting
+SECONDS = 60.0  # after which a test stops waiting
 # the terminal becomes the process's own, so that Ctrl-C in it is a signal
 PROGRAM = """
 import fcntl, sys, termios
@@ -71,7 +71,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**os.environ, "TERM": "xterm", "NO_COLOR": "", **environment},
+        env={**os.environ, "TERM": "xterm", "NO_COLOR": "", "PYTHONUNBUFFERED": "", **environment},
     )
     os.close(theirs)
     try:
