@@ -2,6 +2,8 @@
 
 import json
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +134,7 @@ def test_commands(user: Terminal, device: ScriptedDevice, tmp_path: Path) -> Non
     user.expect("error: there is no message to send again")
     user.type("/load\n")
     user.expect("error: the command needs a file; write /load FILE")
-    user.expect(PROMPT)
+    user.expect(PROMPT)  # before it, the terminal would drop Ctrl-D
     user.type("\x04")
     assert user.ends() == 0
     lines = tmp_path / "chat_history"
@@ -188,6 +190,7 @@ def test_thoughts_and_calls(
         user.expect("\nRain.\n")
         messages = saved(user, tmp_path / "chat.json")
         assert messages[2]["role"] == "tool" and messages[2]["content"] == "7 degrees"
+        user.expect(PROMPT)  # before it, the terminal would drop Ctrl-D
         user.type("\x04")
         assert user.ends() == 0
     assert ("\x1b[2m" in user.output) is not no_color
@@ -210,6 +213,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
             user.expect("try again in 3 s")
             user.type("/retry\n")
             user.expect("\nwhole\n")
+            user.expect(PROMPT)  # before it, the terminal would drop Ctrl-D
             user.type("\x04")
             assert user.ends() == 0
         sent = [[one["content"] for one in body["messages"]] for body in server.bodies]
@@ -233,6 +237,12 @@ def test_each_line_of_a_pipe_is_answered(tiny_arguments: list[str]) -> None:
     assert stats[1].startswith("answer         3 tokens")
     generated = CliRunner().invoke(cli, ["generate", *arguments, "--system=kind", "hi"])
     assert generated.stdout == first + "\n"
+
+
+def test_a_message_needs_no_stdin(serving_url: str, device: ScriptedDevice) -> None:
+    device.speak("yes")
+    command = f"{sys.executable} -m jaxinfer chat --url {serving_url} scripted hello <&-"
+    assert subprocess.check_output(command, shell=True) == b"yes\n"
 
 
 def test_a_pipe_has_only_the_answers(serving_url: str, device: ScriptedDevice) -> None:
@@ -271,17 +281,3 @@ def test_the_key_is_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("JAXINFER_API_KEY", "secret")
         assert piped(stdin="hi\n").stdout == "a\n"
         assert all("Authorization: Bearer secret" in head for head in server.heads)
-
-
-@pytest.mark.nightly
-def test_ctrl_c_with_an_engine_in_the_same_process(
-    tiny_arguments: list[str], tmp_path: Path
-) -> None:
-    with chat(*tiny_arguments, "--ignore-eos", folder=tmp_path) as user:
-        user.expect(PROMPT)
-        user.type("hi\n\x03")
-        user.expect("(stopped")
-        user.expect(PROMPT)
-        user.type("/exit\n")
-        assert user.ends() == 0
-    assert "Traceback" not in user.output

@@ -41,24 +41,28 @@ class Terminal:
         """Wait until this text follows in the output; returns the output up to its end."""
         deadline = time.monotonic() + SECONDS
         while (found := self.output.find(text, self._seen)) < 0:
-            ready = select.select([self._end], [], [], max(deadline - time.monotonic(), 0))[0]
-            data = self._read() if ready else b""
-            assert data, f"{text!r} does not follow in {self.output[self._seen :]!r}"
-            self.output += data.decode(errors="replace").replace("\r\n", "\n")
+            more = self._read(deadline)
+            assert more, f"{text!r} does not follow in {self.output[self._seen :]!r}"
         before, self._seen = self._seen, found + len(text)
         return self.output[before : self._seen]
 
     def ends(self) -> int:
         """Wait for the end of the command; its exit code."""
-        while data := self._read():
-            self.output += data.decode(errors="replace").replace("\r\n", "\n")
+        deadline = time.monotonic() + SECONDS
+        while self._read(deadline):
+            pass
         return self.process.wait(SECONDS)
 
-    def _read(self) -> bytes:
+    def _read(self, deadline: float) -> bool:
+        """Add further output; False if the command has closed the terminal, or at the deadline."""
+        if not select.select([self._end], [], [], max(deadline - time.monotonic(), 0))[0]:
+            return False
         try:
-            return os.read(self._end, 1 << 16)
+            data = os.read(self._end, 1 << 16)
         except OSError:  # the other end is closed
-            return b""
+            return False
+        self.output += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
 
 
 @contextmanager
