@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.core.chat_config import ChatConfig
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_PAGE_SIZE,
@@ -56,6 +57,15 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "request_timeout": "no limit",
     }
 )
+OF_THE_MODEL: Mapping[str, str] = MappingProxyType(
+    {
+        "temperature": "the model's, else 1",
+        "top_p": "the model's, else 1",
+        "top_k": "the model's, else 0",
+        "min_p": "the model's, else 0",
+        "repetition_penalty": "the model's, else 1",
+    }
+)
 # of one command, before all others
 OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -68,11 +78,16 @@ OF_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "max_num_seqs": "1 for one prompt, else {cpu} on a CPU, {gpu} on a GPU",
             "max_num_batched_tokens": "256 for one prompt, else {cpu} on a CPU, {gpu} on a GPU",
             "prefill_bucket_start": "256 for one prompt, else {cpu} on a CPU, {gpu} on a GPU",
-            "temperature": "the model's, else 1",
-            "top_p": "the model's, else 1",
-            "top_k": "the model's, else 0",
-            "min_p": "the model's, else 0",
-            "repetition_penalty": "the model's, else 1",
+            **OF_THE_MODEL,
+        },
+        "chat": {
+            "max_tokens": "the rest of the context",
+            "seed": "one for each answer, derived from the engine's 0",
+            "max_num_seqs": "1",
+            "max_num_batched_tokens": "256",
+            "prefill_bucket_start": "256",
+            "url": "none: an engine in this process",
+            **OF_THE_MODEL,
         },
     }
 )
@@ -87,13 +102,13 @@ def default_text(name: str, command: str) -> str:
     if all(size is not None for size in sizes.values()):
         auto = "auto: " if name == "dtype" else ""
         return auto + "{cpu} on a CPU, {gpu} on a GPU".format(**sizes)
-    found, field = _of_classes(command == "generate"), RENAMED.get(name, name)
+    found, field = _of_classes(command in ("generate", "chat")), RENAMED.get(name, name)
     return _shown(found[field]) if field in found else ""
 
 
 def _of_classes(sampling: bool) -> Mapping[str, Any]:
     """The defaults of all fields of the config classes, and of ``SamplingParams`` if wanted."""
-    classes = (ServerConfig, EngineConfig)
+    classes = (ChatConfig, ServerConfig, EngineConfig)
     found = {field.name: field.default for one in classes for field in fields(one)}
     return found | (msgspec.structs.asdict(SamplingParams()) if sampling else {})
 

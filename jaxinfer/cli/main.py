@@ -9,11 +9,15 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.chat.command import chat
 from jaxinfer.cli.compile import compile_
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.doctor import doctor
@@ -26,6 +30,22 @@ from jaxinfer.cli.serve import serve
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.host_memory import limit_heap_arenas
 
+# the words of ollama, vLLM and llama.cpp, and the commands that do the same
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "run": ("generate", "chat", "serve"),
+        **dict.fromkeys(("ask", "complete", "prompt"), ("generate", "chat")),
+        **dict.fromkeys(("cli", "repl", "talk"), ("chat",)),
+        **dict.fromkeys(("start", "server", "api", "launch"), ("serve",)),
+        **dict.fromkeys(("show", "info"), ("inspect",)),
+        **dict.fromkeys(("create", "quantize", "save"), ("convert", "export")),
+        **dict.fromkeys(("download", "get"), ("pull",)),
+        **dict.fromkeys(("ls", "models"), ("list",)),
+        **dict.fromkeys(("remove", "delete"), ("rm",)),
+        **dict.fromkeys(("check", "env", "collect-env"), ("doctor",)),
+        "batch": ("run-batch",),
+    }
+)
 INTERRUPTED = 130  # the shell's exit code for a command that SIGINT ended
 
 
@@ -42,11 +62,24 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first argument; the error for another word names similar ones."""
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            near = WORDS.get(name.lower()) or get_close_matches(name.lower(), self.commands)
+            *others, last = [f"'{one}'" for one in near if one in self.commands] or [""]
+            names = f"{', '.join(others)} or {last}" if others else last
+            ctx.fail(f"No such command '{name}'" + (f"; did you mean {names}?" if last else "."))
+        return super().resolve_command(ctx, args)
+
 
 @click.group(
     cls=Commands,
     commands=(
-        *(compile_, convert, doctor, export, generate, inspect, list_, pull, rm, run_batch, serve),
+        *(chat, compile_, convert, doctor, export, generate, inspect, list_, pull, rm, run_batch),
+        serve,
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )

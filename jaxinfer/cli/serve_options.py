@@ -16,6 +16,13 @@ from jaxinfer.cli.settings import (
     texts,
 )
 
+API_KEY = Setting(  # of a server and of its clients
+    "api_key",
+    texts,
+    "Keys, one of which requests must bring.",
+    environment=("VLLM_API_KEY",),
+    secret=True,
+)
 GROUPS = (
     MODEL,
     Group(
@@ -49,13 +56,7 @@ GROUPS = (
     Group(
         "Access",
         (
-            Setting(
-                "api_key",
-                texts,
-                "Keys, one of which requests must bring.",
-                environment=("VLLM_API_KEY",),
-                secret=True,
-            ),
+            API_KEY,
             Setting(
                 "api_key_file",
                 text,
@@ -184,5 +185,16 @@ REFUSED = (
     Setting("disable_log_requests", boolean, ""),
     Setting("guided_decoding_backend", text, ""),
 )
+REMOTE = Group(
+    "A running server",
+    (
+        Setting("url", text, "Answers of this server, http://HOST:PORT, instead of an engine."),
+        API_KEY,
+    ),
+)
 SETTINGS = (*(setting for group in GROUPS for setting in group.settings), *REFUSED)
-EVERY = (*SETTINGS, *SAMPLING.settings)  # of all commands: a YAML file may be shared
+EVERY = (
+    *SETTINGS,
+    *SAMPLING.settings,
+    *REMOTE.settings,
+)  # of all commands: a YAML file may be shared

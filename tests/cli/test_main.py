@@ -52,6 +52,21 @@ def test_wrong_usage_is_exit_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(cli, arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("run", "; did you mean 'generate', 'chat' or 'serve'?"),
+        ("ask", "; did you mean 'generate' or 'chat'?"),
+        ("show", "; did you mean 'inspect'?"),
+        ("Serv", "; did you mean 'serve'?"),
+        ("zzz", "."),
+    ],
+)
+def test_an_unknown_command_gets_advice(word: str, advice: str) -> None:
+    result = CliRunner().invoke(cli, [word])
+    assert result.stderr.endswith(f"Error: No such command '{word}'{advice}\n")
+
+
 def test_version() -> None:
     assert CliRunner().invoke(cli, ["--version"]).stdout == f"jaxinfer {jaxinfer.__version__}\n"
 
@@ -108,7 +123,7 @@ def test_help_of(command: str) -> None:
     assert result.stdout.startswith(f"Usage: cli {command} ")
 
 
-PLANS = ("generate", "serve", "compile", "inspect")
+PLANS = ("chat", "generate", "serve", "compile", "inspect")
 
 
 def settings_of(command: str) -> dict[str, Setting]:
@@ -125,7 +140,8 @@ def test_commands_have_one_spelling_of_a_setting() -> None:
             assert ours[name] is theirs[name]
     shared = {*settings_of("compile")} - {"model"}
     assert shared < {*settings_of("serve")}
-    assert shared - {"pooling"} < {*settings_of("generate")}  # which makes text
+    for command in ("generate", "chat"):  # which make text
+        assert shared - {"pooling"} < {*settings_of(command)}
     assert {*settings_of("inspect")} == {*settings_of("compile")}
     engine = {RENAMED.get(name, name) for name in settings_of("serve")}
     assert {field.name for field in dataclasses.fields(EngineConfig)} <= engine
@@ -137,10 +153,15 @@ def test_the_help_shows_each_default(command: str) -> None:
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith("  --")}
     for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--load-format"):
         assert "[default: " in lines[flag], lines[flag]
-    assert "32 on a CPU, 512 on a GPU]" in lines["--max-num-seqs"]
+    most = "1]" if command == "chat" else "32 on a CPU, 512 on a GPU]"
+    assert most in lines["--max-num-seqs"]
     assert "[default: auto: float32 on a CPU, bfloat16 on a GPU]" in lines["--dtype"]
     assert "[default: auto]" in lines["--load-format"]
-    ends = {"serve": ("--port", "8000]"), "generate": ("--max-tokens", "256]")}
+    ends = {
+        "serve": ("--port", "8000]"),
+        "generate": ("--max-tokens", "256]"),
+        "chat": ("--max-tokens", "the rest of the context]"),
+    }
     if command in ends:
         flag, end = ends[command]
         assert lines[flag].endswith(end)

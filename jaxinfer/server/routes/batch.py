@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from jaxinfer.server.http.errors import OllamaErrorBody
-from jaxinfer.server.routes.endpoint import MEDIA_TYPE
-from jaxinfer.server.routes.openapi import OPERATIONS
+from jaxinfer.server.routes.direct import call_app
+from jaxinfer.server.routes.operations import OPERATIONS
 
 MAX_SHOWN = 200  # characters of a wrong value in a message
 
@@ -189,33 +189,12 @@ def _check(request: _Line) -> None:
 
 async def _called(app: ASGIApp, path: str, body: bytes) -> BatchResponse:
     """The app's response to a POST of JSON."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", MEDIA_TYPE.encode())],
-        "client": None,
-        "state": {"client": ""},  # this process
-        "server": None,
-    }
-    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
-
-    async def receive() -> Message:
-        if not unread:  # the next message would be a disconnect, which never comes
-            await asyncio.get_running_loop().create_future()
-        return unread.pop()
 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await app(scope, receive, send)
+    await call_app(app, "POST", path, body, send)
     start, *parts = sent
     request_id = Headers(raw=start["headers"])["x-request-id"]
     content = b"".join(part.get("body", b"") for part in parts)

@@ -1,0 +1,1 @@
+"""``jaxinfer chat``: a conversation in the terminal."""
