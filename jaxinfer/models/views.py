@@ -67,7 +67,8 @@ class WeightViews:
     columns and V tokens: ``W_Q`` [L, N, D, H], ``W_K`` and ``W_V`` [L, K, D, H], ``W_O``
     [L, N, H, D], ``W_gate`` and ``W_up`` [L, D, F], ``W_down`` [L, F, D], ``W_E`` [V, D], ``W_U``
     [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. Norm weights and biases are not
-    folded in. Matrices that are kept quantised are dequantised to the model's dtype. A weight that
+    folded in. Components of heads that rotate in part, or by adjacent components, are in the
+    kernels' order (``models.params.RotaryRows``), here and in activations. Matrices that are kept quantised are dequantised to the model's dtype. A weight that
     the model does not have raises ``AttributeError``.
     """
 
