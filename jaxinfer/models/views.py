@@ -63,13 +63,14 @@ class LayerView:
 class WeightViews:
     """Separate views of the weights of a model with attention and dense feed-forward networks.
 
-    With L layers, N query heads, K kv heads of width H, a stream of width D, F feed-forward
-    columns and V tokens: ``W_Q`` [L, N, D, H], ``W_K`` and ``W_V`` [L, K, D, H], ``W_O``
-    [L, N, H, D], ``W_gate`` and ``W_up`` [L, D, F], ``W_down`` [L, F, D], ``W_E`` [V, D], ``W_U``
-    [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. Norm weights and biases are not
-    folded in. Components of heads that rotate in part, or by adjacent components, are in the
-    kernels' order (``models.params.RotaryRows``), here and in activations. Matrices that are kept quantised are dequantised to the model's dtype. A weight that
-    the model does not have raises ``AttributeError``.
+    With L layers, N query heads, K kv heads of width H, a stream of width D, F feed-forward columns
+    and V tokens: ``W_Q`` [L, N, D, H], ``W_K`` and ``W_V`` [L, K, D, H], ``W_O`` [L, N, H, D],
+    ``W_gate`` and ``W_up`` [L, D, F], ``W_down`` [L, F, D], ``W_E`` [V, D], ``W_U`` [D, V]. A
+    vector multiplies from the left: ``x @ m.W_Q[l, h]``. Norm weights and biases are not folded in.
+    Components of heads that rotate in part, or by adjacent components, are in the kernels' order
+    (``models.params.RotaryRows``), here and in activations. Matrices that are kept quantised are
+    dequantised to the model's dtype. A weight that the model does not have raises
+    ``AttributeError``.
     """
 
     model: Model
