@@ -23,6 +23,7 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.nn.decoder_config import DecoderSpec
 
+_POSITIONS = "max_position_embeddings"
 _FUSED = FusedTensors(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
@@ -30,13 +31,16 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "attention_bias", False)
     hf.supported_only(config, "full_attn_mod", 1)
+    window, longest = sliding_window(config, None), hf.positive_int(config, _POSITIONS)
+    if window is not None and window >= longest:  # 262,144 in files with 131,072 positions
+        window = None
     return gqa_config(
         config,
         dtype,
         qkv_bias=False,
         o_bias=False,
         qk_norm=None,
-        windows=windows_by_layer(config, sliding_window(config, None)),
+        windows=windows_by_layer(config, window),
         partial_rotary=1.0,
     )
 

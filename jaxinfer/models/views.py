@@ -136,7 +136,9 @@ class WeightViews:
     [D, V]. A vector multiplies from the left: ``x @ m.W_Q[l, h]``. ``W_in`` and ``W_out`` are
     ``W_up`` and ``W_down``. Biases are ``b_Q`` [L, N, H], ``b_K`` and ``b_V`` [L, K, H], ``b_O``
     [L, D], ``b_in`` [L, F] and ``b_out`` [L, D], zeros in a layer without, as in TransformerLens.
-    Norm weights and biases are not folded in. Matrices that are kept quantised are dequantised to
+    Norm weights and biases are not folded in. Components of heads that rotate in part, or by
+    adjacent components, are in the kernels' order (``models.params.RotaryRows``), here and in
+    activations. Matrices that are kept quantised are dequantised to
     the model's dtype. A weight that the model does not have raises ``AttributeError``.
     """
 

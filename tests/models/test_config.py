@@ -189,6 +189,8 @@ def test_sliding_windows_reach_the_kv_spec() -> None:
         return [layer.mixer.window for layer in model.config.layers]
 
     assert windows("mistral") == [7, 7]
+    assert windows("phi3") == [7, 7]
+    assert windows("phi3", sliding_window=512) == [None, None]  # as long as the context
     assert windows("mistral", sliding_window=None) == [None, None]
     interleaved = ["full_attention", "sliding_attention"]
     assert windows("mistral", layer_types=interleaved) == [None, 7]
