@@ -84,7 +84,8 @@ class EngineConfig:
     experts) by uniform pseudo-random ones, "same" by the first experts for every token. With "auto"
     random routers choose, perhaps few experts.
     ``tap_points``: points of the forward pass whose activations requests may read and steer, "name,
-    ..."; each shape of a step in which that is possible is compiled a second time.
+    ...", also "all" and ``layers.*.z``; each shape of a step in which that is possible is compiled
+    a second time.
     ``max_form_seconds`` and ``max_form_bytes``: CPU time and memory of one form of structured
     outputs; see ``FormLimits``.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.

@@ -48,21 +48,19 @@ def test_a_short_repr(m: LanguageModel, folder: Path) -> None:
 def test_a_text_is_encoded_as_the_tokenizer_does(m: LanguageModel) -> None:
     texts = ["Hello there, you", "Yes"]
     ids = [m.tokenizer.encode(text) for text in texts]
-    np.testing.assert_array_equal(m.forward(texts[0]), m.forward(ids[0]))
-    np.testing.assert_array_equal(m.forward(texts), m.forward(ids))
-    logits, taps = m.forward(texts[0], taps="*.resid_post")
-    assert logits.shape[0] == len(ids[0]) and len(taps) == 2
-    assert m.loss(texts[0]) == m.loss(ids[0])
+    np.testing.assert_array_equal(m.forward(texts[1]), m.forward(ids[1]))
+    assert m._encoded(texts) == ids  # of a batch
+    assert m.loss(texts[1]) == m.loss(ids[1])
 
 
 def test_the_loss_is_the_mean_negative_logprob_of_next_tokens(m: LanguageModel) -> None:
     rows = [PROMPT[:9], PROMPT[20:24]]
     expected = []
-    for row in rows:
-        logprobs = jax.nn.log_softmax(m.forward(row))
+    for row, logits in zip(rows, m.forward(rows), strict=True):
+        logprobs = jax.nn.log_softmax(logits)
         expected.append([-float(logprobs[i, row[i + 1]]) for i in range(len(row) - 1)])
-        np.testing.assert_allclose(m.loss(row, per_token=True), expected[-1], rtol=1e-5)
-        assert float(m.loss(row)) == pytest.approx(np.mean(expected[-1]), rel=1e-5)
+    np.testing.assert_allclose(m.loss(rows[1], per_token=True), expected[1], rtol=1e-5)
+    assert float(m.loss(rows[1])) == pytest.approx(np.mean(expected[1]), rel=1e-5)
     found = m.loss(rows, per_token=True)
     assert found.shape == (2, 8) and not found[1, 3:].any()
     np.testing.assert_allclose(found[1, :3], expected[1], rtol=1e-5)
@@ -155,6 +153,24 @@ def test_engines_are_planned_for_what_is_given(
         engines.generate(NO_PROGRESS, m.params, prompts, params)
         counts.append(len(built))
     assert counts == [1, 1, 2, 2, 3, 3]
+
+    def other(x: jax.Array) -> jax.Array:
+        return x
+
+    edits: list[tuple[Any, Any, int]] = [  # an engine for the very functions, and their positions
+        (jnp.sin, None, 4),
+        (jnp.sin, None, 4),
+        (other, None, 5),
+        (other, 3, 6),
+        (other, [3], 6),
+    ]
+    for function, positions, count in edits:
+        given = {"edit": {POINT: function}, "positions": positions}
+        engines.generate(NO_PROGRESS, m.params, PROMPT, GREEDY, **given)
+        assert len(built) == count
+    engines.generate(NO_PROGRESS, m.params, PROMPT, GREEDY)
+    assert len(built) == 6  # the one without edits is kept
+    del planned[3:]
     one = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "dtype": "float32"}
     assert planned[1:] == [one | {"num_pages": 257}, one]  # the third has the settings of load
 
@@ -172,10 +188,10 @@ def test_one_prompt_is_served_by_few_executables(folder: Path, settings: dict[st
 
 def edited_greedy(m: LanguageModel, prompt: list[int], edit: Any, count: int = 6) -> list[int]:
     """The greedy continuation by ``forward`` with the edit."""
-    ids = list(prompt)
+    ids, forward = list(prompt), jax.jit(lambda p, ids: m.forward(ids, params=p, edit=edit))
     for _ in range(count):
-        padded = ids + [0] * (len(prompt) + count - len(ids))
-        ids.append(int(m.forward(padded, edit=edit)[len(ids) - 1].argmax()))
+        padded = np.asarray(ids + [0] * (len(prompt) + count - len(ids)), np.int32)
+        ids.append(int(forward(m.params, padded)[len(ids) - 1].argmax()))
     return ids[len(prompt) :]
 
 
@@ -183,6 +199,7 @@ def drawn(outputs: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.nightly
 def test_edits_while_sampling_are_those_of_forward(m: LanguageModel, tmp_path: Path) -> None:
     vector = 4 * jax.random.normal(jax.random.key(5), (64,))
 
