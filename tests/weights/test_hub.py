@@ -96,6 +96,7 @@ def fetch(reference: str, tmp_path: Path, **options: Any) -> Path:
         ("name", None),
         ("org/name/file.gguf", None),
         ("./org/name", None),
+        ("folder/model.gguf", None),
         ("org/name:", None),
         ("org/name@", None),
         ("org/na--me", None),

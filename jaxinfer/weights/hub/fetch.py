@@ -146,7 +146,7 @@ def _fetched(request: Request, progress: Progress) -> Path:
     elif not request.tokenizer_only:
         if request.weights and (error := without_folder_weights(name, files)) is not None:
             raise error
-        with sentences(name, CONFIG):
+        with sentences(name, CONFIG), progress.phase(f"get the config of {name}"):
             for one in filter(lambda file: file == CONFIG or is_index(file), files):
                 hf_hub_download(
                     name.repo, one, revision=info.sha, cache_dir=request.cache, tqdm_class=_silent()
@@ -160,7 +160,7 @@ def _fetched(request: Request, progress: Progress) -> Path:
     plain = sum(files[one].size or 0 for one in left if not _is_large(files[one]))
     _check_disk(request, plain + sum(blob.missing_bytes() for blob in large))
     _transfer(name, large, progress)
-    with sentences(name, "its small files"):
+    with sentences(name, "its small files"), progress.phase(f"get the small files of {name}"):
         folder = snapshot_download(
             name.repo,
             revision=name.revision,
