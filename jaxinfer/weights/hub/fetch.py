@@ -6,6 +6,7 @@ newer one. huggingface-hub's settings apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -138,8 +139,8 @@ def _fetched(request: Request, progress: Progress) -> Path:
             files_metadata=True,
             timeout=constants.HF_HUB_ETAG_TIMEOUT,
         )
-        assert info.sha is not None, "an answer that is not the hub's"
         files = {file.rfilename: file for file in info.siblings or ()}
+        _check_hashes(info)
     snapshot = request.repo_folder / "snapshots" / info.sha
     if name.quant is not None:
         _check_gguf(name, info)
@@ -169,6 +170,16 @@ def _fetched(request: Request, progress: Progress) -> Path:
             tqdm_class=_silent(),
         )
     return Path(folder) if name.quant is None else Path(folder, needed[0])
+
+
+def _check_hashes(info: ModelInfo) -> None:
+    """Raise ``ValueError`` if hashes are none: they become names of files in the cache."""
+    large = [file.lfs.sha256 for file in info.siblings or () if file.lfs is not None]
+    if not (
+        re.fullmatch("[0-9a-f]{40}", info.sha or "")
+        and all(re.fullmatch("[0-9a-f]{64}", one) for one in large)
+    ):
+        raise ValueError("no hash")
 
 
 def _check_gguf(name: HubName, info: ModelInfo) -> None:
