@@ -40,11 +40,12 @@ def note_use(cache_dir: Path, files: Sequence[Path], made: Path) -> None:
     listed = [f"{_FILE}{file}" for file in files]
     name = hashlib.sha256("\n".join(listed).encode()).hexdigest()[:32]
     record, line = cache_dir / _FOLDER / name, f"{_MADE}{made.relative_to(cache_dir)}"
-    _check(record, cache_dir)
-    with suppress(OSError, ValueError, CacheError):
+    with suppress(OSError, ValueError):
+        _check(record, cache_dir)
         lines = record.read_text("utf-8").splitlines() if record.is_file() else listed
         if line not in lines:
-            prepare_folder(record.parent, cache_dir)
+            with suppress(CacheError):
+                prepare_folder(record.parent, cache_dir)
             replace_trusted(record, "\n".join([*lines, line]).encode())
 
 
