@@ -44,8 +44,18 @@ def remove(reference: str, places: Places) -> tuple[Held, int]:
     """Remove a model from its cache, and what was made for it alone.
 
     Returns what was removed and the bytes of what was made for it. Raises ``SourceError`` if the
-    model is not in a cache.
+    model is not in a cache, or cannot be removed.
     """
+    try:
+        return _removed(reference, places)
+    except OSError as error:
+        raise SourceError(
+            f"cannot remove {reference[:200]} ({error.strerror}); correct the name or the "
+            "permissions"
+        ) from error
+
+
+def _removed(reference: str, places: Places) -> tuple[Held, int]:
     entry = find_model(reference)
     source = reference if entry is None else entry.source
     if (name := hub_name(source, places.revision)) is not None:
@@ -75,7 +85,7 @@ def _held_of_wheels(cache_dir: Path) -> Iterator[Held]:
 def _remove_wheel(source: str, cache_dir: Path) -> Held:
     entry = wheel.entry_folder(wheel.parse_reference(source), cache_dir)
     if not entry.is_dir():
-        raise SourceError(f"{source} is not in the cache {cache_dir}; `jaxinfer list` shows it")
+        raise SourceError(f"{source} is not in the cache; `jaxinfer list` shows what is")
     files = frozenset(file.resolve() for file in entry.iterdir())
     size = folder_bytes(entry)
     shutil.rmtree(entry)

@@ -51,18 +51,21 @@ def locate(
 
     Of a model of the hub without ``weights`` (for random ones), or with ``tokenizer_only``, only
     the files for that are fetched; with ``refresh`` the hub is asked for a newer commit. Raises
-    ``SourceError``, ``ConfigError``, ``CacheError``, and ``OSError`` for a path that is none.
+    ``SourceError``, ``ConfigError`` or ``CacheError``.
     """
     entry = find_model(reference)
-    found = _located(
-        reference if entry is None else entry.source,
-        places,
-        progress,
-        sha256=None if entry is None else entry.sha256,
-        weights=weights,
-        tokenizer_only=tokenizer_only,
-        refresh=refresh,
-    )
+    try:
+        found = _located(
+            reference if entry is None else entry.source,
+            places,
+            progress,
+            sha256=None if entry is None else entry.sha256,
+            weights=weights,
+            tokenizer_only=tokenizer_only,
+            refresh=refresh,
+        )
+    except OSError as error:
+        raise unreadable(reference, error) from error
     return found if entry is None else replace(found, sampling=entry.sampling)
 
 
@@ -120,6 +123,13 @@ def hub_name(reference: str, revision: str | None = None) -> HubName | None:
 def hub_folder(places: Places) -> Path | None:
     """The folder of the hub's models, if a setting names it."""
     return None if places.download_dir is None else _expanded(places.download_dir)
+
+
+def unreadable(reference: str, error: OSError) -> SourceError:
+    """The error for a path that the system refuses."""
+    return SourceError(
+        f"cannot read model {reference!r} ({error.strerror}); correct the path or its permissions"
+    )
 
 
 def _expanded(reference: str) -> Path:

@@ -35,7 +35,7 @@ from jaxinfer.models.registry import text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.folder_files import checkpoint_files
-from jaxinfer.weights.locate import Places, locate, locate_tokenizer
+from jaxinfer.weights.locate import Places, locate, locate_tokenizer, unreadable
 from jaxinfer.weights.names import name_of_path
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
@@ -100,18 +100,15 @@ def resolve_source(
     broken file), ``ConfigError`` or ``CacheError``.
     """
     places = Places(cache_dir, download_dir, revision, offline)
+    found = locate(reference, places, progress, weights=load_format != "dummy")
+    path, known_hash = found.path, found.sha256
     try:
-        found = locate(reference, places, progress, weights=load_format != "dummy")
-        path, known_hash = found.path, found.sha256
         if path.is_dir() or path.name == "config.json":
             source = _folder_source(reference, path, load_format, progress)
         else:
             source = _gguf_source(reference, path, load_format, known_hash, progress)
     except OSError as error:
-        raise SourceError(
-            f"cannot read model {reference!r} ({error.strerror}); correct the path or its "
-            "permissions"
-        ) from error
+        raise unreadable(reference, error) from error
     if found.hub is not None and found.hub.quant is None:
         source = replace(source, name=found.hub.repo.partition("/")[2])  # not a commit's hash
     source = _with_defaults(source, found.sampling, f"configs/models/{reference}.toml")

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxinfer.core.errors import CacheError
+from jaxinfer.core.owners import check_owner, check_parents
 from jaxinfer.core.staging import prepare_folder, replace_trusted
 
 _FOLDER = "uses"
@@ -28,8 +30,10 @@ class Use:
 
 
 def note_use(cache_dir: Path, files: Sequence[Path], made: Path) -> None:
-    """Record that a folder of the cache is for the model of these files; errors are passed over,
-    as nothing but ``list`` and ``rm`` reads it.
+    """Record that a folder of the cache is for the model of these files.
+
+    A cache that cannot be written is passed over, as nothing but ``list`` and ``rm`` reads records.
+    Raises ``CacheError`` if another user may change the record.
     """
     if not files:
         return
@@ -37,17 +41,20 @@ def note_use(cache_dir: Path, files: Sequence[Path], made: Path) -> None:
     name = hashlib.sha256("\n".join(listed).encode()).hexdigest()[:32]
     record, line = cache_dir / _FOLDER / name, f"{_MADE}{made.relative_to(cache_dir)}"
     with suppress(OSError, ValueError):
+        _check(record, cache_dir)
         lines = record.read_text("utf-8").splitlines() if record.is_file() else listed
         if line not in lines:
-            prepare_folder(record.parent, cache_dir)
+            with suppress(CacheError):
+                prepare_folder(record.parent, cache_dir)
             replace_trusted(record, "\n".join([*lines, line]).encode())
 
 
 def uses(cache_dir: Path) -> tuple[Use, ...]:
-    """All records that can be read."""
+    """All records that can be read; raises ``CacheError`` if another user may change one."""
     found: list[Use] = []
     folder = cache_dir / _FOLDER
     for record in sorted(folder.iterdir()) if folder.is_dir() else ():
+        _check(record, cache_dir)
         try:
             lines = record.read_text("utf-8").splitlines()
         except (OSError, ValueError):
@@ -57,6 +64,12 @@ def uses(cache_dir: Path) -> tuple[Use, ...]:
         inside = (path for path in made if path.resolve().is_relative_to(cache_dir.resolve()))
         found.append(Use(record, frozenset(files), frozenset(inside)))
     return tuple(found)
+
+
+def _check(record: Path, cache_dir: Path) -> None:
+    check_parents(record, cache_dir)
+    if record.is_file():
+        check_owner(record)
 
 
 def made_for(files: Iterable[Path], known: Iterable[Use]) -> tuple[tuple[Use, ...], set[Path]]:

@@ -233,7 +233,7 @@ def test_empty_stdin(arguments: tuple[str, ...], generate: Generate) -> None:
         (["--max-model-len=100000"], "max_model_len 100000"),
         (["--model=no-such-model"], "'no-such-model' is neither a known name"),
         (["--model=org/name@v1", "--revision=v2"], "names revision v1, and the setting revision"),
-        (["--model=org/"], "no name of the hub; write ORG/NAME[@REVISION][:QUANT]"),
+        (["--model=org/name:"], "no name of the hub; write ORG/NAME[@REVISION][:QUANT]"),
         (["--model=./no/such"], "nor an existing path; give a Hugging Face folder"),
         (["--model", "m" * 300], "mmm' (File name too long); correct the path"),
         (["--model=~nobody-of-that-name/m"], "in the home of an unknown user"),

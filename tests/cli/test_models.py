@@ -69,7 +69,8 @@ def test_pull_list_and_rm(hub: Hub, tmp_path: Path) -> None:
     assert "org/quants:Q8_0 5 MB" in lines(run("list", cache))
     assert lines(run("rm", "org/quants", cache)) == ["removed org/quants, 5 MB"]
     assert not list((tmp_path / "home").glob("hub/*quants*"))
-    for gone in ("org/quants", "org/tiny:Q4_0", "smollm2-135m-instruct", "gpt2", str(tmp_path)):
+    names = ("org/quants", "org/tiny:Q4_0", "smollm2-135m-instruct", "gpt2", str(tmp_path))
+    for gone in (*names, "m" * 300):
         result = run("rm", gone, cache)
         assert result.exit_code == 1 and result.stderr.count("\n") == 1, gone
 

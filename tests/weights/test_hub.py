@@ -96,6 +96,7 @@ def fetch(reference: str, tmp_path: Path, **options: Any) -> Path:
         ("name", None),
         ("org/name/file.gguf", None),
         ("./org/name", None),
+        ("folder/model.gguf", None),
         ("org/name:", None),
         ("org/name@", None),
         ("org/na--me", None),
@@ -445,6 +446,7 @@ def on_tiny(**options: Any) -> Callable[[Hub], None]:
     return change
 
 
+ODD = (200, {}, json.dumps({"id": "org/tiny", "sha": "../../../x", "siblings": []}).encode())
 GGUF_ONLY = ("m-Q8_0.gguf", "m-Q4_K_M.gguf")
 SPLIT = ("m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "m-Q4_0.gguf")
 FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
@@ -490,6 +492,10 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
     ("no network", "org/tiny", unreachable, r"cannot reach http://127.0.0.1:1 .*; check the netw"),
     ("page", "org/tiny", answers(200, "api"), "something other than a hub's data, such as a proxy"),
     ("page for a file", "org/tiny", answers(200, "resolve"), "something other than a hub's data,"),
+    (
+        *("path as a hash", "org/tiny", lambda hub: setattr(hub, "answer", ODD)),
+        "something other than a hub's data",
+    ),
     ("many requests", "org/tiny", answers(429, "api"), "the hub takes no more requests at present"),
     ("down", "org/tiny", answers(503, "api"), r"answered 503 about org/tiny; try again later"),
     (

@@ -29,11 +29,12 @@ def load(
 ) -> LanguageModel:
     """Load a model, its parameters onto the default device or a mesh, and its tokenizer.
 
-    ``model`` is a short name, a folder, a GGUF file or a config.json, as for ``LLM``. Settings are
-    those of ``LLM``: ``dtype``, ``load_format``, ``max_model_len``, ``tokenizer``,
-    ``quantization``, ``cpu_weights`` and ``seed`` have an effect on the parameters, the others on
-    ``LanguageModel.generate``. A model without a tokenizer takes token ids. Quantised weights are
-    dequantised on a CPU, so that all parameters have gradients; ``cpu_weights="auto"`` keeps them.
+    ``model`` is a short name, a name of the hub (``ORG/NAME``), a folder, a GGUF file or a
+    config.json, as for ``LLM``. Settings are those of ``LLM``: ``revision``, ``dtype``,
+    ``load_format``, ``max_model_len``, ``tokenizer``, ``quantization``, ``cpu_weights`` and
+    ``seed`` have an effect on the parameters, the others on ``LanguageModel.generate``. A model
+    without a tokenizer takes token ids. Quantised weights are dequantised on a CPU, so that all
+    parameters have gradients; ``cpu_weights="auto"`` keeps them.
 
     ``mesh`` is a mesh of one device, or one with an axis of several, along which heads,
     feed-forward columns and the vocabulary are divided: ``forward`` then runs on all of them, also

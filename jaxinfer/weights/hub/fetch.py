@@ -6,13 +6,14 @@ newer one. huggingface-hub's settings apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxinfer.core.errors import CacheError, SourceError, UnknownArchitectureError
 from jaxinfer.core.progress import Progress
@@ -28,9 +29,6 @@ from jaxinfer.weights.hub.files import (
 from jaxinfer.weights.hub.names import HubName
 from jaxinfer.weights.hub.transfer import Blob, transfer
 from jaxinfer.weights.tokenizer_files import read_json_object
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelInfo
 
 _SPARE_BYTES = 64 << 20  # of the disk, for what else is written meanwhile
 
@@ -127,40 +125,38 @@ def in_cache(request: Request, *, of_others: bool = False) -> Path | None:
     return snapshot if name.quant is None else snapshot / needed[0]
 
 
+@dataclass(frozen=True)
+class _Listing:
+    """What the hub says of a revision: its commit, its files, and metadata of its GGUF files."""
+
+    commit: str
+    files: Mapping[str, Any]
+    gguf: Mapping[str, Any]
+
+
 def _fetched(request: Request, progress: Progress) -> Path:
-    from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
 
     name = request.name
     with sentences(name, "ask"), progress.phase(f"ask the hub about {name}"):
-        info = HfApi().model_info(
-            name.repo,
-            revision=name.revision or constants.DEFAULT_REVISION,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
-        assert info.sha is not None, "an answer that is not the hub's"
-        files = {file.rfilename: file for file in info.siblings or ()}
-    snapshot = request.repo_folder / "snapshots" / info.sha
+        listing = _listing(name)
+    snapshot, files = request.repo_folder / "snapshots" / listing.commit, listing.files
     if name.quant is not None:
-        _check_gguf(name, info)
+        _check_gguf(name, listing.gguf.get("architecture"))
     elif not request.tokenizer_only:
         if request.weights and (error := without_folder_weights(name, files)) is not None:
             raise error
-        with sentences(name, CONFIG):
-            for one in filter(lambda file: file == CONFIG or is_index(file), files):
-                hf_hub_download(
-                    name.repo, one, revision=info.sha, cache_dir=request.cache, tqdm_class=_silent()
-                )
+        _get_config(request, listing, progress)
         _check_config(name, snapshot / CONFIG)
     needed = request.needed(files, snapshot)
     if not needed:
         raise SourceError(f"{name} holds no tokenizer; name another repository")
-    large = [_blob(request, info, one) for one in needed if _is_large(files[one])]
+    large = [_blob(request, listing, one) for one in needed if _is_large(files[one])]
     left = [one for one in needed if not (snapshot / one).exists()]
     plain = sum(files[one].size or 0 for one in left if not _is_large(files[one]))
     _check_disk(request, plain + sum(blob.missing_bytes() for blob in large))
     _transfer(name, large, progress)
-    with sentences(name, "its small files"):
+    with sentences(name, "its small files"), progress.phase(f"get the small files of {name}"):
         folder = snapshot_download(
             name.repo,
             revision=name.revision,
@@ -171,11 +167,42 @@ def _fetched(request: Request, progress: Progress) -> Path:
     return Path(folder) if name.quant is None else Path(folder, needed[0])
 
 
-def _check_gguf(name: HubName, info: ModelInfo) -> None:
+def _listing(name: HubName) -> _Listing:
+    """Ask the hub; raises ``ValueError`` if hashes are none, since they name files in the cache."""
+    from huggingface_hub import HfApi, constants
+
+    info = HfApi().model_info(
+        name.repo,
+        revision=name.revision or constants.DEFAULT_REVISION,
+        files_metadata=True,
+        timeout=constants.HF_HUB_ETAG_TIMEOUT,
+    )
+    files = {file.rfilename: file for file in info.siblings or ()}
+    large = [file.lfs.sha256 for file in files.values() if file.lfs is not None]
+    commit = info.sha or ""
+    if not re.fullmatch("[0-9a-f]{40}", commit):
+        raise ValueError("no commit")
+    if not all(re.fullmatch("[0-9a-f]{64}", one) for one in large):
+        raise ValueError("no SHA-256")
+    return _Listing(commit, files, info.gguf or {})
+
+
+def _get_config(request: Request, listing: _Listing, progress: Progress) -> None:
+    """Fetch config.json and the indices of safetensors, which say what else is needed."""
+    from huggingface_hub import hf_hub_download
+
+    name = request.name
+    options: dict[str, Any] = {"cache_dir": request.cache, "tqdm_class": _silent()}
+    with sentences(name, CONFIG), progress.phase(f"get the config of {name}"):
+        for one in listing.files:
+            if one == CONFIG or is_index(one):
+                hf_hub_download(name.repo, one, revision=listing.commit, **options)
+
+
+def _check_gguf(name: HubName, architecture: object) -> None:
     """Raise ``UnknownArchitectureError`` if the hub knows the files' architecture, and it is not
     supported.
     """
-    architecture = (info.gguf or {}).get("architecture")
     if not isinstance(architecture, str):
         return
     from jaxinfer.weights.gguf.config import known_architectures  # imports JAX
@@ -205,14 +232,13 @@ def _is_large(file: Any) -> bool:
     return file.lfs is not None and (file.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _blob(request: Request, info: ModelInfo, file: str) -> Blob:
+def _blob(request: Request, listing: _Listing, file: str) -> Blob:
     from huggingface_hub import hf_hub_url
 
-    lfs: Any = next(one.lfs for one in info.siblings or () if one.rfilename == file)
-    repo = request.repo_folder
+    lfs, repo = listing.files[file].lfs, request.repo_folder
     return Blob(
         name=file,
-        url=hf_hub_url(request.name.repo, file, revision=info.sha),
+        url=hf_hub_url(request.name.repo, file, revision=listing.commit),
         size=lfs.size,
         sha256=lfs.sha256,
         path=repo / "blobs" / lfs.sha256,

@@ -55,10 +55,10 @@ def remove_from_hub(name: HubName, download_dir: Path | None = None) -> Held:
     repos = () if cache is None else cache.repos
     repo = next((one for one in repos if one.repo_path == request.repo_folder), None)
     if cache is None or (repo is None and not request.repo_folder.is_dir()):
-        raise SourceError(f"{name} is not in the cache {request.cache}; `jaxinfer list` shows it")
+        raise _absent(request)
     files = [] if repo is None else _chosen(repo, name)
     if repo is not None and not files:
-        raise SourceError(f"{name} is not in the cache {request.cache}; `jaxinfer list` shows it")
+        raise _absent(request)
     blobs = {file.blob_path.resolve(): file.size_on_disk for file in files}
     cache.delete_files(*files).execute()
     left = set() if repo is None else {file for one in repo.revisions for file in one.files}
@@ -69,6 +69,12 @@ def remove_from_hub(name: HubName, download_dir: Path | None = None) -> Held:
         shutil.rmtree(request.cache / ".locks" / request.repo_folder.name, ignore_errors=True)
     gone = {path: size for path, size in blobs.items() if not path.exists()}  # others are shared
     return Held(str(name), sum(gone.values()), frozenset(gone))
+
+
+def _absent(request: Request) -> SourceError:
+    return SourceError(
+        f"{request.name} is not in the cache {request.cache}; `jaxinfer list` shows what is"
+    )
 
 
 def _scanned(download_dir: Path | None) -> HFCacheInfo | None:

@@ -12,6 +12,7 @@ _PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"  # neither begins nor ends with "." or "-"
 _NAME = re.compile(
     rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>\w[\w./+-]*))?(?::(?P<quant>\w[\w.-]*))?", re.ASCII
 )
+_FILES = (".gguf", ".json", ".safetensors")  # ends of paths
 _MAX_LENGTH = 96  # of ORG/NAME
 
 
@@ -49,12 +50,13 @@ def parse_name(reference: str, revision: str | None = None) -> HubName | None:
 
 
 def _is_wrong(repo: str) -> bool:
-    return len(repo) > _MAX_LENGTH or "--" in repo or ".." in repo or repo.endswith(".git")
+    is_file = repo.endswith((".git", *_FILES))
+    return len(repo) > _MAX_LENGTH or "--" in repo or ".." in repo or is_file
 
 
 def is_meant(reference: str) -> bool:
     """Whether a reference that is no name was meant as one: an address, or one slash within."""
     if "://" in reference:
         return True
-    is_path = reference.startswith(("/", ".", "~")) or reference.endswith((".gguf", ".json"))
+    is_path = reference.startswith(("/", ".", "~")) or reference.endswith(_FILES)
     return not is_path and reference.partition("@")[0].rstrip("/").count("/") == 1
