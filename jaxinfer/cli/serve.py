@@ -25,7 +25,7 @@ from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
 from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
-    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.config import EngineConfig, Limits
     from jaxinfer.core.log import LogSettings
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.link.client import Link
@@ -231,6 +231,12 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     )
 
 
+def offered(config: ServerConfig, limits: Limits) -> str:
+    """What a user finds at the server's address."""
+    has_page = config.ui and config.uds is None and not limits.pooling
+    return f"{'a page for chats is there; ' if has_page else ''}OpenAI's API at /v1"
+
+
 @asynccontextmanager
 async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncIterator[Served]:
     """The engine, attached to the service."""
@@ -249,11 +255,10 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         if service.has_chats:
             service.renderer.start()
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
-        has_page = service.config.ui and not (service.config.uds or limits.pooling)
-        page = "a page for chats is there; " if has_page else ""
         summary = (
-            f"{page}OpenAI's API at /v1; model {name}, context of {limits.max_model_len} tokens, "
-            f"{limits.max_num_seqs} sequences, {limits.num_usable_pages * limits.page_size} "
+            f"{offered(service.config, limits)}; model {name}, "
+            f"context of {limits.max_model_len} tokens, {limits.max_num_seqs} sequences, "
+            f"{limits.num_usable_pages * limits.page_size} "
             f"tokens of KV cache, tool calls in the form {service.form_of_calls or 'none'}"
         )
         yield Served(summary, client.ended)

@@ -24,6 +24,7 @@ from jaxinfer.core.config import DEFAULT_MODEL, EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.version import VERSION
+from kit.engines import tiny_limits
 
 JAXINFER = str(Path(sys.executable).with_name("jaxinfer"))
 
@@ -287,6 +288,18 @@ def test_no_name_in_a_file_is_the_models(started: Started, tmp_path: Path) -> No
     file.write_text("model: m\nserved_model_name: []\n")
     started.run("--config", str(file))
     assert started.server.served_model_name == ("m",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "pooling", "has_page"),
+    [({}, "", True), ({"ui": False}, "", False), ({"uds": "x"}, "", False), ({}, "last", False)],
+)
+def test_the_ready_line_names_the_page(
+    settings: dict[str, Any], pooling: str, has_page: bool
+) -> None:
+    """Unless there is none, or the model generates no text."""
+    found = module.offered(ServerConfig(**settings), tiny_limits(pooling=pooling))
+    assert found == "a page for chats is there; " * has_page + "OpenAI's API at /v1"
 
 
 def test_a_path_is_served_by_the_name_of_its_file(started: Started, tmp_path: Path) -> None:

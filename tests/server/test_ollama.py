@@ -12,6 +12,8 @@ import ollama
 import pytest
 from ollama import Client
 
+from jaxinfer.server.ollama.chat import chat_messages
+from jaxinfer.server.ollama.inputs import CalledInput, CallInput, MessageInput, Options
 from kit.answer_texts import MESSAGES, WRITERS
 from kit.api_calls import error_of
 from kit.scripted import ScriptedDevice, scripted_engine
@@ -244,6 +246,45 @@ def test_a_conversation_with_tools(scripted: Scripted) -> None:
     ]
     same = prompt_of(scripted, "/v1/chat/completions", messages=chat, tools=TOOLS)
     assert names == ["weather", "clock"] and final.prompt_eval_count == same
+
+
+def called(name: str, call_id: str | None = None) -> CallInput:
+    return CallInput(function=CalledInput(name=name, arguments={}), id=call_id)
+
+
+@pytest.mark.parametrize(
+    ("ids", "results", "named"),
+    [
+        ((None, None), [{}, {}], [0, 1]),
+        ((None, None), [{"tool_name": "b"}, {"tool_name": "a"}], [1, 0]),
+        ((None, None), [{"tool_name": "b"}, {}], [1, 0]),
+        ((None, None), [{"tool_name": "other"}, {"tool_name": "a"}], [0, 1]),
+        (("x", "y"), [{"tool_call_id": "y"}, {}], [1, 0]),
+    ],
+)
+def test_results_have_the_ids_of_their_calls(
+    ids: tuple[str | None, str | None], results: list[dict[str, Any]], named: list[int]
+) -> None:
+    calls = (called("a", ids[0]), called("b", ids[1]))
+    turn = [
+        MessageInput(role="assistant", tool_calls=calls),
+        *(MessageInput(role="tool", content="r", **result) for result in results),
+    ]
+    first, *tools = chat_messages([*turn, *turn])[: 1 + len(results)]
+    made = [call["id"] for call in first["tool_calls"]]
+    assert made == [given or f"call0000{n}" for n, given in enumerate(ids)]
+    assert [one["tool_call_id"] for one in tools] == [made[n] for n in named]
+    later = chat_messages([*turn, *turn])[1 + len(results)]["tool_calls"]
+    assert None in ids or [call["id"] for call in later] == made
+    assert ids != (None, None) or {call["id"] for call in later}.isdisjoint(made)
+
+
+def test_options_are_fields_of_chats() -> None:
+    given = Options(seed=-1, num_predict=0, repeat_penalty=1.5, stop="a", num_ctx=5, top_k=0)
+    found = {name: value for name, value in given.fields.items() if value is not None}
+    assert found == {"repetition_penalty": 1.5, "stop": "a", "top_k": 0}
+    assert Options(seed=0, num_predict=7).fields["seed"] == 0
+    assert Options(num_predict=7).fields["max_tokens"] == 7
 
 
 def test_ids_of_calls_go_back(scripted: Scripted) -> None:
