@@ -77,9 +77,8 @@ def test_a_short_name_has_defaults_of_its_own(
 ) -> None:
     """They are whole: llama.cpp's are not added to them."""
     path = gguf_file(tmp_path / "m.gguf", top_p=0.5)
-    entry = CatalogEntry(str(path), "", sampling)
-    monkeypatch.setattr("jaxinfer.weights.sources.find_model", lambda _: entry)
-    monkeypatch.setattr("jaxinfer.weights.sources._locate", lambda *_: (path, None))
+    entry = CatalogEntry(str(path), sampling=sampling)
+    monkeypatch.setattr("jaxinfer.weights.locate.find_model", lambda _: entry)
     plan = planned("short")
     own = sampling or LLAMA_CPP
     assert plan.facts.default_sampling == SamplingParams(**{**own, "top_p": 0.5})
