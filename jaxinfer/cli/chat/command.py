@@ -7,7 +7,6 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,6 @@ from jaxinfer.cli.command import SettingsCommand, with_model
 from jaxinfer.cli.options import GENERATING_MODEL, MEMORY, SAMPLING
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REMOTE
 from jaxinfer.cli.settings import Group, Value
-from jaxinfer.engine.api.one_prompt import SINGLE_CHUNK
 
 if TYPE_CHECKING:
     from jaxinfer.cli.chat.events import Answerer
@@ -35,8 +33,6 @@ _ANSWERING = (
 ANSWERS = Group(
     "Chats", tuple(one for group in GROUPS for one in group.settings if one.name in _ANSWERING)
 )
-# one conversation needs few executables, so that the first token comes sooner
-SIZES = MappingProxyType({"max_num_seqs": 1, "max_num_batched_tokens": SINGLE_CHUNK})
 HISTORY = "chat_history"  # in the cache folder
 
 
@@ -140,8 +136,11 @@ def _answerer(config: ChatConfig, given: dict[str, Value]) -> Generator[Answerer
         return
     from jaxinfer.cli.chat.local import local_answerer
     from jaxinfer.cli.serve import check_settings
+    from jaxinfer.engine.api.one_prompt import SINGLE_CHUNK
 
-    sizes = {} if "bundle" in given else {name: Value(n, "chat") for name, n in SIZES.items()}
+    # one conversation needs few executables, so that the first token comes sooner
+    few = {"max_num_seqs": 1, "max_num_batched_tokens": SINGLE_CHUNK}
+    sizes = {} if "bundle" in given else {name: Value(n, "chat") for name, n in few.items()}
     with local_answerer(*check_settings(sizes | given), _start) as answerer:
         yield answerer
 
