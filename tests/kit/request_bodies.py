@@ -48,6 +48,11 @@ LEAST: Mapping[str, dict[str, Any]] = MappingProxyType(
         "MessagesRequest": {**CHAT, "max_tokens": 1},
         "CountTokensRequest": CHAT,
         "ResponsesRequest": {"input": "a"},
+        "OllamaShowRequest": {"model": "m"},
+        "OllamaChatRequest": {"model": "m"},
+        "OllamaGenerateRequest": {"model": "m"},
+        "OllamaEmbedRequest": {"model": "m", "input": "a"},
+        "OllamaEmbeddingsRequest": {"model": "m", "prompt": "a"},
     }
 )
 

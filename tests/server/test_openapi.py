@@ -44,7 +44,7 @@ def test_every_route_has_its_operation():
     """Neither a route without an operation nor an operation without a route is allowed."""
     routes = {(method, path.replace(":path}", "}")) for method, path in ROUTES}
     for method, path in routes - set(OPERATIONS):
-        pytest.fail(f"{method} {path} has no Operation; add it to OPERATIONS in routes/openapi.py")
+        pytest.fail(f"{method} {path} has no Operation; add it to OPERATIONS in routes/operations.py")
     for method, path in set(OPERATIONS) - routes:
         pytest.fail(f"OPERATIONS has {method} {path}, which is not in ROUTES of routes/app.py")
     assert routes == set(DESCRIBED)
@@ -70,9 +70,9 @@ def test_only_routes_without_a_body_are_listed_as_such(method, path):
 @pytest.mark.parametrize("is_request", [True, False])
 def test_a_field_without_a_description_is_named_with_the_remedy(is_request):
     table = "REQUEST" if is_request else "RESPONSE"
-    words = f"'first_id' of Listed has no description; add one to {table}_FIELDS in .*descriptions"
+    words = f"'new_id' of Listed has no description; add one to {table}_FIELDS in .*descriptions"
     with pytest.raises(LookupError, match=words):
-        description_of("Listed", "first_id", is_request=is_request)
+        description_of("Listed", "new_id", is_request=is_request)
 
 
 def test_document_is_valid():
