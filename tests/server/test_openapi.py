@@ -44,7 +44,7 @@ def test_every_route_has_its_operation():
     """Neither a route without an operation nor an operation without a route is allowed."""
     routes = {(method, path.replace(":path}", "}")) for method, path in ROUTES}
     for method, path in routes - set(OPERATIONS):
-        pytest.fail(f"{method} {path} has no Operation; add it to OPERATIONS in routes/operations.py")
+        pytest.fail(f"{method} {path} has no Operation; add it to routes/operations.py")
     for method, path in set(OPERATIONS) - routes:
         pytest.fail(f"OPERATIONS has {method} {path}, which is not in ROUTES of routes/app.py")
     assert routes == set(DESCRIBED)
