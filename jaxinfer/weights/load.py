@@ -58,16 +58,17 @@ def stream_params(
     checkpoint: Checkpoint,
     placement: Placement,
     progress: Progress,
-    threads: int = LOAD_THREADS,
+    threads: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Read, lay out and put each parameter on the devices, ``threads`` at a time; by path.
+    """Read, lay out and put each parameter on the devices, ``threads`` (None: ``LOAD_THREADS``) at
+    a time; by path.
 
     Host memory holds only the parameters that the threads currently read (and, on a CPU, all). The
     largest come first: what a parameter needs while it is laid out, as much again, is then free for
     those that follow. An embedding of 240 MB that came last raised the peak by as much.
     """
     plan = sorted(plan, key=lambda planned: planned.nbytes, reverse=True)
-    pool = ThreadPoolExecutor(min(threads, os.cpu_count() or 1))
+    pool = ThreadPoolExecutor(min(threads or LOAD_THREADS, os.cpu_count() or 1))
     with progress.task("load weights", sum(param.nbytes for param in plan), "B") as advance:
 
         def load(planned: PlannedParam) -> dict[str, jax.Array]:
