@@ -171,7 +171,7 @@ class GivenPoints:
 
 
 def edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:
-    """What an edit makes of an activation; raises ValueError if it changes the shape."""
+    """The activation after an edit; raises ValueError if it changes the shape."""
     made = edit(value)
     if getattr(made, "shape", None) != value.shape:
         shape = getattr(made, "shape", type(made).__name__)

@@ -15,7 +15,7 @@ Time = Annotated[str, Meta(description="The server's start, in RFC 3339.")]
 
 
 class OllamaDetails(AnswerStruct, frozen=True, kw_only=True):
-    """What a model is made of."""
+    """The parts of a model."""
 
     parent_model: Annotated[Literal[""], Meta(description="Always empty.")] = ""
     format: Annotated[str, Meta(description="Always jaxinfer.")] = "jaxinfer"
@@ -85,7 +85,7 @@ class GenerationSettings(AnswerStruct, frozen=True, kw_only=True):
 
 
 class Modalities(AnswerStruct, frozen=True, kw_only=True):
-    """What a model reads besides text."""
+    """The inputs of a model besides text."""
 
     vision: Annotated[Literal[False], Meta(description="Always false.")] = False
     audio: Annotated[Literal[False], Meta(description="Always false.")] = False

@@ -71,7 +71,7 @@ _PENALTIES = MappingProxyType(  # and these with ollama's and llama.cpp's names
 
 
 def absent(path: str) -> str | None:
-    """What to do instead of a request to a route of ollama that is not here."""
+    """The remedy for a request to a route of ollama that does not exist here."""
     return next((ABSENT[one] for one in ABSENT if f"{path}/".startswith(f"{one}/")), None)
 
 
@@ -104,7 +104,7 @@ async def running(call: Call) -> ASGIApp:
 
 
 async def show(call: Call) -> ASGIApp:
-    """What the model is made of, and what it can do."""
+    """The parts of the model, and its capabilities."""
     await call.parse(OllamaShowRequest)
     service = call.service
     facts, limits = service.client.facts, service.client.limits

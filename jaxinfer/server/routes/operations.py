@@ -1,4 +1,4 @@
-"""What each route does, takes and answers, for ``/openapi.json``."""
+"""The requests and responses of each route, for ``/openapi.json``."""
 
 from __future__ import annotations
 

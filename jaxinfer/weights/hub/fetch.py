@@ -30,7 +30,7 @@ from jaxinfer.weights.hub.names import HubName
 from jaxinfer.weights.hub.transfer import Blob, transfer
 from jaxinfer.weights.tokenizer_files import read_json_object
 
-_SPARE_BYTES = 64 << 20  # of the disk, for what else is written meanwhile
+_SPARE_BYTES = 64 << 20  # of the disk, for other files that are written at the same time
 
 
 @dataclass(frozen=True)
