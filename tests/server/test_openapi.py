@@ -206,6 +206,7 @@ ACROSS_FIELDS = (
 )
 ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps", "text_2", "documents")
 ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
+ACROSS_FIELDS += ("system", "think")  # with raw, in ollama's form
 # two tools with one name; a grammar that is none; calls in a last message of Anthropic's form;
 # results without calls
 ACROSS_ITEMS = re.compile(
