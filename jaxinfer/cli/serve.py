@@ -232,7 +232,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
 
 
 def offered(config: ServerConfig, limits: Limits) -> str:
-    """What a user finds at the server's address."""
+    """The interfaces at the address of the server: the page, if there is one, and the API."""
     has_page = config.ui and config.uds is None and not limits.pooling
     return f"{'a page for chats is there; ' if has_page else ''}OpenAI's API at /v1"
 

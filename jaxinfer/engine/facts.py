@@ -73,7 +73,7 @@ _REMEDY = "remove it from the file, or start with generation_config 'vllm', whic
 
 @dataclass(frozen=True)
 class ModelDetails:
-    """What a model is made of, for clients that list models."""
+    """The parts of a model, for clients that list models."""
 
     family: str = ""
     num_parameters: int = 0

@@ -158,7 +158,7 @@ class ParamSpec:
         return len(self.sources) // (self.pieces or 1)
 
     def built(self, tensors: Iterable[Any], piece: int = 0) -> Any:
-        """What ``build`` makes of the tensors of a piece, or of all of them, as they are stored."""
+        """The result of ``build`` for the tensors of a piece, or of all, as they are stored."""
         count = self.sources_per_piece
         own = self.sources[piece * count : (piece + 1) * count]
         return self.build(

@@ -1,4 +1,4 @@
-"""What the user of a chat sees: answers on stdout, remarks and errors on stderr."""
+"""The output of a chat: answers on stdout, remarks and errors on stderr."""
 
 from __future__ import annotations
 

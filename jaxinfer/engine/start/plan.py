@@ -68,7 +68,7 @@ class EnginePlan:
 
     @property
     def details(self) -> ModelDetails:
-        """What the model is made of."""
+        """The parts of the model."""
         model, num_bytes = self.program.model, self.memory.weight_bytes
         sizes = sizes_by_form(model.param_specs, model.config.dtype)
         return ModelDetails(

@@ -35,7 +35,7 @@ _SPARE_BYTES = 64 << 20  # of the disk, for other files that are written at the 
 
 @dataclass(frozen=True)
 class Request:
-    """What is needed of a model: all of it, or without its weights, or its tokenizer alone."""
+    """The needed files of a model: all, or without its weights, or its tokenizer alone."""
 
     name: HubName
     download_dir: Path | None = None  # None: huggingface-hub's cache
@@ -127,7 +127,7 @@ def in_cache(request: Request, *, of_others: bool = False) -> Path | None:
 
 @dataclass(frozen=True)
 class _Listing:
-    """What the hub says of a revision: its commit, its files, and metadata of its GGUF files."""
+    """A revision on the hub: its commit, its files, and metadata of its GGUF files."""
 
     commit: str
     files: Mapping[str, Any]
@@ -226,7 +226,7 @@ def _check_config(name: HubName, config: Path) -> None:
 
 
 def _is_large(file: Any) -> bool:
-    """Whether the hub stores a file by its hash, and serves it whole over HTTP."""
+    """True if the hub stores a file by its hash, and serves it whole over HTTP."""
     from huggingface_hub import constants
 
     return file.lfs is not None and (file.size or 0) <= constants.MAX_HTTP_DOWNLOAD_SIZE
@@ -274,7 +274,7 @@ def _transfer(name: HubName, blobs: Sequence[Blob], progress: Progress) -> None:
 
 
 def _silent() -> Any:
-    """What makes progress bars that show nothing."""
+    """A maker of progress bars that show nothing."""
     from huggingface_hub.utils import tqdm
 
     return partial(tqdm, disable=True)

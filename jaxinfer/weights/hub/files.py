@@ -35,7 +35,7 @@ def small_files(names: Iterable[str], *, tokenizer_only: bool = False) -> tuple[
 
 
 def is_index(name: str) -> bool:
-    """Whether a file is the index of safetensors files, in the repository's own folder."""
+    """True if a file is the index of safetensors files, in the repository's own folder."""
     return name.endswith(INDEX_END) and "/" not in name
 
 

@@ -55,7 +55,7 @@ def _is_wrong(repo: str) -> bool:
 
 
 def is_meant(reference: str) -> bool:
-    """Whether a reference that is no name was meant as one: an address, or one slash within."""
+    """True if a reference that is no name was meant as one: an address, or one slash within."""
     if "://" in reference:
         return True
     is_path = reference.startswith(("/", ".", "~")) or reference.endswith(_FILES)

@@ -131,7 +131,7 @@ class _Stopped(Exception):
 
 
 class _Bar:
-    """What ``http_get`` takes as a progress bar."""
+    """A progress bar for ``http_get``."""
 
     def __init__(self, advance: Callable[[float], None], stop: threading.Event, **_: Any) -> None:
         self._advance = advance
