@@ -100,7 +100,9 @@ def test_text_is_shown_as_it_comes_and_ctrl_c_ends_an_answer(
     user.expect("\nnow\n")
     assert len(saved(user, tmp_path / "chat.json")) == 6
     user.expect(PROMPT)
-    user.type("half a line\x03")
+    user.type("half a line")
+    user.expect("half a line")
+    user.type("\x03")
     user.expect("Ctrl-C again, Ctrl-D or /exit ends the chat.")
     user.expect(PROMPT)
     user.type("\x03")

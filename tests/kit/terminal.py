@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from kit.server_process import wait_until
 
 SECONDS = 60.0  # after which a test stops waiting
 # the terminal becomes the process's own, so that Ctrl-C in it is a signal
@@ -34,7 +37,13 @@ class Terminal:
         self._seen = 0  # characters that an earlier ``expect`` has passed
 
     def type(self, text: str) -> None:
-        """Type text; "\\n" is the Return key, "\\x03" Ctrl-C, "\\x04" Ctrl-D."""
+        """Type text; "\\n" is the Return key, "\\x03" Ctrl-C, "\\x04" Ctrl-D.
+
+        Ctrl-C waits until the command does: CPython's input with line editing loses a signal that
+        comes after its prompt and before its ``select``, which only a program is quick enough for.
+        """
+        if "\x03" in text:
+            wait_until(self._is_waiting, "the command waits")
         os.write(self._end, text.encode())
 
     def expect(self, text: str) -> str:
@@ -52,6 +61,12 @@ class Terminal:
         while self._read(deadline):
             pass
         return self.process.wait(SECONDS)
+
+    def _is_waiting(self) -> bool:
+        """True if the command's main thread sleeps; the state follows its name in brackets."""
+        pid = self.process.pid
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "S"
 
     def _read(self, deadline: float) -> bool:
         """Add further output; False if the command has closed the terminal, or at the deadline."""

@@ -136,8 +136,8 @@ def test_requests_of_one_connection_are_answered_in_turn(watched: Watched) -> No
 
 
 def test_200_clients_that_read_one_byte_a_second() -> None:
-    engine, _ = watched_engine(202, step_seconds=0.005)
-    name = "m" * 4000  # in every event, so that buffers fill quickly
+    engine, _ = watched_engine(202, step_seconds=0.01)
+    name = "m" * 32_000  # in every event, so that three of them fill the buffers
     fields = {"prompt": "hello", "max_tokens": 150, "stream": True}
     settings = {"served_model_name": (name,), "max_num_queued_reqs": 0}
     with serving(engine, send_buffer=8192, **settings) as server:
