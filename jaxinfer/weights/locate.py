@@ -53,6 +53,8 @@ def locate(
     the files for that are fetched; with ``refresh`` the hub is asked for a newer commit. Raises
     ``SourceError``, ``ConfigError`` or ``CacheError``.
     """
+    if not reference:
+        raise SourceError("the model is an empty text; give its name or path")
     entry = find_model(reference)
     try:
         found = _located(

@@ -87,6 +87,16 @@ def test_an_incomplete_model_is_listed_and_removed(hub: Hub, tmp_path: Path) -> 
     assert not list((tmp_path / "home").glob("hub/models--*"))
 
 
+def test_files_of_one_quantisation(hub: Hub) -> None:
+    """They have the names of the whole repository, also while one of them is here."""
+    hub.add("org/two", {f"{name}-Q6_K.gguf": os.urandom(2_000_000) for name in "ab"})
+    lines(run("pull", "org/two:a-q6_k"))
+    assert "org/two:a-Q6_K 2 MB" in lines(run("list"))
+    lines(run("pull", "org/two:b-Q6_K"))
+    assert lines(run("rm", "org/two:a-Q6_K")) == ["removed org/two:a-Q6_K, 2 MB"]
+    assert "org/two:b-Q6_K 2 MB" in lines(run("list"))
+
+
 def test_a_short_name_of_a_hub_model(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

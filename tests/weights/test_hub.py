@@ -20,7 +20,7 @@ from jaxinfer.core.errors import ConfigError, JaxinferError, SourceError
 from jaxinfer.core.progress import NO_PROGRESS, NoProgress
 from jaxinfer.models.registry import build_model
 from jaxinfer.text.tokenizer import load_tokenizer
-from jaxinfer.weights.hub.files import gguf_files, small_files
+from jaxinfer.weights.hub.files import files_of, gguf_files, small_files
 from jaxinfer.weights.hub.names import HubName, parse_name
 from jaxinfer.weights.locate import Places, locate
 from jaxinfer.weights.sources import ModelSource, resolve_source
@@ -110,6 +110,8 @@ def test_names(reference: str, name: HubName | None) -> None:
 
 def test_a_revision_is_given_once(tmp_path: Path) -> None:
     assert parse_name("org/name", "v1") == parse_name("org/name@v1", "v1")
+    assert parse_name("org/name", "") == parse_name("org/name")
+    assert parse_name("org/name@v1", "") == parse_name("org/name@v1")
     with pytest.raises(ConfigError, match="names revision v2, and the setting revision is 'v1'"):
         parse_name("org/name@v2", "v1")
     with pytest.raises(ConfigError, match="revision 'v1' is that of a model of the hub, and"):
@@ -127,7 +129,13 @@ def test_gguf_files_by_quantisation() -> None:
         "q8/m-q8_0-00002-of-00002.gguf",
         "gpt-oss-mxfp4.gguf",
         "mmproj-F16.gguf",
+        "Qwen2.5-7B.mmproj-Q8_0.gguf",
         "Qwen-imatrix.gguf",
+        "Q3_K_S/part-00001-of-00002.gguf",
+        "Q3_K_S/part-00002-of-00002.gguf",
+        "nvfp4/part.gguf",
+        "a-Q6_K.gguf",
+        "draft-Q6_K.gguf",
         "README.md",
     ]
     assert gguf_files(names) == {
@@ -138,7 +146,20 @@ def test_gguf_files_by_quantisation() -> None:
         "model": ("model.gguf",),
         "Q8_0": ("q8/m-q8_0-00001-of-00002.gguf", "q8/m-q8_0-00002-of-00002.gguf"),
         "IQ2_XS": ("qwen2.5-7b-iq2_xs.gguf",),
+        "Q3_K_S": ("Q3_K_S/part-00001-of-00002.gguf", "Q3_K_S/part-00002-of-00002.gguf"),
+        "NVFP4": ("nvfp4/part.gguf",),
+        "a-Q6_K": ("a-Q6_K.gguf",),
+        "draft-Q6_K": ("draft-Q6_K.gguf",),
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("q4_k_m", 1), ("UD-Q4_K_XL", 2), ("q4_k_xl", 2), ("A-Q6_K", 3), ("Q6_K", None), ("K", None)],
+)
+def test_the_end_of_a_quantisation_names_the_only_one(given: str, found: int | None) -> None:
+    names = {"Q4_K_M": 1, "UD-Q4_K_XL": 2, "a-Q6_K": 3, "b-Q6_K": 4, "UD-Q4_K_M": 5}
+    assert files_of(given, names) == found
 
 
 def test_small_files_of_an_embedding_model() -> None:
@@ -388,6 +409,18 @@ def test_a_file_that_arrives_damaged_is_fetched_again(hub: Hub, tmp_path: Path) 
     assert fetch("org/big:Q4_0", tmp_path).read_bytes() == data
 
 
+def test_files_that_a_loss_of_power_has_cut_are_fetched_again(hub: Hub, tmp_path: Path) -> None:
+    folder = fetch("org/tiny", tmp_path)
+    cut = {"config.json": b"", "model-00002-of-00002.safetensors": b"half"}
+    for name, left in cut.items():
+        (folder / name).resolve().write_bytes(left)
+    with pytest.raises(SourceError, match="org/tiny is not complete in the cache"):
+        resolve("org/tiny", tmp_path, offline=True)
+    fetch("org/tiny", tmp_path)
+    for name in cut:
+        assert (folder / name).read_bytes() == hub.repos["org/tiny"].files[name]
+
+
 def test_a_page_in_place_of_a_file_is_not_kept(hub: Hub, tmp_path: Path) -> None:
     data = big_repo(hub).files["big-Q4_0.gguf"]
     hub.answer, hub.answer_to = PAGE, ("files",)
@@ -455,6 +488,10 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
     ("gated", "org/tiny", on_tiny(gated=True), "org/tiny is gated; accept its terms on .*HF_TOKEN"),
     ("no access", "org/tiny", with_token(denied=True), "the account of the token .* has no access"),
     ("bad token", "org/tiny", with_token("hf_x"), "the hub refuses the token for org/tiny; renew"),
+    (
+        *("token with an ellipsis", "org/tiny", with_token("hf_…")),
+        "the token for org/tiny has characters that no token has; set HF_TOKEN to the token",
+    ),
     ("revision", "org/tiny@v9", None, "org/tiny has no revision v9; name a branch, a tag or"),
     ("commit", f"org/tiny@{'0' * 40}", None, "org/tiny has no revision 0000000"),
     ("readme", "org/other", lambda hub: only(hub, "README.md"), "holds no config.json, so it is"),
@@ -502,6 +539,11 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
         *("broken", "org/tiny", lambda hub: setattr(hub, "break_after", 1000)),
         r"the transfer of model-\S+ and .* of org/tiny broke off \(.*\); run again: what has arriv",
     ),
+    (
+        *("two of one quantisation", "org/other:Q8_0"),
+        *(lambda hub: only(hub, "a-Q8_0.gguf", "b-Q8_0.gguf"), "it has a-Q8_0, b-Q8_0"),
+    ),
+    ("empty", "", None, "the model is an empty text; give its name or path"),
     ("no slash", "qwen3-1.7", None, r"neither a known name \(qwen3-1.7b.*`jaxinfer list` shows"),
     ("address", "https://host/org/tiny", None, r"no name of the hub; write ORG/NAME\[@REVISION\]"),
     ("syntax", "org/na me", None, r"no name of the hub; write ORG/NAME\[@REVISION\]\[:QUANT\]"),

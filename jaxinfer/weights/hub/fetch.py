@@ -104,25 +104,40 @@ def in_cache(request: Request, *, of_others: bool = False) -> Path | None:
     The list of the repository's files is known if this or another program fetched a snapshot.
     ``of_others``: without it, files that are there are taken as all of them.
     """
-    from huggingface_hub import errors, get_cached_repo_tree, resolve_revision
+    from huggingface_hub import errors, resolve_revision
 
     name, cache = request.name, request.cache
-    where: dict[str, Any] = {"revision": name.revision, "cache_dir": cache}
     try:
-        commit = resolve_revision(name.repo, local_files_only=True, **where).resolved
+        commit = resolve_revision(
+            name.repo, revision=name.revision, cache_dir=cache, local_files_only=True
+        ).resolved
         snapshot = request.repo_folder / "snapshots" / commit
-        try:
-            names = [file.path for file in get_cached_repo_tree(name.repo, **where)]
-        except errors.CachedRepoTreeNotFoundError:
+        sizes = known_sizes(name.repo, commit, cache)
+        if sizes is None:
             if not of_others:
                 return None
-            names = [str(one.relative_to(snapshot)) for one in snapshot.rglob("*")]
-        needed = request.needed(names, snapshot)
+            sizes = dict.fromkeys(str(one.relative_to(snapshot)) for one in snapshot.rglob("*"))
+        needed = request.needed(sizes, snapshot)
     except (errors.RevisionResolutionError, errors.HFValidationError, SourceError, OSError):
         return None
-    if not needed or not all((snapshot / one).is_file() for one in needed):
+    if not needed or not all(_is_whole(snapshot / one, sizes[one]) for one in needed):
         return None
     return snapshot if name.quant is None else snapshot / needed[0]
+
+
+def known_sizes(repo: str, commit: str, cache: Path) -> Mapping[str, int | None] | None:
+    """The bytes of all files of a commit, by name; None if its list is not in the cache."""
+    from huggingface_hub import errors, get_cached_repo_tree
+
+    try:
+        files = get_cached_repo_tree(repo, revision=commit, cache_dir=cache)
+    except errors.CachedRepoTreeNotFoundError:
+        return None
+    return {file.path: file.size for file in files}
+
+
+def _is_whole(path: Path, size: int | None) -> bool:
+    return path.is_file() and size in (None, path.stat().st_size)
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,7 @@ def _fetched(request: Request, progress: Progress) -> Path:
     with sentences(name, "ask"), progress.phase(f"ask the hub about {name}"):
         listing = _listing(name)
     snapshot, files = request.repo_folder / "snapshots" / listing.commit, listing.files
+    _remove_damaged(request, listing)
     if name.quant is not None:
         _check_gguf(name, listing.gguf.get("architecture"))
     elif not request.tokenizer_only:
@@ -179,12 +195,23 @@ def _listing(name: HubName) -> _Listing:
     )
     files = {file.rfilename: file for file in info.siblings or ()}
     large = [file.lfs.sha256 for file in files.values() if file.lfs is not None]
+    small = [file.blob_id for file in files.values() if file.blob_id is not None]
     commit = info.sha or ""
-    if not re.fullmatch("[0-9a-f]{40}", commit):
-        raise ValueError("no commit")
+    if not all(re.fullmatch("[0-9a-f]{40}", one) for one in (commit, *small)):
+        raise ValueError("no SHA-1")
     if not all(re.fullmatch("[0-9a-f]{64}", one) for one in large):
         raise ValueError("no SHA-256")
     return _Listing(commit, files, info.gguf or {})
+
+
+def _remove_damaged(request: Request, listing: _Listing) -> None:
+    """Remove files of the cache that have another size than the hub says, as after a loss of power;
+    huggingface-hub would keep them.
+    """
+    for file in listing.files.values():
+        blob = request.repo_folder / "blobs" / str(file.lfs.sha256 if file.lfs else file.blob_id)
+        if blob.is_file() and not _is_whole(blob, file.size):
+            blob.unlink()
 
 
 def _get_config(request: Request, listing: _Listing, progress: Progress) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -20,8 +21,11 @@ _OTHERS = re.compile(
     r"generation_config\.json|modules\.json|sentence_bert_config\.json|\d+_\w+/config\.json"
 )
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
-_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|MXFP4\w*))$", re.I)
-_NO_MODEL = re.compile(r"(^|/)mmproj|imatrix", re.I)  # GGUF files next to a model's own
+_QUANT = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|(?:MX|NV)FP4\w*))$", re.I
+)
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.I)  # in names of GGUF files next to a model's own
+_GGUF = ".gguf"
 
 
 def small_files(names: Iterable[str], *, tokenizer_only: bool = False) -> tuple[str, ...]:
@@ -40,17 +44,40 @@ def is_index(name: str) -> bool:
 
 
 def gguf_files(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """The GGUF files by their quantisation, or by their stem if that names none; a file in parts is
-    a tuple of several names.
+    """The GGUF files by their quantisation, with which their own name ends, or their folder's. Files
+    that share one or have none go by their stem. A file in parts is a tuple of several names.
     """
-    found: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}  # by the path without the part's number
     for name in sorted(names):
-        if not name.lower().endswith(".gguf") or _NO_MODEL.search(name):
-            continue
-        stem = _SPLIT.sub("", name[: -len(".gguf")].rpartition("/")[2])
-        quant = _QUANT.search(stem)
-        found.setdefault(quant[1].upper() if quant else stem, []).append(name)
-    return MappingProxyType({quant: tuple(files) for quant, files in found.items()})
+        if name.lower().endswith(_GGUF) and not _NO_MODEL.search(name.rpartition("/")[2]):
+            parts.setdefault(_SPLIT.sub("", name[: -len(_GGUF)]), []).append(name)
+    quants = {path: _quant(path) for path in parts}
+    counts = Counter(quants.values())
+    found: dict[str, list[str]] = {}
+    for path, files in parts.items():
+        quant = quants[path]
+        own = quant if quant is not None and counts[quant] == 1 else path.rpartition("/")[2]
+        found.setdefault(own, []).extend(files)
+    return MappingProxyType({own: tuple(files) for own, files in found.items()})
+
+
+def _quant(path: str) -> str | None:
+    folder, _, stem = path.rpartition("/")
+    match = _QUANT.search(stem) or _QUANT.search(folder)
+    return match[1].upper() if match else None
+
+
+def files_of[T](quant: str, found: Mapping[str, T]) -> T | None:
+    """The files in ``found``, by the names of ``gguf_files``, that a quantisation or a stem stands
+    for; None if there are none.
+
+    Case does not matter. The end of a name stands for the only one with that end: ``Q4_K_XL`` for
+    ``UD-Q4_K_XL``.
+    """
+    given = quant.lower()
+    same = [own for own in found if own.lower() == given]
+    fitting = same or [own for own in found if own.lower().endswith(f"-{given}")]
+    return found[fitting[0]] if len(fitting) == 1 else None
 
 
 def gguf_file(name: HubName, names: Iterable[str]) -> str:
@@ -58,14 +85,14 @@ def gguf_file(name: HubName, names: Iterable[str]) -> str:
     found = gguf_files(names)
     if not found:
         raise SourceError(f"{name.repo} has no GGUF file; leave out :{name.quant}")
-    files = {key.upper(): files for key, files in found.items()}.get(str(name.quant).upper())
+    files = files_of(str(name.quant), found)
     if files is None:
         raise SourceError(
             f"{name.repo} has no quantisation {name.quant}; it has {', '.join(found)}"
         )
     first, *others = files
-    if _SPLIT.search(first.removesuffix(".gguf")):
-        whole = [key for key, parts in found.items() if len(parts) == 1]
+    if _SPLIT.search(first[: -len(_GGUF)]):
+        whole = [own for own, parts in found.items() if len(parts) == 1]
         use = f"use another quantisation ({', '.join(whole)}), or " if whole else ""
         raise SourceError(
             f"{name} is split into {len(files)} files, which are not read; {use}join its parts "

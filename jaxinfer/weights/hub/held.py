@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import SourceError
-from jaxinfer.weights.hub.fetch import Request, cache_folder, in_cache
-from jaxinfer.weights.hub.files import gguf_files
+from jaxinfer.weights.hub.fetch import Request, cache_folder, in_cache, known_sizes
+from jaxinfer.weights.hub.files import files_of, gguf_files
 from jaxinfer.weights.hub.names import HubName
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def remove_from_hub(name: HubName, download_dir: Path | None = None) -> Held:
     repo = next((one for one in repos if one.repo_path == request.repo_folder), None)
     if cache is None or (repo is None and not request.repo_folder.is_dir()):
         raise _absent(request)
-    files = [] if repo is None else _chosen(repo, name)
+    files = [] if repo is None else _chosen(repo, name, download_dir)
     if repo is not None and not files:
         raise _absent(request)
     blobs = {file.blob_path.resolve(): file.size_on_disk for file in files}
@@ -100,11 +100,8 @@ def _held(
     repo: CachedRepoInfo, revision: CachedRevisionInfo, download_dir: Path | None
 ) -> Iterable[Held]:
     label = None if "main" in revision.refs else min(revision.refs, default=revision.commit_hash)
-    files = {str(one.file_path.relative_to(revision.snapshot_path)): one for one in revision.files}
-    parts: dict[str | None, list[CachedFileInfo]] = {
-        quant: [files[name] for name in names] for quant, names in gguf_files(files).items()
-    }
-    folder = [one for name, one in files.items() if not name.lower().endswith(".gguf")]
+    parts: dict[str | None, list[CachedFileInfo]] = {**_of_quants(repo, revision, download_dir)}
+    folder = [one for one in revision.files if not one.file_name.lower().endswith(".gguf")]
     if not parts or any(one.file_name.endswith(".safetensors") for one in folder):
         parts[None] = folder
     for quant, members in parts.items():
@@ -117,21 +114,29 @@ def _held(
         )
 
 
-def _chosen(repo: CachedRepoInfo, name: HubName) -> list[CachedFileInfo]:
+def _of_quants(
+    repo: CachedRepoInfo, revision: CachedRevisionInfo, download_dir: Path | None
+) -> dict[str, list[CachedFileInfo]]:
+    """The cached GGUF files by the names that they have in the whole repository."""
+    here = {str(one.file_path.relative_to(revision.snapshot_path)): one for one in revision.files}
+    names = known_sizes(repo.repo_id, revision.commit_hash, cache_folder(download_dir))
+    found = {
+        quant: [here[file] for file in files if file in here]
+        for quant, files in gguf_files(here if names is None else names).items()
+    }
+    return {quant: members for quant, members in found.items() if members}
+
+
+def _chosen(repo: CachedRepoInfo, name: HubName, download_dir: Path | None) -> list[CachedFileInfo]:
     """The cached files that a name stands for; without a revision, those of all revisions."""
     chosen: list[CachedFileInfo] = []
     for revision in repo.revisions:
         if name.revision not in (None, revision.commit_hash, *revision.refs):
             continue
-        names = {
-            str(one.file_path.relative_to(revision.snapshot_path)): one for one in revision.files
-        }
         if name.quant is None:
-            chosen += names.values()
+            chosen += revision.files
         else:
-            found = gguf_files(names).items()
-            wanted = name.quant.upper()
-            chosen += [names[one] for key, all in found if key.upper() == wanted for one in all]
+            chosen += files_of(name.quant, _of_quants(repo, revision, download_dir)) or ()
     return chosen
 
 

@@ -41,12 +41,12 @@ def parse_name(reference: str, revision: str | None = None) -> HubName | None:
     if match is None or _is_wrong(match["repo"]):
         return None
     given = match["revision"]
-    if None not in (given, revision) and given != revision:
+    if given and revision and given != revision:
         raise ConfigError(
             f"model {reference} names revision {given}, and the setting revision is {revision!r}; "
             "leave one of them out"
         )
-    return HubName(match["repo"], given or revision, match["quant"])
+    return HubName(match["repo"], given or revision or None, match["quant"])
 
 
 def _is_wrong(repo: str) -> bool:
