@@ -171,22 +171,22 @@ def test_a_long_conversation_and_a_full_context(
     assert "Traceback" not in user.output
 
 
-@pytest.mark.parametrize("no_color", ["", "1"])
+@pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_thoughts_and_calls(
-    serving_url: str, device: ScriptedDevice, tmp_path: Path, no_color: str
+    serving_url: str, device: ScriptedDevice, tmp_path: Path, plain: dict[str, str]
 ) -> None:
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     device.speak(f"<think>\nhm\n</think>\n\nI ask.\n{call}")
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps([{"type": "function", "function": WEATHER}]))
     arguments = ("--url", serving_url, "--tools", str(tools), "--temperature=0")
-    with chat(*arguments, folder=tmp_path, NO_COLOR=no_color) as user:
+    with chat(*arguments, folder=tmp_path, **plain) as user:
         user.expect(PROMPT)
         user.type("weather?\n")
         shown = user.expect("result of get_weather> ")
-        dim, plain = ("", "") if no_color else ("\x1b[2m", "\x1b[0m")
-        assert f"{dim}Thoughts: {plain}{dim}hm{plain}\n\nI ask." in shown
-        assert f'{dim}Call of get_weather: {plain}{dim}{{"city": "Paris"}}{plain}\n' in shown
+        dim, end = ("", "") if plain else ("\x1b[2m", "\x1b[0m")
+        assert f"{dim}Thoughts: {end}{dim}hm{end}\n\nI ask." in shown
+        assert f'{dim}Call of get_weather: {end}{dim}{{"city": "Paris"}}{end}\n' in shown
         device.speak("Rain.")
         user.type("7 degrees\n")
         user.expect("\nRain.\n")
@@ -195,7 +195,7 @@ def test_thoughts_and_calls(
         user.expect(PROMPT)  # before it, the terminal would drop Ctrl-D
         user.type("\x04")
         assert user.ends() == 0
-    assert ("\x1b[2m" in user.output) is not no_color
+    assert ("\x1b[2m" in user.output) is not bool(plain)
 
 
 def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("[1]", "each of them an object"),
         ('[{"role": "judge"}]', "messages[0].role must be one of system"),
         ('[{"role": "user", "tool_calls": [{"id": 1}]}]', "messages[0].tool_calls must have id"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "half of a surrogate pair"),
+        ("[" * 5000, "is not JSON"),
         (None, "cannot be read"),
     ],
 )
@@ -149,6 +151,15 @@ def test_a_file_that_is_no_conversation(tmp_path: Path, text: str | None, words:
     assert conversation.messages == [USER] and conversation.system == "kind"
     with pytest.raises(RequestError, match="cannot be written"):
         conversation.save(tmp_path / "none" / "chat.json")
+
+
+def test_a_text_or_a_path_without_bytes_is_not_saved(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    file.write_text("of before")
+    for system, path in (("\udcff", file), ("kind", tmp_path / "a\0b")):
+        with pytest.raises(RequestError, match="cannot be written"):
+            Conversation(system).save(path)
+    assert file.read_text() == "of before"
 
 
 def test_retry_takes_the_last_turn() -> None:
@@ -256,6 +267,21 @@ def test_a_stream_in_pieces(server: ChatServer) -> None:
     ]
     assert server.bodies == [{"model": "stub", **REQUEST}]
     assert "Authorization: Bearer key" in server.heads[1]
+
+
+def test_fields_that_are_null_and_events_without_data(server: ChatServer) -> None:
+    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "prompt_tokens_details"))
+    call = {"index": None, "id": "a", "function": {"name": "f", "arguments": None}}
+    last = b"data: %b\n\n" % json.dumps({"choices": [{"delta": None}], "usage": usage}).encode()
+    server.responses = [stream(event(tool_calls=[call]), b"data:\n\n", last, DONE)]
+    found = list(remote(server).answer(REQUEST))
+    assert found == [CallPart(0, "a", "f", ""), End("", Usage(0, 0, None))]
+
+
+def test_a_text_without_bytes_is_not_sent(server: ChatServer) -> None:
+    request = {**REQUEST, "messages": [{"role": "user", "content": "\udcff"}]}
+    with pytest.raises(RequestError, match="is not UTF-8; convert it first"):
+        list(remote(server).answer(request))
 
 
 FULL = b'{"error": {"message": "the maximum context length is 100 tokens", "code": null}}'

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -105,6 +107,37 @@ LATIN_1 = {**os.environ, "PYTHONIOENCODING": "latin-1"}
 def test_a_pipe_gets_utf8_in_any_locale() -> None:
     said = subprocess.check_output([sys.executable, "-c", SAYS, "say"], env=LATIN_1)
     assert said.decode() == "café 日本\n"
+
+
+@pytest.mark.parametrize(
+    ("closed", "out", "err"),
+    [
+        ("<&-", "out\n", "err"),
+        (">&-", "", "err"),
+        ("2>&-", "out!\n", ""),
+        ("<&- >&- 2>&-", "", ""),
+    ],
+)
+def test_streams_may_be_closed(closed: str, out: str, err: str, tmp_path: Path) -> None:
+    """The command reads and writes nothing there, and no file gets their number."""
+    program = f"""
+import sys
+import click
+from jaxinfer.cli.main import cli, main
+
+@cli.command()
+def say():
+    with open({str(tmp_path / "file")!r}, "w") as file:
+        click.echo("out" + sys.stdin.read())
+        sys.stderr.write("err")
+        assert file.fileno() > 2
+
+main()
+"""
+    command = f"{shlex.join([sys.executable, '-c', program, 'say'])} {closed}"
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, input="!")
+    assert (run.returncode, run.stdout, run.stderr) == (0, out, err)
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_a_terminal_gets_the_characters_it_can_show() -> None:

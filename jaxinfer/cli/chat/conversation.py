@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfer.cli.chat.events import CallPart, Event, Said, Thought
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.json_text import read_json
 
 type Message = dict[str, Any]
 
@@ -104,11 +105,10 @@ class Conversation:
         """Write the messages as JSON; raises ``RequestError``."""
         try:
             text = json.dumps(self._all(), ensure_ascii=False, indent=1)
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RequestError(
-                f"{path} cannot be written ({error.strerror}); give another file"
-            ) from None
+            path.write_bytes(f"{text}\n".encode())
+        except (OSError, ValueError) as error:  # of the disk, or of the path or the text
+            reason = getattr(error, "strerror", None) or error
+            raise RequestError(f"{path} cannot be written ({reason}); give another file") from None
 
     def load(self, path: Path) -> None:
         """Replace the messages by those of a file; raises ``RequestError`` and keeps them."""
@@ -135,10 +135,10 @@ class Conversation:
 def read_json_list(path: Path, what: str) -> list[Message]:
     """The list of objects in a JSON file; raises ``RequestError``."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error.strerror}); give another file") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RequestError(f"{path} is not JSON ({error}); give a file of {what}") from None
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise RequestError(f"{path} must have a list of {what}, each of them an object")

@@ -85,7 +85,7 @@ class _Function(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    index: int = 0
+    index: int | None = None
     id: str | None = None
     function: _Function | None = None
 
@@ -107,8 +107,8 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -127,6 +127,16 @@ class _Models(msgspec.Struct):
     data: list[_Card]
 
 
+def request_body(model: str, request: Mapping[str, Any]) -> bytes:
+    """The JSON body of a request to a model; raises ``RequestError``."""
+    try:
+        return msgspec.json.encode({"model": model, **request})
+    except UnicodeEncodeError:
+        raise RequestError(
+            "a text of the conversation or a setting is not UTF-8; convert it first"
+        ) from None
+
+
 def read_events(stream: Iterable[bytes], where: str) -> Generator[Event]:
     """The events in the bytes of an event stream, which may be cut anywhere."""
     reason, usage, is_done = "", None, False
@@ -140,8 +150,8 @@ def read_events(stream: Iterable[bytes], where: str) -> Generator[Event]:
         if chunk.usage is not None:
             details = chunk.usage.prompt_tokens_details
             usage = Usage(
-                chunk.usage.prompt_tokens,
-                chunk.usage.completion_tokens,
+                chunk.usage.prompt_tokens or 0,
+                chunk.usage.completion_tokens or 0,
                 None if details is None else details.cached_tokens,
             )
         for choice in (chunk.choices or [])[:1]:
@@ -207,8 +217,8 @@ def _payloads(stream: Iterable[bytes]) -> Iterator[bytes]:
     for piece in stream:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+            if line.startswith(b"data:") and (data := line[5:].strip()):
+                yield data
 
 
 def _decoded(data: bytes, where: str) -> _Chunk:
@@ -228,7 +238,9 @@ def _parts(delta: _Delta) -> Iterator[Event]:
         yield Said(delta.content)
     for call in delta.tool_calls or ():
         function = call.function or _Function()
-        yield CallPart(call.index, call.id or "", function.name or "", function.arguments or "")
+        yield CallPart(
+            call.index or 0, call.id or "", function.name or "", function.arguments or ""
+        )
 
 
 def _error_text(body: bytes) -> tuple[str, str]:

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
-from jaxinfer.cli.chat.events import Event, failure, read_events
+from jaxinfer.cli.chat.events import Event, failure, read_events, request_body
 from jaxinfer.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ class LocalAnswerer:
         """See ``Answerer``."""
         from jaxinfer.server.routes.direct import call_app
 
-        body = msgspec.json.encode({"model": self.model, **request})
+        body = request_body(self.model, request)
         messages: SimpleQueue[Message | None] = SimpleQueue()
 
         async def send(message: Message) -> None:

@@ -8,9 +8,14 @@ from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
-import msgspec
-
-from jaxinfer.cli.chat.events import Event, failure, no_stream, read_events, read_models
+from jaxinfer.cli.chat.events import (
+    Event,
+    failure,
+    no_stream,
+    read_events,
+    read_models,
+    request_body,
+)
 from jaxinfer.core.chat_config import ServerAddress
 from jaxinfer.core.errors import ConfigError, EngineError
 
@@ -41,7 +46,7 @@ class RemoteAnswerer:
 
     def answer(self, request: Mapping[str, Any]) -> Generator[Event]:
         """See ``Answerer``."""
-        body = msgspec.json.encode({"model": self.model, **request})
+        body = request_body(self.model, request)
         with self._response("POST", "/chat/completions", body) as response:
             headers = {name.lower(): value for name, value in response.headers.items()}
             if response.status != http.client.OK:

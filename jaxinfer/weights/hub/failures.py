@@ -48,8 +48,8 @@ def _sentence(error: Exception, name: HubName, doing: str) -> JaxinferError:
         return SourceError(_of_status(error, name))
     if isinstance(error, UnicodeEncodeError):  # of the request's headers
         return SourceError(
-            f"the token for {name.repo} has characters that no token has; set HF_TOKEN to the token "
-            "alone"
+            f"the token for {name.repo} has characters that no token has; set HF_TOKEN to the "
+            "token alone"
         )
     if isinstance(error, errors.FileMetadataError) or (
         isinstance(error, ValueError | TypeError | KeyError | AssertionError) and doing == "ask"

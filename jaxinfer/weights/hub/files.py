@@ -44,8 +44,9 @@ def is_index(name: str) -> bool:
 
 
 def gguf_files(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
-    """The GGUF files by their quantisation, with which their own name ends, or their folder's. Files
-    that share one or have none go by their stem. A file in parts is a tuple of several names.
+    """The GGUF files by their quantisation, with which their own name ends, or their folder's.
+
+    Files that share one or have none go by their stem. A file in parts is a tuple of several names.
     """
     parts: dict[str, list[str]] = {}  # by the path without the part's number
     for name in sorted(names):
