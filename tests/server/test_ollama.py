@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple
 
 import httpx
@@ -333,13 +333,47 @@ def test_a_template_that_needs_ids() -> None:
 # the model
 
 
+def test_older_clients_name_the_model_as_name(scripted: Scripted) -> None:
+    with scripted.server.client(headers={"Authorization": "Bearer secret"}) as client:
+        answers = {
+            name: client.post("/api/show", json={} if name is None else {"name": name})
+            for name in ("scripted", "scripted:latest", "other", None)
+        }
+    assert [one.status_code for one in answers.values()] == [200, 200, 404, 400]
+    assert answers["other"].json()["error"].startswith("the model 'other' does not exist")
+    assert answers[None].json()["error"] == "model is required"
+
+
+@pytest.mark.parametrize("function", [{"name": "clock"}, {"name": "clock", "arguments": None}])
+def test_an_earlier_call_may_have_no_arguments(scripted: Scripted, function: Any) -> None:
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "noon", "tool_name": "clock"},
+    ]
+    scripted.device.speak("a")
+    answer = scripted.post("/api/chat", messages=messages, tools=TOOLS, stream=False).json()
+    whole = scripted.chat(
+        "a",
+        messages=[
+            *QUESTION,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]},
+            messages[-1],
+        ],
+        tools=TOOLS,
+    )
+    assert answer["prompt_eval_count"] == whole.prompt_eval_count
+
+
 def test_lists(scripted: Scripted) -> None:
     (card,) = scripted.client.list().models
     assert card.model == "scripted:latest" and card.modified_at is not None
     (running,) = scripted.client.ps().models
     assert running.name == running.model == card.model
     assert running.context_length == scripted.server.engine.limits.max_model_len
-    assert running.expires_at is not None and running.expires_at.year == 9999
+    assert running.expires_at is not None
+    for hours in (-12, 14):  # clients show it in the time zone of their users
+        assert running.expires_at.astimezone(timezone(timedelta(hours=hours))).year > 9990
     info = scripted.client.show(card.model)
     assert info.capabilities == ["completion", "tools", "thinking"]
     assert info.modelinfo is not None

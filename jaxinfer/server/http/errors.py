@@ -155,19 +155,31 @@ class ApiError(Exception):
         body = self.body
         if is_anthropic(scope):
             body = self.anthropic_body(scope["state"]["request_id"])
-        elif _is_below(scope, OLLAMA_PATH):
+        elif error_body(_path(scope)) is OllamaErrorBody:
             body = self.ollama_body
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
+def error_body(path: str) -> type[msgspec.Struct]:
+    """The struct of an error on a path."""
+    if is_below(path, ANTHROPIC_PATH):
+        return AnthropicErrorBody
+    return OllamaErrorBody if is_below(path, OLLAMA_PATH) else ErrorBody
+
+
 def is_anthropic(scope: Scope) -> bool:
     """True if the path belongs to Anthropic's API."""
-    return _is_below(scope, ANTHROPIC_PATH)
+    return error_body(_path(scope)) is AnthropicErrorBody
 
 
-def _is_below(scope: Scope, parent: str) -> bool:
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+def is_below(path: str, parent: str) -> bool:
+    """True for the parent itself and the paths below it."""
     return f"{path}/".startswith(f"{parent}/")
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def api_error(error: JaxinferError, *, alive: bool = True) -> ApiError:

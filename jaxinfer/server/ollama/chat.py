@@ -104,7 +104,7 @@ def chat_messages(messages: Sequence[MessageInput]) -> tuple[dict[str, Any], ...
 
 
 def _call(given: CallInput, number: int) -> dict[str, Any]:
-    function = {"name": given.function.name, "arguments": given.function.arguments}
+    function = {"name": given.function.name, "arguments": given.function.arguments or {}}
     made = f"call{number:0{ID_CHARACTERS - len('call')}}"
     return {"id": given.id or made, "type": "function", "function": function}
 

@@ -29,7 +29,9 @@ class CalledInput(msgspec.Struct, frozen=True, kw_only=True):
     """The function of a call, and its arguments."""
 
     name: Annotated[str, Meta(min_length=1, description="The name of the tool.")]
-    arguments: Annotated[dict[str, Any], Meta(description="The arguments.")]
+    arguments: Annotated[
+        dict[str, Any] | None, Meta(description="The arguments; absent: none.")
+    ] = None
 
 
 class CallInput(msgspec.Struct, frozen=True, kw_only=True):

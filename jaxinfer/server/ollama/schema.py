@@ -193,9 +193,17 @@ class OllamaEmbeddingsRequest(_OllamaRequest, frozen=True, kw_only=True, dict=Tr
 
 
 class OllamaShowRequest(_OllamaRequest, frozen=True, kw_only=True, dict=True):
-    """``POST /api/show``."""
+    """``POST /api/show``; older clients send the model's name as ``name``."""
 
-    ignored: ClassVar[tuple[str, ...]] = (
-        *_OllamaRequest.ignored,
-        *("name", "system", "template", "verbose"),
-    )
+    ignored: ClassVar[tuple[str, ...]] = (*_OllamaRequest.ignored, "system", "template", "verbose")
+
+    model: Model | None = None  # type: ignore[assignment] # pyright: ignore[reportIncompatibleVariableOverride]
+    name: Annotated[Model | None, Meta(description="The older field for the model.")] = None
+
+    @property
+    def named_models(self) -> tuple[str | None, ...]:
+        return (self.model or self.name,)
+
+    def check(self) -> None:
+        if self.model is None and self.name is None:
+            raise field_error("model", "model is required")

@@ -15,7 +15,7 @@ from msgspec import UNSET, Raw
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-from jaxinfer.server.http.errors import OllamaErrorBody
+from jaxinfer.server.http.errors import OLLAMA_PATH, is_below
 from jaxinfer.server.routes.direct import call_app
 from jaxinfer.server.routes.operations import OPERATIONS
 
@@ -171,7 +171,7 @@ def _check(request: _Line) -> None:
         for (method, path), operation in OPERATIONS.items()
         if method == "POST" and operation.request is not None and "{" not in path
         # those of ollama stream by default
-        if operation.error is not OllamaErrorBody
+        if not is_below(path, OLLAMA_PATH)
     ]
     if request.url not in urls:
         given = repr(request.url)[:MAX_SHOWN]

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
-from jaxinfer.server.http.errors import OLLAMA_PATH
+from jaxinfer.server.http.errors import OLLAMA_PATH, is_below
 from jaxinfer.server.ollama.answers import (
     API_VERSION,
     OllamaChatAnswer,
@@ -51,7 +51,7 @@ from jaxinfer.server.routes.names import LATEST
 from jaxinfer.server.routes.pooling import INLINE_NUMBERS, vectors
 from jaxinfer.server.routes.service import Service, run_off_loop
 
-NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
+NEVER = "9999-01-01T00:00:00Z"  # when the model is unloaded; a year that all time zones have
 _ONE_MODEL = "a server has the one model that it was started with; start another with"
 # routes of ollama that manage models, and what to do instead
 ABSENT: Mapping[str, str] = MappingProxyType(
@@ -72,7 +72,7 @@ _PENALTIES = MappingProxyType(  # and these with ollama's and llama.cpp's names
 
 def absent(path: str) -> str | None:
     """The remedy for a request to a route of ollama that does not exist here."""
-    return next((ABSENT[one] for one in ABSENT if f"{path}/".startswith(f"{one}/")), None)
+    return next((ABSENT[one] for one in ABSENT if is_below(path, one)), None)
 
 
 async def version(call: Call) -> ASGIApp:

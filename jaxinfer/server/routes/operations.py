@@ -11,7 +11,7 @@ import msgspec
 from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.server.anthropic import answers
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
-from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
+from jaxinfer.server.http.errors import ErrorBody, error_body
 from jaxinfer.server.ollama import answers as ollama
 from jaxinfer.server.ollama import models
 from jaxinfer.server.ollama.schema import (
@@ -46,12 +46,12 @@ class Operation(NamedTuple):
     events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
     named_events: bool = False  # their names are the types of the data; no [DONE] follows
     has_lines: bool = False  # a stream has lines of ``response``, and is the default
-    error: type[msgspec.Struct] = ErrorBody
+    error: type[msgspec.Struct] = ErrorBody  # in OPERATIONS: that of the path
     query: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # parameters with their schemas
     errors: tuple[int, ...] = ()  # besides those of all such operations
 
 
-OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+_OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
     {
         ("POST", "/v1/completions"): Operation(
             "createCompletion",
@@ -101,14 +101,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             MessagesRequest,
             answers.EVENTS,
             named_events=True,
-            error=AnthropicErrorBody,
         ),
         ("POST", "/v1/messages/count_tokens"): Operation(
             "countTokens",
             "Tokens of the prompt that /v1/messages would make of the same fields.",
             answers.TokenCount,
             CountTokensRequest,
-            error=AnthropicErrorBody,
         ),
         ("POST", "/v1/responses"): Operation(
             "createResponse",
@@ -178,26 +176,22 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "ollamaVersion",
             "The version of ollama whose API /api is.",
             models.OllamaVersion,
-            error=OllamaErrorBody,
         ),
         ("GET", "/api/tags"): Operation(
             "ollamaTags",
             "The names under which the model is served, in ollama's form.",
             models.OllamaModels,
-            error=OllamaErrorBody,
         ),
         ("GET", "/api/ps"): Operation(
             "ollamaPs",
             "The same, with the memory of the model.",
             models.OllamaRunningModels,
-            error=OllamaErrorBody,
         ),
         ("POST", "/api/show"): Operation(
             "ollamaShow",
             "What the model is made of, and what it can do.",
             models.OllamaModelInfo,
             OllamaShowRequest,
-            error=OllamaErrorBody,
         ),
         ("POST", "/api/chat"): Operation(
             "ollamaChat",
@@ -205,7 +199,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             ollama.OllamaChatAnswer,
             OllamaChatRequest,
             has_lines=True,
-            error=OllamaErrorBody,
             errors=(429,),
         ),
         ("POST", "/api/generate"): Operation(
@@ -214,7 +207,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             ollama.OllamaGenerateAnswer,
             OllamaGenerateRequest,
             has_lines=True,
-            error=OllamaErrorBody,
             errors=(429,),
         ),
         ("POST", "/api/embed"): Operation(
@@ -222,7 +214,6 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "A vector of each text, in ollama's form; needs a model for embeddings.",
             ollama.OllamaEmbeddings,
             OllamaEmbedRequest,
-            error=OllamaErrorBody,
             errors=(429,),
         ),
         ("POST", "/api/embeddings"): Operation(
@@ -230,8 +221,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "The vector of one text, in ollama's older form.",
             ollama.OllamaEmbedding,
             OllamaEmbeddingsRequest,
-            error=OllamaErrorBody,
             errors=(429,),
         ),
     }
+)
+OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+    {key: one._replace(error=error_body(key[1])) for key, one in _OPERATIONS.items()}
 )

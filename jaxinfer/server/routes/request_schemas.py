@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.structured import MAX_REGEX_BYTES
-from jaxinfer.server.ollama.schema import OllamaChatRequest
+from jaxinfer.server.ollama.schema import OllamaChatRequest, OllamaShowRequest
 from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (
     ENCODINGS,
@@ -38,14 +38,20 @@ def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequenc
     if request is CompletionRequest:
         properties["prompt"]["anyOf"] = _prompt_forms()
     if request is TokenizeRequest:
-        schema["oneOf"] = [_exactly_one("prompt", "messages"), _exactly_one("messages", "prompt")]
+        schema["oneOf"] = [
+            _given("prompt", absent=["messages"]),
+            _given("messages", absent=["prompt"]),
+        ]
     if issubclass(request, EmbeddingRequest):
         properties["input"]["anyOf"] = _prompt_forms()
         properties["encoding_format"]["enum"] = list(ENCODINGS)
     if request is PoolingRequest:
         properties["task"]["enum"] = list(POOLING_TASKS)
     if request is ScoreRequest:
-        schema["oneOf"] = [_pair("text_1", "text_2"), _pair("queries", "documents")]
+        schema["oneOf"] = [
+            _given("text_1", "text_2", absent=["documents", "queries"]),
+            _given("queries", "documents", absent=["text_1", "text_2"]),
+        ]
     if request is RerankRequest:
         text = object_schema({"text": {"type": "string"}}, "text")
         properties["documents"]["items"] = {"anyOf": [{"type": "string"}, text]}
@@ -61,6 +67,8 @@ def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequenc
     if request is OllamaChatRequest:
         properties["tools"]["anyOf"][0]["items"] = _tool()
         properties["tools"]["anyOf"][0]["maxItems"] = MAX_TOOLS
+    if request is OllamaShowRequest:
+        schema["anyOf"] = [_given("model"), _given("name")]
     if is_chat and "tool_choice" in properties:
         properties["tool_choice"]["anyOf"] = _tool_choices()
     if request is ResponsesRequest:
@@ -79,20 +87,11 @@ def complete(schema: dict[str, Any], request: type[RequestPart], models: Sequenc
         properties[name] = {"description": "Accepted, without an effect."}
 
 
-def _exactly_one(given: str, absent: str) -> dict[str, Any]:
-    """Schema: exactly one of two fields."""
-    forms = {given: {"not": {"type": "null"}}, absent: {"type": "null"}}
-    return {"required": [given], "properties": forms}
-
-
-def _pair(queries: str, documents: str) -> dict[str, Any]:
-    """Schema: these two fields of ``ScoreRequest``, and not the others."""
-    others = {"text_1", "text_2", "queries", "documents"} - {queries, documents}
-    forms = {name: {"not": {"type": "null"}} for name in (queries, documents)}
-    return {
-        "required": [queries, documents],
-        "properties": forms | {name: {"type": "null"} for name in sorted(others)},
-    }
+def _given(*names: str, absent: Sequence[str] = ()) -> dict[str, Any]:
+    """Schema: these fields are there, and the others are not."""
+    forms: dict[str, Any] = {name: {"not": {"type": "null"}} for name in names}
+    forms |= {name: {"type": "null"} for name in absent}
+    return {"required": list(names), "properties": forms}
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
