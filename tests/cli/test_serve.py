@@ -436,7 +436,7 @@ def test_a_server_from_start_to_end(server: Running) -> None:
     codes: list[int] = []
     for _ in range(600):
         try:
-            codes.append(httpx.get(f"{url}/ready").status_code)
+            codes.append(httpx.get(f"{url}/ready", timeout=30).status_code)
         except httpx.ConnectError:
             codes.append(0)
         if codes[-1] == 200:
@@ -445,7 +445,7 @@ def test_a_server_from_start_to_end(server: Running) -> None:
     assert codes[-1] == 200
     assert 503 in codes  # it listens before the model is loaded
     request = {"prompt": "ab", "max_tokens": 3, "temperature": 0}
-    assert httpx.post(f"{url}/v1/completions", json=request).status_code == 401
+    assert httpx.post(f"{url}/v1/completions", json=request, timeout=30).status_code == 401
     headers = {"Authorization": "Bearer hidden"}
     answer = httpx.post(f"{url}/v1/completions", json=request, headers=headers, timeout=30)
     assert answer.json()["usage"]["completion_tokens"] == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.async_llm import AsyncLLM
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from kit.engines import run, tiny_engine, tokens
+from kit.server_process import wait_until
 
 PROMPTS = [[5 + i, 9, 12 + i] for i in range(10)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -78,9 +79,7 @@ def test_closing_or_cancelling_a_generator_aborts_its_request() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         expected = await answer(llm, PROMPTS[0])
-        for _ in range(200):
-            if not llm.engine.has_work:
-                break
+        while llm.engine.has_work:
             await asyncio.sleep(0.01)
         loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
         assert loop.state.pages.num_free == llm.engine.limits.num_usable_pages
@@ -118,10 +117,7 @@ def test_a_loop_that_closes_without_shutdown_prints_no_traceback(
         return llm
 
     llm = asyncio.run(main())
-    for _ in range(500):
-        if not llm.engine.has_work:
-            break
-        time.sleep(0.01)
+    wait_until(lambda: not llm.engine.has_work, "the request ends")
     assert llm.alive
     assert "Traceback" not in capfd.readouterr().err
 
@@ -166,15 +162,22 @@ def test_shutdown_ends_open_streams() -> None:
 
 def test_a_broken_engine_fails_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(llm: AsyncLLM) -> None:
+        iterating, both_are_sent = threading.Event(), threading.Event()
+
         def broken(events: object) -> None:
-            time.sleep(0.2)  # long enough for the second request to wait in the inbox
+            iterating.set()
+            both_are_sent.wait(30)
             raise ValueError("scheduler bug")
 
         loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
         monkeypatch.setattr(loop, "iterate", broken)
         first = asyncio.create_task(answer(llm, [1, 2]))
-        await asyncio.sleep(0.05)
+        while not iterating.is_set():
+            await asyncio.sleep(0.001)
         second = asyncio.create_task(answer(llm, [1, 2]))
+        while llm._thread._inbox.empty():
+            await asyncio.sleep(0.001)
+        both_are_sent.set()
         for task in (first, second):
             with pytest.raises(EngineError, match="the engine stopped: scheduler bug"):
                 await task

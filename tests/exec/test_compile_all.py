@@ -79,7 +79,7 @@ def record_compilations(events: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def wait_for(events: list[str], *expected: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not {*expected} <= {*events}:
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -57,6 +57,14 @@ class Serving:
         """Open connections."""
         return len(self.listener.server_state.connections)
 
+    def num_tasks(self) -> int:
+        """Tasks of the server's loop that have not ended."""
+
+        async def count() -> int:
+            return len(asyncio.all_tasks())
+
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(SECONDS)
+
     @property
     def buffered(self) -> BufferedBytes:
         """The count of bytes that no handler has read."""

@@ -21,10 +21,12 @@ from jaxinfer.engine.link.spawn import spawn
 from jaxinfer.engine.start.start import start_engine
 from jaxinfer.models.registry import build_model
 from jaxinfer.server.routes.app import ADMIN_ROUTES
+from kit.brake import Brake
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engine_process import answer, talk
 from kit.engines import tiny_engine
 from kit.server import Serving, serving
+from kit.server_process import wait_until
 
 ADMIN = {"Authorization": "Bearer admin-secret"}
 USER = {"Authorization": "Bearer user-secret"}
@@ -168,16 +170,26 @@ def test_an_aborting_pause_ends_open_requests(server: Serving) -> None:
         ends.append(post(server, "/v1/completions", USER, json=body).json())
 
     threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    while not server.engine.stats().num_running:
-        time.sleep(0.001)
+    start_and_stop_midway(server, threads)
     assert post(server, "/pause", json={"mode": "abort"}).status_code == 200
     post(server, "/resume")
     for thread in threads:
         thread.join(30)
     reasons = [choice["finish_reason"] for end in ends for choice in end["choices"]]
     assert len(reasons) == 16 and "abort" in reasons
+
+
+def start_and_stop_midway(server: Serving, threads: list[threading.Thread]) -> None:
+    """Let each thread send a request; the engine is stopped in them until the next command."""
+    client = server.service.client
+    link: Any = client._link
+    brake = Brake(server.engine, link)
+    brake.close()
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: client.num_open == len(threads), "all requests are open")
+    wait_until(lambda: server.engine.stats().num_running > 0, "one runs")
+    brake.arm()
 
 
 def get(server: Serving, path: str) -> Any:
@@ -197,10 +209,7 @@ def test_requests_go_on_with_new_weights(server: Serving, folders: dict[str, Pat
     threads = [
         threading.Thread(target=lambda: answers.append(tokens(server, 20))) for _ in range(2)
     ]
-    for thread in threads:
-        thread.start()
-    while not server.engine.stats().num_running:
-        time.sleep(0.001)
+    start_and_stop_midway(server, threads)
     assert post(server, "/pause?mode=keep").status_code == 200
     assert get(server, "/is_paused") == {"is_paused": True}
     for name in ("second", "first"):

@@ -34,13 +34,6 @@ LONG = {"prompt": "hello", "max_tokens": 1500}
 type Watched = tuple[Serving, WatchedExecutor]
 
 
-def num_tasks(server: Serving) -> int:
-    async def count() -> int:
-        return len(asyncio.all_tasks())
-
-    return asyncio.run_coroutine_threadsafe(count(), server.loop).result(10)
-
-
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -65,7 +58,7 @@ def test_500_clients_disconnect() -> None:
     engine, _ = watched_engine(32)
     with serving(engine) as server:
         assert post(server.port, ROUTE, **GREEDY).status == 200
-        tasks, files = num_tasks(server), num_files()
+        tasks, files = server.num_tasks(), num_files()
         for _ in range(2):
             clients = [
                 RawClient(server.port).post(ROUTE, **LONG, stream=number % 5 != 0)
@@ -77,7 +70,7 @@ def test_500_clients_disconnect() -> None:
                 client.disconnect()
         wait_until(lambda: is_idle(server), f"idle: {server.engine.stats()}")
         assert server.service.client.num_queued(32) == 0  # every slot is known to be free
-        wait_until(lambda: num_tasks(server) <= tasks, "tasks have ended")
+        wait_until(lambda: server.num_tasks() <= tasks, "tasks have ended")
         wait_until(lambda: num_files() <= files, "sockets are closed")
         assert post(server.port, ROUTE, **GREEDY).json["usage"]["completion_tokens"] == 8
 
@@ -112,13 +105,13 @@ def test_a_disconnected_client_is_in_no_step_after_the_next(
 @pytest.mark.parametrize("delay", [0.0, 0.002], ids=["before", "midway"])
 def test_disconnecting_at_any_point_of_a_request(watched: Watched, delay: float) -> None:
     server, _ = watched
-    tasks = num_tasks(server)
+    tasks = server.num_tasks()
     head = f"POST {ROUTE} HTTP/1.1\r\ncontent-length: 50\r\ncontent-type: application/json\r\n"
     for end in (10, len(head), len(head) + 2, len(head) + 20):
         client = RawClient(server.port).send(f"{head}\r\n{'{'.ljust(40)}".encode()[:end])
         time.sleep(delay)
         client.disconnect()
-    wait_until(lambda: num_tasks(server) <= tasks and is_idle(server), "nothing is left")
+    wait_until(lambda: server.num_tasks() <= tasks and is_idle(server), "nothing is left")
     assert post(server.port, ROUTE, **GREEDY).status == 200
 
 
@@ -153,11 +146,10 @@ def test_200_clients_that_read_one_byte_a_second() -> None:
                 for client in slow:
                     client.read_byte()
                 time.sleep(1)
-            assert server.service.client.num_open > 190  # with readers that are at the first line
-            start = time.monotonic()
             quick = post(server.port, ROUTE, **fields).events
-            # it does not wait for the others
-            assert len(quick) > 75 and time.monotonic() - start < 5
+            assert quick[-1]["choices"][0]["finish_reason"] == "length"
+            # it has not waited for the others, whose readers are still at the first line
+            assert server.service.client.num_open > 190
             # their slots are free nevertheless
             with ThreadPoolExecutor(8) as pool:
                 asked = [pool.submit(post, server.port, ROUTE, **GREEDY) for _ in range(8)]

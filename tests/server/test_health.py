@@ -20,10 +20,9 @@ STEP = 0.25  # seconds
 ADMIN = "authorization: Bearer admin"
 
 
-def health(port: int) -> tuple[int, float]:
-    """The status, and the seconds until it came."""
-    start = time.monotonic()
-    return get(port, "/health").status, time.monotonic() - start
+def health(port: int) -> int:
+    """The status."""
+    return get(port, "/health").status
 
 
 def stalled_seconds(server: Serving) -> float:
@@ -35,43 +34,40 @@ def stalled_seconds(server: Serving) -> float:
 def test_long_prompts_one_after_another_are_healthy() -> None:
     """A step takes longer than the timeout, and the steps of a prompt much longer."""
     engine, executor = watched_engine(2, step_seconds=STEP, chunk=32)
-    with serving(engine, health_timeout=0.1) as server, RawClient(server.port) as client:
+    with serving(engine, health_timeout=0.8 * STEP) as server, RawClient(server.port) as client:
         client.post(ROUTE, prompt=[[n] * 96 for n in range(3)], max_tokens=1)
-        wait_until(lambda: len(executor.plans) > 1, "a step runs")
-        found = [health(server.port)]
-        while not client.has_reply:
-            found.append(health(server.port))
-            time.sleep(0.02)
+        for number in range(1, 9):
+            wait_until(lambda number=number: len(executor.plans) > number, "a step runs")
+            assert health(server.port) == 200
         assert client.reply().status == 200
-    assert {status for status, _ in found} == {200} and len(found) > 10
-    assert max(seconds for _, seconds in found) < STEP, "it waits for no step"
-    assert len(executor.plans) >= 9
 
 
 def test_an_idle_or_paused_engine_is_healthy() -> None:
     with serving(watched_engine(2)[0], health_timeout=0.05, admin_api_key=("admin",)) as server:
         assert post(server.port, ROUTE, prompt="a", max_tokens=4).status == 200
         time.sleep(0.2)
-        assert health(server.port)[0] == 200 and stalled_seconds(server) == 0
+        assert health(server.port) == 200 and stalled_seconds(server) == 0
         with RawClient(server.port) as admin, RawClient(server.port) as held:
             assert admin.post_body("/pause", b"", ADMIN).reply().status == 200
             held.post(ROUTE, prompt="a", max_tokens=4)
             wait_until(lambda: server.service.client.num_open == 1, "it waits")
             time.sleep(0.2)
-            assert health(server.port)[0] == 200 and stalled_seconds(server) == 0
+            assert health(server.port) == 200 and stalled_seconds(server) == 0
             assert not held.has_reply
 
 
 def test_the_first_step_may_take_time_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_client, "FIRST_TOKEN_SECONDS", 0.002)  # 3 steps of 68 tokens: 0.4 s
+    monkeypatch.setattr(link_client, "FIRST_TOKEN_SECONDS", 1.0)
     engine, executor = watched_engine(4)
     with serving(engine, health_timeout=0.0) as server, RawClient(server.port) as client:
         with executor.held():
             start = time.monotonic()
             client.post(ROUTE, prompt="a", max_tokens=4)
             wait_until(lambda: bool(executor.plans), "it runs")
-            assert health(server.port)[0] == 200
-            wait_until(lambda: health(server.port)[0] == 503, "it has taken too long")
+            assert health(server.port) == 200  # which waits for no step
+            # 3 steps of 68 tokens: 0.4 s
+            monkeypatch.setattr(link_client, "FIRST_TOKEN_SECONDS", 0.002)
+            wait_until(lambda: health(server.port) == 503, "it has taken too long")
             assert time.monotonic() - start > 0.4
         assert client.reply().status == 200
 
@@ -79,7 +75,7 @@ def test_the_first_step_may_take_time_for_each_token(monkeypatch: pytest.MonkeyP
 def test_a_ping_is_answered_while_a_step_runs() -> None:
     engine, executor = watched_engine(2)
 
-    async def main() -> tuple[float, float]:
+    async def main() -> float:
         thread = EngineThread(engine)
         client = EngineClient(thread)
         with executor.held():
@@ -87,13 +83,12 @@ def test_a_ping_is_answered_while_a_step_runs() -> None:
             while not executor.plans:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            stalled = await client.stalled_seconds(0.05)
+            stalled = await client.stalled_seconds(20)
         stream.close()
-        await asyncio.sleep(0.05)
-        idle = await client.stalled_seconds(0.05)
+        while await client.stalled_seconds(20):  # until it is idle
+            await asyncio.sleep(0.01)
         await client.shutdown()
         assert await client.stalled_seconds() == float("inf")
-        return stalled, idle
+        return stalled
 
-    stalled, idle = asyncio.run(main())
-    assert stalled >= 0.1 and idle == 0.0
+    assert 0.1 <= asyncio.run(asyncio.wait_for(main(), 60)) < 20

@@ -68,9 +68,9 @@ NAN_DEEP = b'{"x":' + b"[" * 900 + b"0," * 30_000 + b"NaN" + b"]" * 900 + b"}"
 )
 def test_bounded_time(body):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    began = time.perf_counter()
+    began = time.process_time()
     refusal(raw)
-    assert time.perf_counter() - began < 3  # under 0.4 s on an idle machine
+    assert time.process_time() - began < 3  # under 0.4 s on an idle machine
 
 
 # fields

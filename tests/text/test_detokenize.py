@@ -219,19 +219,19 @@ def test_a_context_has_the_effect_of_pushing_it(name: str, data: st.DataObject) 
 def test_long_prompts_take_no_time(name: str) -> None:
     tokenizer = tokenizer_of(name)
     prompt = tokenizer.encode("hello there") * 100_000
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100):
         tokenizer.detokenizer(prompt)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_many_tokens_take_linear_time() -> None:
     """Also of bytes that never become characters, for which a window of tokens would grow."""
     detokenizer = tokenizer_of("tiny").detokenizer()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(100_000):
         detokenizer.push([0x80])
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def find(stop: tuple[str, ...], include: bool, parts: list[str]) -> tuple[str, str | None]:
@@ -322,11 +322,11 @@ def test_all_short_stop_strings(include: bool) -> None:
 
 
 def test_ten_thousand_stop_strings() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     stops = StopStrings(tuple(f"{'a' * 40}{n}" for n in range(10_000)), False)
     shown = "".join(stops.push("aaab")[0] for _ in range(10_000))
     assert shown == "aaab" * 10_000
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_empty_stop_string_is_refused() -> None:
