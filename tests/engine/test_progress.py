@@ -33,6 +33,11 @@ def ended(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
+def without_times(text: str) -> str:
+    """The text with a star for each number of seconds."""
+    return re.sub(r"\b\d+\.\d s\b", "* s", text)
+
+
 def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
     stream = io.StringIO()
     progress = progress_on(stream)
@@ -47,7 +52,7 @@ def test_a_pipe_gets_one_line_for_each_finished_task() -> None:
         pass
     with pytest.raises(ValueError), progress.task("fail", 3):
         raise ValueError
-    assert stream.getvalue() == "load: 2.5 MB in 0.0 s\ncompile: 0.0 s\n"
+    assert without_times(stream.getvalue()) == "load: 2.5 MB in * s\ncompile: * s\n"
 
 
 def test_nothing_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +105,10 @@ def test_progress_in_a_log(level: str, caplog: pytest.LogCaptureFixture) -> None
     progress.detail("two\nlines")
     with progress.task("load", 1):
         pass
-    texts = [(record.levelname, vars(record)["text"]) for record in caplog.records]
+    records = caplog.records
+    texts = [(record.levelname, without_times(vars(record)["text"])) for record in records]
     details = [("DEBUG", "two"), ("DEBUG", "lines")] if level == "debug" else []
-    assert texts == [*details, ("INFO", "load: 0.0 s")]
+    assert texts == [*details, ("INFO", "load: * s")]
 
 
 def test_a_terminal_gets_bars_while_tasks_run() -> None:

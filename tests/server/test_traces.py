@@ -233,10 +233,11 @@ def test_grpc_and_a_failed_request() -> None:
         error=EngineError("the step failed"),
     )
     traces.record(answer, "m")  # type: ignore[arg-type]
+    longest = time.monotonic() - answer.received
     traces.close()
     server.stop(None)
     span = service.collector.one("failed")
-    assert span.seconds == pytest.approx(2, abs=0.5)
+    assert 1.99 < span.seconds < longest + 0.01
     assert (span.status.code, span.status.message) == (2, "the step failed")  # 2: ERROR
     assert span.attributes["error.type"] == "EngineError"
     assert span.attributes["gen_ai.operation.name"] == "chat"
