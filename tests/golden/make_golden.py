@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, of mixtures and the names
-that end in _rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, of mixtures of experts
+and the names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
