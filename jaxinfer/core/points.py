@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -72,12 +73,12 @@ def canonical(name: str) -> str:
     return f"layers.{layer}.{_ALIASES.get(point, point)}"
 
 
-def names_of(given: Iterable[str] | str) -> tuple[str, ...]:
+def names_of(given: Iterable[Any] | str) -> tuple[str, ...]:
     """Names that are given as a sequence, or as one text.
 
     Raises ``ArgumentError`` for something that is not a name.
     """
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given)
     for name in names:
         if not isinstance(name, str):
             raise ArgumentError(

@@ -226,7 +226,7 @@ def write_gguf(
                 writer.add_tensor(gguf_name, rows, raw_dtype=stored)
                 continue
             _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
-    for gguf_name, tensor in (rope_factors(config) | (extra or {})).items():
+    for gguf_name, tensor in {**rope_factors(config), **(extra or {})}.items():
         _add_tensor(writer, gguf_name, tensor, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
