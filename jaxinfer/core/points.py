@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
+
+from jaxinfer.core.checks import short
+from jaxinfer.core.errors import ArgumentError
 
 _ALIASES = MappingProxyType(
     {
@@ -69,9 +73,18 @@ def canonical(name: str) -> str:
     return f"layers.{layer}.{_ALIASES.get(point, point)}"
 
 
-def names_of(given: Iterable[str] | str) -> tuple[str, ...]:
-    """Names that are given as a sequence, or as one text."""
-    return (given,) if isinstance(given, str) else tuple(given)
+def names_of(given: Iterable[Any] | str) -> tuple[str, ...]:
+    """Names that are given as a sequence, or as one text.
+
+    Raises ``ArgumentError`` for something that is not a name.
+    """
+    names: tuple[Any, ...] = (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"a point is named by a text, such as 'layers.0.pattern', got {short(name)}"
+            )
+    return names
 
 
 def is_pattern(name: str) -> bool:
@@ -118,5 +131,12 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known points whose names are most like ``name``, as words for a message."""
-    return ", ".join(get_close_matches(name, list(known), _MOST_NAMED, 0.0))
+    """The known points whose names are most like ``name``, as words for a message.
+
+    A name in TransformerLens's form is compared with its names of the points.
+    """
+    spelt = {one: one for one in known}
+    if "hook_" in name:
+        spelt = {theirs(one): one for one in spelt}
+        name = theirs(name) if name.startswith("layers.") else name
+    return ", ".join(spelt[one] for one in get_close_matches(name, spelt, _MOST_NAMED, 0.0))

@@ -231,7 +231,8 @@ def forward(
     points = Points(taps, edit)
     hidden, _ = hidden_states(model, params, token_ids, dense_context(token_ids.shape[0], points))
     if missing := points.missing():
-        raise KeyError(unknown(missing[0], _points_of(model, params, token_ids)))
+        given = next(name for name in (*taps, *edit) if canonical(name) == missing[0])
+        raise KeyError(unknown(given, _points_of(model, params, token_ids)))
     logits = unembed(model, params, hidden)
     return (logits, points.found(taps)) if taps else logits
 

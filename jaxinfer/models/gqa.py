@@ -6,6 +6,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_NORM_TENSORS = MappingProxyType({"rms": ("weight",), "layer": ("weight", "bias")})
 # The parameters of a mixture of experts, of (path, start of tensor names, config, width).
 type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
 
@@ -88,6 +90,7 @@ def gqa_config(
     partial_rotary: float | None = None,
     activation: str | None = None,
     norms: Literal["before", "after", "both"] = "before",
+    norm: Literal["rms", "layer"] = "rms",
     tied: bool = False,
     sinks: bool = False,
     ffns: Sequence[FeedForwardSpec] | None = None,
@@ -139,8 +142,8 @@ def gqa_config(
         hidden_size=hidden_size,
         layers=tuple(LayerSpec(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns, strict=True)),
         lengths=rope.lengths(hf.positive_int(config, "max_position_embeddings")),
-        norm="rms",
-        norm_eps=hf.positive_float(config, "rms_norm_eps"),
+        norm=norm,
+        norm_eps=hf.positive_float(config, "rms_norm_eps" if norm == "rms" else "layer_norm_eps"),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", tied),
         dtype=dtype,
         **more,
@@ -221,10 +224,14 @@ def gqa_param_specs(
 def outer_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> list[ParamSpec]:
     """The parameters outside the layers: embedding, final norm, and an untied head."""
     v, d = config.vocab_size, config.hidden_size
-    embed, final = Source("model.embed_tokens.weight", (v, d)), Source("model.norm.weight", (d,))
+    embed = Source("model.embed_tokens.weight", (v, d))
+    final = tuple(Source(f"model.norm.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
+    array = ArraySpec((d,), (None,), config.norm_dtype)
+    if len(final) > 1:
+        array = ArraySpec((len(final), d), (None, None), config.norm_dtype)
     specs = [
         ParamSpec("embed", ArraySpec((v, d), ("vocab", None)), (embed,), as_is, matrix="rows"),
-        ParamSpec("final_norm", ArraySpec((d,), (None,), config.norm_dtype), (final,), norms.one),
+        ParamSpec("final_norm", array, final, norms.one if len(final) == 1 else norms.several),
     ]
     if not config.tie_word_embeddings:
         head = Source("lm_head.weight", (v, d))
@@ -312,21 +319,22 @@ def _layer_specs(
     yield from weights
 
     def stacked(
-        name: str, tensors: tuple[str, ...], width: int, order: RotaryRows | None = None
+        name: str, tensors: Iterable[str], width: int, order: RotaryRows | None = None
     ) -> ParamSpec:
-        sources = (Source(f"{source}{tensor}.weight", (width,), rows=order) for tensor in tensors)
-        sources = tuple(sources)
-        array = ArraySpec((len(tensors), width), (None, None), config.norm_dtype)
+        sources = tuple(Source(f"{source}{tensor}", (width,), rows=order) for tensor in tensors)
+        array = ArraySpec((len(sources), width), (None, None), config.norm_dtype)
         return ParamSpec(path + name, array, sources, norms.several)
 
-    yield stacked("norms", norms.names, d)
+    kinds = _NORM_TENSORS[config.norm]
+    yield stacked("norms", (f"{name}.{kind}" for name in norms.names for kind in kinds), d)
     yield from biases
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm == "head":
-        yield stacked("qk_norms", _QK_NORMS, mixer.head_dim, rows(1))
+        names = (f"{name}.weight" for name in _QK_NORMS)
+        yield stacked("qk_norms", names, mixer.head_dim, rows(1))
     elif mixer.qk_norm == "all_heads":
         array = ArraySpec((q + kv,), (Fused("heads", (q, kv)),), config.norm_dtype)
         heads = zip(_QK_NORMS, (mixer.num_heads, mixer.num_kv_heads), strict=True)

@@ -45,6 +45,17 @@ def test_a_short_repr(m: LanguageModel, folder: Path) -> None:
     assert repr(m.W_Q) == "W_Q: float32[2, 4, 64, 16], a view by layer"
 
 
+def test_names_of_other_libraries_get_the_equivalent(m: LanguageModel) -> None:
+    for name, here in (("run_with_cache", r"m\.forward\(tokens, taps="), ("cfg", r"m\.config")):
+        with pytest.raises(
+            AttributeError, match=f"LanguageModel has no '{name}'; here it is .*{here}"
+        ):
+            getattr(m, name)
+    assert not hasattr(m, "nothing") and dataclasses.replace(m).reference == m.reference
+    with pytest.raises(ArgumentError, match="generate has no argument 'max_new_tokens'; sampling"):
+        m.generate(PROMPT, max_new_tokens=4)
+
+
 def test_a_text_is_encoded_as_the_tokenizer_does(m: LanguageModel) -> None:
     texts = ["Hello there, you", "Yes"]
     ids = [m.tokenizer.encode(text) for text in texts]

@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, phi3, glm4, of mixtures of experts and the names
-that end in _rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, of mixtures of experts
+and the names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -29,6 +29,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4Config,
+    GlmConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -40,6 +41,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -154,6 +156,11 @@ def cases() -> dict[str, PreTrainedConfig]:
             rope_parameters=PHI3_ROPE,
             tie_word_embeddings=True,
             pad_token_id=None,
+        ),
+        "glm": GlmConfig(**SIZES, head_dim=16, pad_token_id=None),
+        "stablelm": StableLmConfig(**SIZES, use_qkv_bias=True),  # a quarter of each head rotates
+        "stablelm_tied": StableLmConfig(
+            **SIZES, rope_parameters=GLM4_ROPE, layer_norm_eps=1e-3, tie_word_embeddings=True
         ),
         "glm4": Glm4Config(**SIZES, head_dim=16, pad_token_id=None),
         "glm4_plain": Glm4Config(

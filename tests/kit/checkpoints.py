@@ -23,7 +23,13 @@ from safetensors.numpy import save_file
 
 from jaxinfer.models.base import Model
 from jaxinfer.models.params import by_path
-from kit.gguf_layouts import ARCHITECTURES, converted, write_experts_config, write_heads_config
+from kit.gguf_layouts import (
+    ARCHITECTURES,
+    converted,
+    rope_factors,
+    write_experts_config,
+    write_heads_config,
+)
 
 type Tensors = dict[str, np.ndarray]
 type HFConfig = dict[str, Any]
@@ -79,6 +85,27 @@ def tiny_olmo2_config(**changes: Any) -> HFConfig:
     return tiny_llama_config(
         architectures=["Olmo2ForCausalLM"], model_type="olmo2", tie_word_embeddings=False
     ) | (changes)
+
+
+def tiny_phi3_config(**changes: Any) -> HFConfig:
+    """The same sizes, with heads that rotate in three quarters by LongRoPE, as in Phi-4-mini."""
+    names = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    scaling = {
+        "rope_type": "longrope",
+        "long_factor": [1.0, 1.5, 2.25, 4.0, 8.0, 16.5],
+        "short_factor": [1.0, 1.0, 1.125, 1.25, 1.5, 2.0],
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.1547005,  # the root of 1 + ln(256 / 64) / ln(64)
+    }
+    rope = {"partial_rotary_factor": 0.75, "rope_scaling": scaling, "sliding_window": None}
+    return tiny_llama_config() | names | rope | changes
+
+
+def tiny_glm4_config(**changes: Any) -> HFConfig:
+    """The same sizes with norms before and after blocks; half of each head rotates, by pairs."""
+    names = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
+    more = {"partial_rotary_factor": 0.5, "attention_bias": True, "tie_word_embeddings": False}
+    return tiny_llama_config() | names | more | changes
 
 
 def tiny_gpt2_config(**changes: Any) -> HFConfig:
@@ -199,7 +226,7 @@ def write_gguf(
                 writer.add_tensor(gguf_name, rows, raw_dtype=stored)
                 continue
             _add_tensor(writer, gguf_name, _as_llama_cpp(arch, name, tensor, config), kind)
-    for gguf_name, tensor in (extra or {}).items():
+    for gguf_name, tensor in {**rope_factors(config), **(extra or {})}.items():
         _add_tensor(writer, gguf_name, tensor, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,11 +1,12 @@
-"""GGUF files of mixtures of experts and latent attention, as llama.cpp's converter writes them.
+"""GGUF files of several architectures, as llama.cpp's converter writes them.
 
-Source: ``conversion/deepseek.py``, ``conversion/gpt_oss.py`` and ``conversion/base.py`` of
-ggml-org/llama.cpp; the names of tensors are the ``gguf`` package's.
+Source: ``conversion/{deepseek,gpt_oss,phi,glm,base}.py`` of ggml-org/llama.cpp; the names of
+tensors are those of the ``gguf`` package.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "glm4": gguf.MODEL_ARCH.GLM4,
     "gpt2": gguf.MODEL_ARCH.GPT2,
 }
 
@@ -58,6 +61,16 @@ def _stack_of_gpt_oss(name: str, tensor: np.ndarray) -> Tensors:
         return
     for i, half in enumerate(("gate_proj", "up_proj")):
         yield f"{stem.replace('gate_up_proj', half)}.{kind}", outputs_second[:, i::2]
+
+
+def rope_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors with the factors of LongRoPE, by their names in the file."""
+    scaling = config.get("rope_scaling") or {}
+    return {
+        f"rope_factors_{kind}.weight": np.array(scaling[f"{kind}_factor"], np.float32)
+        for kind in ("long", "short")
+        if f"{kind}_factor" in scaling
+    }
 
 
 def write_experts_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -105,7 +118,20 @@ def write_heads_config(
         if not older:
             writer.add_key_length_mla(key_dim)
             writer.add_value_length_mla(value_dim)
+    if "partial_rotary_factor" in config:
+        rotated = int(config["partial_rotary_factor"] * config["head_dim"])
+        writer.add_rope_dimension_count(rotated)
+    if config["model_type"] == "phi3":  # 0 without a window
+        writer.add_sliding_window(config["sliding_window"] or 0)
     scaling = config.get("rope_scaling") or {}
+    if "long_factor" in scaling:
+        longest, original = (
+            config["max_position_embeddings"],
+            scaling["original_max_position_embeddings"],
+        )
+        writer.add_rope_scaling_orig_ctx_len(original)
+        log = math.log(longest / original) / math.log(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + log))
     if scaling.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])

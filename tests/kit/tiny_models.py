@@ -98,7 +98,15 @@ CONFIGS = MappingProxyType(
             "sliding_window": 7,
             "tie_word_embeddings": True,
         },
+        "glm": {**_DECODER, "architectures": ["GlmForCausalLM"], "head_dim": 16},
         "glm4": {**_DECODER, "architectures": ["Glm4ForCausalLM"], "head_dim": 16},
+        "stablelm": {
+            **{key: value for key, value in _DECODER.items() if key != "rms_norm_eps"},
+            "architectures": ["StableLmForCausalLM"],
+            "layer_norm_eps": 1e-5,
+            "use_qkv_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "qwen3_moe": {
             **_DECODER,
@@ -159,7 +167,7 @@ NAMES = tuple(CONFIGS)
 # lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
 # experts, deepseek_v2 has deepseek_v3's attention.
 # Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3.
-LIKE_OTHERS = ("mistral", "qwen2", "glm4", "mixtral", "deepseek_v2")
+LIKE_OTHERS = ("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2")
 OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3")
 
 

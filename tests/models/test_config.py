@@ -25,7 +25,7 @@ REQUIRED = [
             "num_hidden_layers",
             "num_attention_heads",
             "max_position_embeddings",
-            "rms_norm_eps",
+            "layer_norm_eps" if name == "stablelm" else "rms_norm_eps",
         )
     )
 ]
@@ -57,6 +57,8 @@ def test_a_missing_key_is_named(name: str, key: str) -> None:
         ("qwen3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "'partial_rotary_factor'"),
         ("qwen3", {"partial_rotary_factor": 0}, "'partial_rotary_factor' is 0"),
         ("qwen3", {"head_dim": 15}, "'head_dim' must be even"),
+        ("stablelm", {"use_parallel_residual": True}, "'use_parallel_residual' is True"),
+        ("stablelm", {"qk_layernorm": True}, "'qk_layernorm' is True"),
         ("phi3", {"attention_bias": True}, "'attention_bias' is True"),
         ("phi3", {"full_attn_mod": 2}, "'full_attn_mod' is 2"),
         ("phi3", {"partial_rotary_factor": 0.7}, "'partial_rotary_factor' is 0.7; it must be"),

@@ -262,3 +262,10 @@ def test_wrong_points_and_edits() -> None:
         forward(model, params, IDS, edit={"layers.0.z": lambda z: z[:1]})
     with pytest.raises(ValueError, match=r"must return \(9, 32\), not NoneType"):
         forward(model, params, IDS, edit={"embed": lambda x: None})  # type: ignore[arg-type,return-value]
+    wrong: list[tuple[Any, str]] = [
+        ("blocks.1.attn.hook_q", r"no point 'blocks.1.attn.hook_q'; the nearest are .*layers.1.q"),
+        (("pattern", 0), "a point is named by a text, such as 'layers.0.pattern', got 0"),
+    ]
+    for taps, message in wrong:
+        with pytest.raises((KeyError, ValueError), match=message):
+            forward(model, params, IDS, taps=taps)

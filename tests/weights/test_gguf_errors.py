@@ -20,6 +20,7 @@ from kit.checkpoints import (
     Tensors,
     random_hf_tensors,
     tiny_llama_config,
+    tiny_phi3_config,
     tiny_qwen2_config,
     write_gguf,
 )
@@ -171,6 +172,39 @@ def test_gguf_with_unsupported_rope_factors(tmp_path: Path, tensors: Tensors) ->
     extra = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, extra=extra)
     with pytest.raises(CheckpointError, match="does not follow Llama 3's rope scaling"):
+        resolve(path)
+
+
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "extra", "metadata", "message"),
+    [
+        ({}, {SHORT: 6}, {}, f"has the tensor {SHORT} but not {LONG}; download it again"),
+        ({}, {LONG: 6}, {}, f"has the tensor {LONG} but not {SHORT}; download it again"),
+        ({}, {LONG: 8, SHORT: 8}, {}, f"tensor {LONG} does not hold 6 positive numbers"),
+        ({}, {LONG: 6, SHORT: 6}, {"factor": 2.0}, "scaling.factor is supported only as 0 or 1"),
+        ({}, {LONG: 6, SHORT: 6}, {"type": "yarn", "factor": 2.0}, "scales rope twice, by the"),
+        (None, {}, {"type": "longrope"}, "scaling.type is supported as none, linear or yarn"),
+    ],
+)
+def test_gguf_with_wrong_factors_of_longrope(
+    tmp_path: Path,
+    scaling: dict[str, Any] | None,
+    extra: dict[str, int],
+    metadata: dict[str, Any],
+    message: str,
+) -> None:
+    config = tiny_phi3_config(rope_scaling=scaling)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        config,
+        random_hf_tensors(build_model(tiny_phi3_config(), "float32")),
+        extra={name: np.linspace(1, 9, size, dtype=np.float32) for name, size in extra.items()},
+        metadata={f"phi3.rope.scaling.{key}": value for key, value in metadata.items()},
+    )
+    with pytest.raises(CheckpointError, match=message):
         resolve(path)
 
 

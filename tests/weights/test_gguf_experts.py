@@ -140,7 +140,7 @@ def test_tensors_that_do_not_belong_together(
     else:
         tensors[tensor] = replace(tensors[tensor], shape=shape)
     with pytest.raises(CheckpointError, match=message):
-        GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, None))
+        GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, {}))
 
 
 def test_matrices_of_experts_are_limited_in_number(
@@ -152,7 +152,7 @@ def test_matrices_of_experts_are_limited_in_number(
     huge = replace(header.tensors[name], shape=(1_000_000, 64, 64))
     tensors = {**header.tensors, name: huge}
     with pytest.raises(CheckpointError, match="has at least 10000.. matrices of experts, and at"):
-        GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, None))
+        GGUFCheckpoint(replace(header, tensors=tensors), hf_config_from_gguf(header, {}))
     monkeypatch.setattr(gguf_checkpoint, "MAX_ALL_EXPERTS", 10)
     assert open_gguf(path).tensors
     monkeypatch.setattr(gguf_checkpoint, "MAX_ALL_EXPERTS", 9)

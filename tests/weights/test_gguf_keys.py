@@ -22,9 +22,11 @@ from jaxinfer.weights.gguf.header import GGUFHeader, read_header
 from jaxinfer.weights.load import load_params
 from kit.checkpoints import (
     random_hf_tensors,
+    tiny_glm4_config,
     tiny_gpt2_config,
     tiny_llama_config,
     tiny_olmo2_config,
+    tiny_phi3_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
     write_gguf,
@@ -37,6 +39,8 @@ CONFIGS = {
     "qwen2": tiny_qwen2_config(),
     "qwen3": tiny_qwen3_config(),
     "olmo2": tiny_olmo2_config(),
+    "phi3": tiny_phi3_config(rope_scaling=None),
+    "glm4": tiny_glm4_config(),
     "gpt2": tiny_gpt2_config(),
 }
 
@@ -57,7 +61,7 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFHeader]:
 def config_of(header: GGUFHeader, arch: str, **keys: Any) -> dict[str, Any]:
     """The config with more keys; a dot in a key is written as two underscores."""
     more = {f"{arch}.{key.replace('__', '.')}": value for key, value in keys.items()}
-    return hf_config_from_gguf(replace(header, metadata={**header.metadata, **more}), None)
+    return hf_config_from_gguf(replace(header, metadata={**header.metadata, **more}), {})
 
 
 YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
@@ -157,7 +161,7 @@ def test_gpt2_without_a_feed_forward_length(headers: dict[str, GGUFHeader]) -> N
     """The format's list of GPT-2's keys does not have it."""
     header = headers["gpt2"]
     metadata = {k: v for k, v in header.metadata.items() if k != "gpt2.feed_forward_length"}
-    assert hf_config_from_gguf(replace(header, metadata=metadata), None)["n_inner"] == 4 * 64
+    assert hf_config_from_gguf(replace(header, metadata=metadata), {})["n_inner"] == 4 * 64
 
 
 # Keys in files of these architectures, with values that change nothing.
@@ -207,7 +211,8 @@ def test_layout_of_metas_weights(headers: dict[str, GGUFHeader]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope.dimension_count", 8),
+        ("rope.dimension_count", 7),
+        ("rope.dimension_count", 18),
         ("rope.dimension_sections", [4, 4, 0, 0]),
         ("rope.freq_base_swa", 1e4),
         ("rope.freq_base", 0.0),
@@ -369,4 +374,4 @@ def test_another_quantisation(headers: dict[str, GGUFHeader]) -> None:
     header = headers["llama"]
     metadata = {**header.metadata, "general.quantization_version": 1}
     with pytest.raises(CheckpointError, match=r"general\.quantization_version is 1; only 2"):
-        hf_config_from_gguf(replace(header, metadata=metadata), None)
+        hf_config_from_gguf(replace(header, metadata=metadata), {})

@@ -26,9 +26,11 @@ from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import (
     built_arrays,
     random_hf_tensors,
+    tiny_glm4_config,
     tiny_gpt2_config,
     tiny_llama_config,
     tiny_olmo2_config,
+    tiny_phi3_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
     tiny_qwen3_moe_config,
@@ -42,6 +44,8 @@ CONFIGS = {
     "qwen2": tiny_qwen2_config(),
     "qwen3": tiny_qwen3_config(),
     "olmo2": tiny_olmo2_config(),
+    "phi3": tiny_phi3_config(),
+    "glm4": tiny_glm4_config(),
     "gpt2": tiny_gpt2_config(),
     "qwen3moe": tiny_qwen3_moe_config(),
 }

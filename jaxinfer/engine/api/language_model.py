@@ -38,6 +38,29 @@ if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer
 
 
+_OF_OTHERS = MappingProxyType(
+    {
+        "run_with_cache": 'logits, taps = m.forward(tokens, taps="all")',
+        "run_with_hooks": "m.forward(tokens, edit={point: function})",
+        "trace": "m.forward(tokens, taps=[point], edit={point: function})",
+        "add_hook": "the argument edit of m.forward and m.generate",
+        "hooks": "the argument edit of m.forward and m.generate",
+        "to_tokens": "m.tokenizer.encode(text)",
+        "to_string": "m.tokenizer.decode(ids)",
+        "to_str_tokens": "[m.tokenizer.decode(id) for id in ids]",
+        "cfg": "m.config, and m.model.hf_config for config.json",
+        "unembed": "m.logits(hidden)",
+        "ln_final": "m.logits(stream, final_norm=True), and the point final_norm",
+        "lm_head": "m.logits(hidden), and m.W_U",
+        "embed": "m.W_E, and the point embed",
+        "W_pos": 'm.params["positions"], of a model with learned positions',
+        "blocks": "the points layers.0.z and others, and m.W_Q[0]",
+        "layers": "the points layers.0.z and others, and m.W_Q[0]",
+        "transformer": "the points layers.0.z and others, and m.W_Q[0]",
+    }
+)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel(WeightViews):
     """A model with its weights, from ``jaxinfer.load`` or ``llm.model``. Immutable.
@@ -65,6 +88,13 @@ class LanguageModel(WeightViews):
         return "\n".join(
             [f"LanguageModel of {self.reference or 'weights'}", *described(self.model)]
         )
+
+    if not TYPE_CHECKING:  # a type checker should know attributes that do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            """An error with the equivalent of a name of TransformerLens or nnsight."""
+            here = f"; here it is {_OF_OTHERS[name]}" if name in _OF_OTHERS else ""
+            raise AttributeError(f"LanguageModel has no {name!r}{here}", name=name, obj=self)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -33,6 +33,7 @@ type Replan = Callable[[dict[str, Any]], EnginePlan]
 # what an engine is planned for: one prompt of a small context or of any, or several
 _SMALL, _ONE, _MANY = range(3)
 _END = 2**31 - 1  # beyond every position
+_OPTIONS = ("use_tqdm", "lora_request", "priority")  # further arguments of ``LLM.generate``
 
 
 @dataclass
@@ -81,6 +82,11 @@ class OwnEngines:
         **options: Any,
     ) -> list[RequestOutput]:
         """``LLM.generate`` with these weights, which ``LanguageModel.with_params`` may replace."""
+        for name in options.keys() - _OPTIONS:
+            raise ArgumentError(
+                f"generate has no argument {name!r}; sampling is that of a SamplingParams, such as "
+                f"SamplingParams(max_tokens=8), and options are {', '.join(_OPTIONS)}"
+            )
         parsed = parse_prompts(prompts, self._plan.tokenizer)
         edits = None
         if edit or positions is not None:

@@ -15,7 +15,7 @@ from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
 from jaxinfer.weights.gguf.keys import check_file_kind
-from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, Joined, map_name
+from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_TENSORS, Joined, map_name
 from jaxinfer.weights.gguf.stored import (
     ExpertStack,
     KeysAndValues,
@@ -36,17 +36,19 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
     """
     header = read_header(path)
     check_file_kind(header)
-    factors = header.tensors.get(ROPE_FACTORS)
-    rope_factors = None
-    if factors is not None:
-        check_type(path, ROPE_FACTORS, factors.type)
-        if factors.nbytes > 4 * MAX_HEAD_DIM:  # before it is read
-            raise CheckpointError(
-                f"{path}: its tensor {ROPE_FACTORS} has shape {factors.shape}, and holds more "
-                "numbers than a head; convert the model again"
-            )
-        rope_factors = read_tensor(path, factors)
-    return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
+    present = (name for name in ROPE_TENSORS if name in header.tensors)
+    factors = {name: _rope_factors(path, name, header.tensors[name]) for name in present}
+    return GGUFCheckpoint(header, hf_config_from_gguf(header, factors))
+
+
+def _rope_factors(path: Path, name: str, tensor: GGUFTensor) -> np.ndarray:  # float32[H / 2]
+    check_type(path, name, tensor.type)
+    if tensor.nbytes > 4 * MAX_HEAD_DIM:  # before it is read
+        raise CheckpointError(
+            f"{path}: its tensor {name} has shape {tensor.shape}, and holds more numbers than a "
+            "head; convert the model again"
+        )
+    return read_tensor(path, tensor)
 
 
 class GGUFCheckpoint:
@@ -67,7 +69,7 @@ class GGUFCheckpoint:
         parts: dict[tuple[str, Joined], dict[str, GGUFTensor]] = {}
         num_experts = 0
         for gguf_name, tensor in header.tensors.items():
-            if gguf_name == ROPE_FACTORS or is_left_out(gguf_name):  # ``open_gguf`` reads factors
+            if gguf_name in ROPE_TENSORS or is_left_out(gguf_name):  # ``open_gguf`` reads factors
                 continue
             name, stem, joined = map_name(table, gguf_name)
             check_type(header.path, gguf_name, tensor.type)

@@ -19,8 +19,7 @@ from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
-from jaxinfer.weights.gguf.names import ROPE_FACTORS
-from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, llama3_scaling, rope_scaling
+from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, rope_scaling, scaling_with_factors
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
 # llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
@@ -46,7 +45,7 @@ def known_architectures() -> tuple[str, ...]:
 
 def hf_config_from_gguf(
     header: GGUFHeader,
-    rope_factors: np.ndarray | None,  # float32[H / 2]: the tensor rope_freqs.weight
+    factors: Mapping[str, np.ndarray],  # float32[H / 2] each, by the names ``ROPE_TENSORS``
 ) -> dict[str, Any]:
     """The config.json of the model.
 
@@ -72,13 +71,8 @@ def hf_config_from_gguf(
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **{key: value for key, value in tokens.items() if value is not None},
     }
-    if rope_factors is not None:
-        if "rope_scaling" not in config:
-            raise CheckpointError(
-                f"{header.path} has the tensor {ROPE_FACTORS}, but a model of {architecture} has "
-                "no rope; convert the model again"
-            )
-        config["rope_scaling"] = llama3_scaling(header, config, rope_factors)
+    if factors:
+        config["rope_scaling"] = scaling_with_factors(header, config, factors)
     return config
 
 
@@ -116,8 +110,11 @@ def _special_id(header: GGUFHeader, role: str) -> int | None:
         raise CheckpointError(f"{header.path}: {error}") from error
 
 
-def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """The keys of decoders whose heads have keys and values of their own width."""
+def _decoder(meta: ArchitectureMetadata, *, partial: bool = False) -> dict[str, Any]:
+    """The keys of decoders whose heads have keys and values of their own width.
+
+    With ``partial`` heads may rotate in part.
+    """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
     if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
@@ -129,6 +126,10 @@ def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
         meta.only(key, head_dim)
     meta.only("attention.scale", 0, head_dim**-0.5)
     meta.only("hidden_activation", "silu", "swish")
+    rotated = meta.count("rope.dimension_count", head_dim) if partial else head_dim
+    if rotated > head_dim or rotated % 2:
+        words = f"must be an even number up to {head_dim}, the width of a head"
+        meta.refuse("rope.dimension_count", rotated, words)
     return {
         "hidden_size": hidden_size,
         "intermediate_size": meta.count("feed_forward_length"),
@@ -139,8 +140,9 @@ def _decoder(meta: ArchitectureMetadata) -> dict[str, Any]:
         "max_position_embeddings": meta.count("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(meta, head_dim),
+        "rope_scaling": rope_scaling(meta, rotated),
         "hidden_act": "silu",
+        **({"partial_rotary_factor": rotated / head_dim} if partial else {}),
     }
 
 
@@ -320,6 +322,27 @@ def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
+def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
+    meta.only("tensor_data_layout", "reference")
+    window = _window(meta)
+    return _decoder(meta, partial=True) | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": window,
+    }
+
+
+def _glm4(meta: ArchitectureMetadata) -> dict[str, Any]:
+    meta.only("tensor_data_layout", "reference")
+    meta.only("attention.sliding_window", 0)
+    return _decoder(meta, partial=True) | {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
 def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
     heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
     if hidden_size % heads:
@@ -354,6 +377,8 @@ _BUILDERS = MappingProxyType(
         "gpt-oss": _gpt_oss,
         "deepseek2": _deepseek2,
         "olmo2": _olmo2,
+        "phi3": _phi3,
+        "glm4": _glm4,
         "gpt2": _gpt2,
     }
 )

@@ -17,7 +17,10 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight of the model: ``rope`` makes a config of it
+# Tensors that are no weights of the model: ``rope`` makes a config of them.
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 class Joined(NamedTuple):
@@ -77,6 +80,26 @@ _OLMO2 = replace(
     | {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
+_PHI3 = replace(
+    _DECODER,
+    layer={
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "self_attn.qkv_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+)
+_GLM4 = replace(
+    _DECODER,
+    layer={stem: name for stem, name in _DECODER.layer.items() if stem != "ffn_gate"}
+    | {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
     },
 )
 _EXPERTS = MappingProxyType(
@@ -171,6 +194,8 @@ NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "deepseek_v2": _DEEPSEEK,
         "deepseek_v3": _DEEPSEEK,
         "olmo2": _OLMO2,
+        "phi3": _PHI3,
+        "glm4": _GLM4,
         "gpt2": _GPT2,
     }
 )

@@ -1,4 +1,4 @@
-"""Converts GGUF's ``rope.*`` keys and tensor rope_freqs.weight to config.json's ``rope_scaling``.
+"""Converts GGUF's ``rope.*`` keys and tensors of factors to config.json's ``rope_scaling``.
 
 Owns: the meaning of each ``rope.*`` key, including older names.
 
@@ -18,29 +18,34 @@ from jaxinfer.core.errors import CheckpointError
 from jaxinfer.nn.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
 _YARN_NUMBERS = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 
 
-def rope_scaling(meta: ArchitectureMetadata, head_dim: int) -> dict[str, Any] | None:
-    """The ``rope_scaling`` that the keys describe; None without scaling.
+def rope_scaling(meta: ArchitectureMetadata, rotated: int) -> dict[str, Any] | None:
+    """The ``rope_scaling`` that the keys describe, for heads of which ``rotated`` components
+    rotate; None without scaling. Factors in tensors are left to ``scaling_with_factors``.
 
     Raises ``CheckpointError``, with the key's name, for an unsupported scaling.
     """
-    meta.only("rope.dimension_count", head_dim)  # partial rotation is not supported
+    meta.only("rope.dimension_count", rotated)
     key = "rope.scaling.type"
     kind = meta.text(key, "linear")
-    if kind not in ("none", "linear", "yarn"):
+    has_factors = any(map(meta.has_tensor, (LONG_FACTORS, SHORT_FACTORS)))
+    if kind not in ("none", "linear", "yarn") and not (kind == "longrope" and has_factors):
         meta.refuse(key, kind, "is supported as none, linear or yarn", "use another model")
-    factor = _factor(meta, required=kind != "none" and meta.has(key))
+    factor = _factor(meta, required=kind in ("linear", "yarn") and meta.has(key))
     original = meta.count("rope.scaling.original_context_length", meta.count("context_length"))
     if kind == "yarn":
         return _yarn(meta, factor, original)
-    meta.only("rope.scaling.attn_factor", 1)
     meta.only("rope.scaling.yarn_attn_factor", 1)
     meta.only("rope.scaling.yarn_ext_factor", 0)
     for name, _ in _YARN_NUMBERS:
         meta.skip(f"rope.scaling.{name}")  # only YaRN uses these
+    if has_factors:
+        return _longrope(meta, original)
+    meta.only("rope.scaling.attn_factor", 1)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
@@ -67,6 +72,17 @@ def _factor(meta: ArchitectureMetadata, *, required: bool) -> float:
     if newer is None and older is None and required:
         return meta.number("rope.scaling.factor")  # raises: the key is missing
     return newer or older or 1.0
+
+
+def _longrope(meta: ArchitectureMetadata, original: int) -> dict[str, Any]:
+    """LongRoPE without its factors, which are tensors; a file of Phi-3 has no scaling's type."""
+    for key in ("rope.scaling.factor", "rope.scale_linear"):
+        meta.only(key, 0, 1)
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "attention_factor": meta.number("rope.scaling.attn_factor", 1.0),
+    }
 
 
 def _yarn(meta: ArchitectureMetadata, factor: float, original: int) -> dict[str, Any]:
@@ -97,10 +113,49 @@ def _yarn_attention(meta: ArchitectureMetadata) -> float:
     return value
 
 
-def llama3_scaling(
+def scaling_with_factors(
     header: GGUFHeader,
     config: Mapping[str, Any],
-    factors: np.ndarray,  # float32[H / 2]: the tensor rope_freqs.weight
+    factors: Mapping[str, np.ndarray],  # float32[H / 2] each, by the names ``ROPE_TENSORS``
+) -> dict[str, Any]:
+    """The ``rope_scaling`` of ``config`` with the factors of the file.
+
+    Raises ``CheckpointError`` if they do not fit.
+    """
+    if "rope_scaling" not in config:
+        raise CheckpointError(
+            f"{header.path} has the tensor {next(iter(factors))}, but a model of "
+            f"{config['model_type']} has no rope; convert the model again"
+        )
+    half = int(config["head_dim"] * config.get("partial_rotary_factor", 1)) // 2
+    for name, values in factors.items():
+        if values.shape != (half,) or not np.isfinite(values).all() or values.min() <= 0:
+            raise CheckpointError(
+                f"{header.path}: its tensor {name} does not hold {half} positive numbers; convert "
+                "the model again"
+            )
+    if ROPE_FACTORS in factors:
+        return _llama3_scaling(header, config, factors[ROPE_FACTORS])
+    lacking = [name for name in (LONG_FACTORS, SHORT_FACTORS) if name not in factors]
+    if lacking:
+        raise CheckpointError(
+            f"{header.path} has the tensor {next(iter(factors))} but not {lacking[0]}; download it "
+            "again"
+        )
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") != "longrope":
+        raise CheckpointError(
+            f"{header.path} scales rope twice, by the tensor {LONG_FACTORS} and by the metadata "
+            "key rope.scaling.type; convert the model again with one of the two"
+        )
+    long, short = (
+        [float(str(one)) for one in factors[name]] for name in (LONG_FACTORS, SHORT_FACTORS)
+    )
+    return scaling | {"long_factor": long, "short_factor": short}
+
+
+def _llama3_scaling(
+    header: GGUFHeader, config: Mapping[str, Any], factors: np.ndarray
 ) -> dict[str, Any]:
     """Llama 3's scaling with the file's factor.
 
@@ -108,12 +163,6 @@ def llama3_scaling(
     3's constants, and its factors are compared with the file's. Raises ``CheckpointError`` if they
     differ.
     """
-    half = config["head_dim"] // 2
-    if factors.shape != (half,) or not np.isfinite(factors).all() or factors.min() <= 0:
-        raise CheckpointError(
-            f"{header.path}: its tensor rope_freqs.weight does not hold {half} positive numbers; "
-            "convert the model again"
-        )
     scaling = Llama3Scaling(  # Meta's constants, the same in Llama 3.1, 3.2 and 3.3
         factor=float(factors.max()),
         low_freq_factor=1.0,

@@ -1,0 +1,48 @@
+"""GLM-4 (2024): fused gate and up; half of each head rotates, by adjacent components.
+
+Source: ``modeling_glm`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    FusedTensors,
+    gqa_config,
+    gqa_param_specs,
+    windows_by_layer,
+)
+from jaxinfer.nn.decoder_config import DecoderSpec
+
+_HEAD_DIM, _PARTIAL_ROTARY = 128, 0.5  # transformers' defaults
+_FUSED = FusedTensors(gate_up="mlp.gate_up_proj")
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=hf.flag(config, "attention_bias", True),
+        o_bias=False,
+        qk_norm=None,
+        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        windows=windows_by_layer(config, None),
+        partial_rotary=_PARTIAL_ROTARY,
+    )
+
+
+FAMILY = ModelFamily(
+    name="glm",
+    config_from_hf=config_from_hf,
+    param_specs=partial(gqa_param_specs, fused=_FUSED, interleaved=True),
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)
