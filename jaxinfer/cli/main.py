@@ -91,6 +91,7 @@ def cli() -> None:
 def main(prog_name: str = "jaxinfer") -> None:
     """The entry point of the console script; ``prog_name`` is its name in usage lines."""
     limit_heap_arenas()
+    _open_closed_streams()
     _write_any_text()
     try:
         cli(prog_name=prog_name)
@@ -103,13 +104,26 @@ def main(prog_name: str = "jaxinfer") -> None:
         raise
 
 
+def _open_closed_streams() -> None:
+    """Open stdin, stdout and stderr on the null device where the program was started without them:
+    Python has None in their place, and a file opened later would get their descriptor.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+
+
 def _write_any_text() -> None:
     """Let stdout take any text of a model, which its encoding may not contain.
 
     A terminal shows replacement characters; a file or pipe gets UTF-8. Python's stderr escapes by
     itself.
     """
-    if not isinstance(sys.stdout, io.TextIOWrapper):  # closed, or replaced by a test
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # replaced by a test
         return
     if sys.stdout.isatty():
         sys.stdout.reconfigure(errors="replace")

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -114,6 +115,34 @@ def test_a_terminal_gets_the_characters_it_can_show() -> None:
     assert os.read(reader, 100).decode("latin-1") == "café ??\r\n"
     os.close(reader)
     os.close(terminal)
+
+
+STREAMS = """
+import sys
+import click
+from jaxinfer.cli.main import cli, main
+
+@cli.command()
+@click.argument("path")
+def show(path):
+    opened = open(path, "w")
+    read = sys.stdin.buffer.read()
+    sys.stdout.write("to stdout"), sys.stderr.write("to stderr")
+    opened.write(f"{opened.fileno() > 2} {read} {sys.stdout.isatty()} {sys.stderr.isatty()}")
+
+main()
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_the_null_device(closed: str, tmp_path: Path) -> None:
+    """Also for a file that is opened later: it must not become stdout."""
+    command = f'"$0" -c "$1" show "$2" </dev/null {closed}'
+    arguments = ["sh", "-c", command, sys.executable, STREAMS, str(tmp_path / "shown")]
+    run = subprocess.run(arguments, capture_output=True, text=True)
+    assert (run.returncode, "Traceback" in run.stderr) == (0, False), run.stderr
+    assert (tmp_path / "shown").read_text() == "True b'' False False"
+    assert run.stdout == ("" if ">&-" in closed.split() else "to stdout")
 
 
 @pytest.mark.parametrize("command", cli.commands)

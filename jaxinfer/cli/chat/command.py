@@ -78,7 +78,7 @@ def chat(
     }
 
     from jaxinfer.cli.chat.conversation import Conversation, read_json_list
-    from jaxinfer.cli.chat.reader import Entry, Reader, has_stdin, piped_lines, terminal_lines
+    from jaxinfer.cli.chat.reader import Entry, Reader, piped_lines, terminal_lines
     from jaxinfer.cli.chat.screen import Screen
     from jaxinfer.cli.chat.session import Session
     from jaxinfer.core.chat_config import ChatConfig
@@ -97,7 +97,7 @@ def chat(
     conversation.system = system or conversation.system
     tools = [] if tools_file is None else read_json_list(tools_file, "tools")
     check_tools(tools)
-    is_interactive = has_stdin() and sys.stdin.isatty() and sys.stdout.isatty()
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(sys.stdout, sys.stderr, colours=not os.environ.get("NO_COLOR"))
     cache_dir = given["cache_dir"].value if "cache_dir" in given else None
     with _answerer(config, given) as answerer:

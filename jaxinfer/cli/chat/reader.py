@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
@@ -86,15 +85,10 @@ def terminal_lines(history: Path) -> Callable[[str], str]:
     return line
 
 
-def has_stdin() -> bool:
-    """False if the program was started with stdin closed."""
-    return isinstance(sys.stdin, io.TextIOBase)
-
-
 def piped_lines(prompt: str) -> str:
     """Lines of a pipe or a file."""
     del prompt
-    line = sys.stdin.buffer.readline() if has_stdin() else b""
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
     try:
