@@ -13,9 +13,10 @@ from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_HEAD_DIM
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
-from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
+from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_FACTORS, Joined, map_name
+from jaxinfer.weights.gguf.parts import read_whole
 from jaxinfer.weights.gguf.stored import (
     ExpertStack,
     KeysAndValues,
@@ -28,13 +29,13 @@ from pallas_kernels.quantised import Form, Quantised
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Read and check a GGUF file's header.
+    """Read and check a GGUF file's header; of a split file, ``path`` is the first part.
 
     Raises ``CheckpointError`` for a broken file, or a metadata key or type of a tensor that is not
     supported, ``UnknownArchitectureError``, and ``SourceError`` for a file that is not a whole
     model.
     """
-    header = read_header(path)
+    header = read_whole(path)
     check_file_kind(header)
     factors = header.tensors.get(ROPE_FACTORS)
     rope_factors = None
@@ -45,7 +46,7 @@ def open_gguf(path: Path) -> GGUFCheckpoint:
                 f"{path}: its tensor {ROPE_FACTORS} has shape {factors.shape}, and holds more "
                 "numbers than a head; convert the model again"
             )
-        rope_factors = read_tensor(path, factors)
+        rope_factors = read_tensor(factors)
     return GGUFCheckpoint(header, hf_config_from_gguf(header, rope_factors))
 
 
@@ -100,11 +101,11 @@ class GGUFCheckpoint:
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:  # float32
         """See ``Checkpoint``."""
-        return self._stored[name].read(self.header.path, part)
+        return self._stored[name].read(part)
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
-        return self._stored[name].read_quantised(self.header.path, part)
+        return self._stored[name].read_quantised(part)
 
 
 def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from jaxinfer.core.errors import SourceError
 from jaxinfer.weights.hub.names import HubName
+from jaxinfer.weights.names import name_of_file, part_of
 
 CONFIG = "config.json"
 INDEX_END = ".safetensors.index.json"
@@ -19,7 +20,6 @@ _TOKENIZER = re.compile(
 _OTHERS = re.compile(
     r"generation_config\.json|modules\.json|sentence_bert_config\.json|\d+_\w+/config\.json"
 )
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|MXFP4\w*))$", re.I)
 _NO_MODEL = re.compile(r"(^|/)mmproj|imatrix", re.I)  # GGUF files next to a model's own
 
@@ -47,14 +47,16 @@ def gguf_files(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
     for name in sorted(names):
         if not name.lower().endswith(".gguf") or _NO_MODEL.search(name):
             continue
-        stem = _SPLIT.sub("", name[: -len(".gguf")].rpartition("/")[2])
+        stem = name_of_file(name)
         quant = _QUANT.search(stem)
         found.setdefault(quant[1].upper() if quant else stem, []).append(name)
     return MappingProxyType({quant: tuple(files) for quant, files in found.items()})
 
 
-def gguf_file(name: HubName, names: Iterable[str]) -> str:
-    """The one file of a quantisation; raises ``SourceError`` that names those of the repository."""
+def gguf_parts(name: HubName, names: Iterable[str]) -> tuple[str, ...]:
+    """The one file of a quantisation, or its parts in order; raises ``SourceError`` that names
+    those of the repository.
+    """
     found = gguf_files(names)
     if not found:
         raise SourceError(f"{name.repo} has no GGUF file; leave out :{name.quant}")
@@ -63,19 +65,19 @@ def gguf_file(name: HubName, names: Iterable[str]) -> str:
         raise SourceError(
             f"{name.repo} has no quantisation {name.quant}; it has {', '.join(found)}"
         )
-    first, *others = files
-    if _SPLIT.search(first.removesuffix(".gguf")):
-        whole = [key for key, parts in found.items() if len(parts) == 1]
-        use = f"use another quantisation ({', '.join(whole)}), or " if whole else ""
-        raise SourceError(
-            f"{name} is split into {len(files)} files, which are not read; {use}join its parts "
-            "(llama-gguf-split --merge of llama.cpp does it)"
-        )
-    if others:
+    parts = [part_of(file.removesuffix(".gguf")) for file in files]
+    if len({part and (part.name, part.count) for part in parts}) > 1 or (
+        parts[0] is None and len(files) > 1
+    ):
         raise SourceError(
             f"{name} is several files ({', '.join(files)}); download one, and give its path"
         )
-    return first
+    if parts[0] is not None and len(files) != parts[0].count:
+        raise SourceError(
+            f"{name.repo} has {len(files)} of the {parts[0].count} parts of {name}; name another "
+            f"quantisation ({', '.join(found)})"
+        )
+    return files
 
 
 def without_folder_weights(name: HubName, names: Iterable[str]) -> SourceError | None:
