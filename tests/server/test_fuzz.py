@@ -62,7 +62,7 @@ NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
 # texts, histories and tools, which the tokenizer, the template and the engine may refuse, too
 OF_THE_MODEL = re.compile(
     r"(prompt|messages|input|instructions|tools|tool_choice|chat_template|chat_template_kwargs"
-    r"|tokens|token_ids|query|queries|documents|text_1|text_2|dimensions)([.\[].*)?"
+    r"|logit_bias|allowed_token_ids|stop_token_ids|system|tokens|token_ids|query|queries|documents|text_1|text_2|dimensions)([.\[].*)?"
 )
 MOST_COMPLETIONS = 4  # of a fuzzed request: thousands would be accepted
 VALID_FORMS = (
@@ -172,6 +172,8 @@ def without_refused(
     """The body without the field that a refusal names; fails if the field may not be refused."""
     error = refusal["error"]  # a text in ollama's form; in Anthropic's without a ``param``
     message = error if isinstance(error, str) else error["message"]
+    if message.startswith("This model's maximum context length"):
+        return least | ({"model": body["model"]} if "model" in body else {})
     param = refusal.get("param") or (not isinstance(error, str) and error.get("param"))
     param = param or re.split(r"[^][a-z_.0-9]", message, maxsplit=1)[0]
     assert may_contradict(param) or OF_THE_MODEL.fullmatch(param), (param, message, body)
