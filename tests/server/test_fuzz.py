@@ -62,7 +62,7 @@ NAMES = [f"{path[1:]}-{mode.value}" for path, mode, _ in CASES]
 # texts, histories and tools, which the tokenizer, the template and the engine may refuse, too
 OF_THE_MODEL = re.compile(
     r"(prompt|messages|input|instructions|tools|tool_choice|chat_template|chat_template_kwargs"
-    r"|logit_bias|allowed_token_ids|stop_token_ids|system|tokens|token_ids|query|queries|documents|text_1|text_2|dimensions)([.\[].*)?"
+    r"|logit_bias|allowed_token_ids|stop_token_ids|system|options|tokens|token_ids|query|queries|documents|text_1|text_2|dimensions)([.\[].*)?"
 )
 MOST_COMPLETIONS = 4  # of a fuzzed request: thousands would be accepted
 VALID_FORMS = (
