@@ -42,13 +42,17 @@ help: ## List the targets
 # A change of the native library's sources also installs again, which builds it.
 NATIVE := setup.py $(wildcard pallas_kernels/native/src/*)
 
+# What setup.py builds with. In an environment of its own, as pip would make, JAX were installed twice.
+BUILD := 'setuptools>=80' jax $(if $(shell command -v c++ || command -v clang++),,ziglang)
+INSTALL := $(BIN)/pip install --no-input -c constraints.txt
+
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
 	  echo 'jaxinfer needs Python 3.12 or newer: install it, or run make PYTHON=/path/to/python' >&2; \
 	  exit 1; }
 	@echo 'Installing jaxinfer into .venv: about 50 packages, 800 MB, then its native library is compiled.'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --no-input -c constraints.txt -e .
+	@$(INSTALL) $(BUILD) && $(INSTALL) --no-build-isolation -e .
 	@touch $@
 
 # The extra's requirements alone: with -e '.[dev]' pip would compile the native library again.
@@ -56,7 +60,7 @@ $(TOOLS): $(STAMP)
 	@echo 'Installing the tools of tests and checks into .venv (the extra dev of pyproject.toml).'
 	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*project["optional-dependencies"]["dev"], sep="\n")' >.venv/tools.txt
-	@$(BIN)/pip install --no-input -c constraints.txt -r .venv/tools.txt
+	@$(INSTALL) -r .venv/tools.txt
 	@touch $@
 
 demo: $(STAMP) ## Download a small model and let it answer a question

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -41,7 +42,7 @@ class BuildNative(build_ext):
     """Compiles each variant with the instructions that it uses."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile and link with one command for each source."""
+        """Compile each source with a command of its own, as many at once as there are cores."""
         from jax.ffi import include_dir
 
         command = compiler() or zig()
@@ -53,13 +54,16 @@ class BuildNative(build_ext):
         }
         objects = Path(self.build_temp)
         objects.mkdir(parents=True, exist_ok=True)
-        made = []
-        for name, own in variants.items():
-            source, target = f"{NATIVE}/src/{name}.cc", str(objects / f"{name}.o")
-            subprocess.check_call(
-                [*command, *FLAGS, *own, f"-I{include_dir()}", "-c", source, "-o", target]
-            )
-            made.append(target)
+        flags = [*command, *FLAGS, f"-I{include_dir()}", "-c"]
+
+        def compiled(name: str) -> str:
+            target = str(objects / f"{name}.o")
+            source = f"{NATIVE}/src/{name}.cc"
+            subprocess.check_call([*flags, *variants[name], source, "-o", target])
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = list(pool.map(compiled, variants))
         library = self.get_ext_fullpath(ext.name)
         Path(library).parent.mkdir(parents=True, exist_ok=True)
         subprocess.check_call([*command, "-shared", "-o", library, *made])

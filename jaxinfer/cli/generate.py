@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 # SamplingParams' default of 16, as in vLLM, would cut off nearly every answer
 DEFAULT_MAX_TOKENS = 256
+EMPTY_PROMPT = "the prompt is empty; give some text"
 
 
 @click.command(cls=SettingsCommand, groups=(SAMPLING, GENERATING_MODEL, MEMORY))
@@ -175,11 +176,14 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         click.echo("Reading the prompt from the terminal; Ctrl-D ends it.", err=True)
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        text = sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(
             f"stdin is not UTF-8 text (byte {error.start}); convert it first"
         ) from None
+    if not text:
+        raise RequestError(EMPTY_PROMPT)
+    return text
 
 
 def _accept(
@@ -213,7 +217,7 @@ def _prompt(llm: LLM, text: str, chat: bool, system: str | None) -> Prompt:
 
     tokenizer = llm.get_tokenizer()
     if not text:
-        raise RequestError("the prompt is empty; give some text")
+        raise RequestError(EMPTY_PROMPT)
     if not chat:
         return Prompt(text, encode(text, tokenizer))
     messages = [{"role": "user", "content": text}]

@@ -7,12 +7,27 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxinfer.weights.catalog import known_models
 from jaxinfer.weights.wheel import PREFIX, parse_reference
 
-# at the end of the names of the parts of a split GGUF, as llama.cpp writes them
-_PART = re.compile(r"-\d{5}-of-\d{5}$")
+# the name of a part of a split GGUF, as llama.cpp writes it
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})", re.DOTALL)
+
+
+class Part(NamedTuple):
+    """One of the files of a split GGUF: the name of the whole, its number from 1, their count."""
+
+    name: str
+    number: int
+    count: int
+
+
+def part_of(stem: str) -> Part | None:
+    """What the name of a file, without its suffix, says of a split GGUF."""
+    found = _PART.fullmatch(stem)
+    return Part(found[1], int(found[2]), int(found[3])) if found else None
 
 
 def model_name(reference: str) -> str:
@@ -39,4 +54,6 @@ def name_of_path(path: Path) -> str:
 
 def name_of_file(file: str) -> str:
     """The name without folders, the suffix, and the number of a part."""
-    return _PART.sub("", Path(file).stem)
+    stem = Path(file).stem
+    part = part_of(stem)
+    return part.name if part else stem

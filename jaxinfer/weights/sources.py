@@ -216,12 +216,13 @@ def _gguf_source(
         hf_config=without_prediction_layers(gguf.hf_config),
         generation_config=generation_config_from_gguf(gguf.header),
         checkpoint=None if dummy else gguf,
-        fingerprint=known_hash or _fingerprint((_identity(path), gguf.header.digest)),
+        fingerprint=known_hash
+        or _fingerprint((*map(_identity, gguf.header.files), gguf.header.digest)),
         quantised=gguf.quantised and not dummy,
         tokenizer_spec=lambda: spec_from_gguf(gguf.header),
         forms=gguf.forms,
         pooling=pooling_from_gguf(gguf.header),
-        files=() if dummy else (path.resolve(),),
+        files=() if dummy else tuple(file.resolve() for file in gguf.header.files),
         runtime_sampling=LLAMA_CPP_SAMPLING,
         sampling_place="general.sampling of the file",
     )

@@ -199,8 +199,7 @@ class Template:
         prompt = self._program.render(QUESTION, variables=variables, calls=found.calls)
         tail = prompt.rstrip()[-200:]
         begin, end = found.think_begin.strip(), found.think_end.strip()
-        # a vocabulary of bytes has no mark as a token
-        is_closed = tail.endswith(end) or found.thinks_in_tokens
+        is_closed = bool(end) and tail.endswith(end)
         opens = found.template.thinks_first or tail.endswith(begin)
         return opens and not is_closed, is_closed
 

@@ -196,8 +196,11 @@ def write_gguf(
     blocks: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     special: Mapping[int, str] | None = None,
     older: bool = False,
+    part_tensors: int = 0,
 ) -> Path:
     """Write a GGUF file as llama.cpp's converter does; matrices are stored as ``kind``.
+
+    ``part_tensors``: split it into parts of so many tensors, and return the first part.
 
     ``older``: as it did for latent attention at first.
     ``metadata`` adds or replaces keys of plain values, ``extra`` adds tensors by GGUF name,
@@ -205,7 +208,7 @@ def write_gguf(
     tensors' values, ``special`` makes tokens control tokens with that text.
     """
     arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=part_tensors)
     _write_config(writer, config, older)
     _write_tokenizer(writer, config, special or {})
     for key, value in (metadata or {}).items():
@@ -232,7 +235,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if part_tensors else path
 
 
 def write_wheel(

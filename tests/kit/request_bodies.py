@@ -1,7 +1,7 @@
 """Bodies of requests, parsed as in the server.
 
 Owns: the minimal bodies, ``read``, ``refusal``, ``fit_beams``,
-``least_body`` and ``without_field``.
+``least_body``, ``may_contradict`` and ``without_field``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,32 @@ LEAST: Mapping[str, dict[str, Any]] = MappingProxyType(
 )
 
 
+# rules that no JSON schema without conditions can express
+ACROSS_FIELDS = (
+    "logprob_token_ids",
+    "tool_choice",
+    "stream_options",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "top_logprobs",
+)
+ACROSS_FIELDS += ("max_tokens", "best_of", "prompt", "n", "taps", "text_2", "documents")
+ACROSS_FIELDS += ("background", "tool_choice.name", "thinking.budget_tokens")
+ACROSS_FIELDS += ("system", "think")  # with raw, in ollama's form
+# two tools with one name; a grammar that is none; calls in a last message of Anthropic's form;
+# results without calls
+ACROSS_ITEMS = re.compile(
+    r"tools\[\d+\](\.function|\.tools\[\d+\])?\.name|messages\[\d+\](\.content\[\d+\]\.tool_use_id)?"
+    r"|tools\[\d+\]\.input_schema|input\[\d+\]\.(arguments|call_id)|tool_choice\.tools\[\d\]"
+    r"|tools\[\d+\](\.custom|\.tools\[\d+\])?\.format(\.grammar)?\.definition"
+)
+
+
+def may_contradict(param: str) -> bool:
+    """True if a value that the schema allows may be refused for the values of other fields."""
+    return param in ACROSS_FIELDS or ACROSS_ITEMS.fullmatch(param) is not None
+
+
 def least_body(kind: type) -> dict[str, Any]:
     """The fields that a body of a kind of request needs, with small values."""
     assert kind.__name__ in LEAST, (
@@ -67,13 +93,14 @@ def least_body(kind: type) -> dict[str, Any]:
 
 def without_field(body: dict[str, Any], param: str, least: dict[str, Any]) -> dict[str, Any]:
     """The body without the field that an error names; for a field that is needed, with the
-    ``least`` values of all such fields.
+    ``least`` values of all such fields that it has, or of all.
 
     Fails if that changes nothing, so that leaving out fields ends.
     """
     name = re.split(r"[.\[]", param)[0]
     if name in least:
-        changed = body | {key: value for key, value in least.items() if body.get(key) is not None}
+        given = {key: value for key, value in least.items() if body.get(key) is not None}
+        changed = body | (given or least)
     else:
         changed = {key: value for key, value in body.items() if key != name}
     assert changed != body, (param, body)

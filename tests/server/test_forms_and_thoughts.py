@@ -198,7 +198,8 @@ def test_marks_that_the_vocabulary_lacks_open_no_thoughts(parser: str, has_marks
     ]
     data["added_tokens"] += new
     tokenizer = load_tokenizer(dataclasses.replace(spec, tokenizer_json=json.dumps(data)))
-    found = answer_format("", tool_call_parser=parser)
+    special = tokenizer.all_special_tokens
+    found = answer_format("", tool_call_parser=parser, special_tokens=special)
     assert found is not None
     sampling = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     thinking = (

@@ -328,6 +328,10 @@ def test_a_template_that_needs_ids() -> None:
     ]
     with serving(engine) as server, Client(host=server.url) as client:
         assert client.chat("scripted", messages, tools=TOOLS).done
+        # its thoughts have marks in other templates of this format
+        assert client.show("scripted").capabilities == ["completion", "tools"]
+        with pytest.raises(ollama.ResponseError, match="think needs a model"):
+            client.chat("scripted", QUESTION, think=True)
 
 
 # the model

@@ -212,7 +212,28 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
     found = answer_format((TEMPLATES / f"{name}.jinja").read_text())
     expected, thinks = FOUND[name]
     assert (None if found is None else found.name) == expected
-    assert (found is not None and found.has_reasoning) == thinks or name == "mistral-nemo"
+    assert (found is not None and found.has_reasoning) == thinks
+
+
+@pytest.mark.parametrize("parser", [None, "mistral", "mistral_v11"])
+def test_mistrals_models_think_if_the_template_or_a_token_has_the_mark(parser: str | None) -> None:
+    source = (TEMPLATES / "mistral-nemo.jinja").read_text()
+
+    def thinks(chat_template: str, *special_tokens: str) -> bool:
+        found = answer_format(chat_template, tool_call_parser=parser, special_tokens=special_tokens)
+        return found is not None and found.thinks and bool(found.think_end)
+
+    assert not thinks(source, "[INST]")
+    assert thinks(source, "[INST]", "[THINK]", "[/THINK]")
+    assert thinks(source + "{# [THINK] #}")
+
+
+def test_a_forced_parser_makes_no_model_think() -> None:
+    source = (TEMPLATES / "qwen2.5.jinja").read_text()
+    found = answer_format(source, tool_call_parser="hermes")
+    assert found is not None and found.has_reasoning and not found.thinks
+    named = answer_format(source, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
+    assert named is not None and named.thinks
 
 
 @pytest.mark.parametrize(

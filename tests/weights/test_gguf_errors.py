@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType
 
 from jaxinfer.core.errors import (
     CheckpointError,
-    SourceError,
     TokenizerError,
     UnknownArchitectureError,
 )
@@ -99,12 +98,6 @@ def test_gguf_of_unknown_architecture(tmp_path: Path, gguf_file: Path) -> None:
     gguf_file.write_bytes(content)
     with pytest.raises(UnknownArchitectureError, match="'mamba'; known are llama, qwen2"):
         resolve(gguf_file)
-
-
-def test_split_gguf(tmp_path: Path, tensors: Tensors) -> None:
-    path = write_gguf(tmp_path / "m.gguf", CONFIG, tensors, metadata={"split.count": 2})
-    with pytest.raises(SourceError, match="one part of a split GGUF; join the parts"):
-        resolve(path)
 
 
 def test_mixture_of_experts_gguf(tmp_path: Path) -> None:

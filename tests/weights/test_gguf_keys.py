@@ -332,7 +332,7 @@ def test_both_rope_scalings(tmp_path: Path) -> None:
         ({"general.type": "imatrix"}, "holds no model: its general.type is 'imatrix'"),
         ({"adapter.lora.alpha": 16.0}, r"has the metadata key adapter\.lora\.alpha"),
         ({"xielu.beta": 0.5}, r"has the metadata key xielu\.beta"),
-        ({"split.count": 3, "split.no": 1}, "one part of a split GGUF"),
+        ({"split.count": 3, "split.no": 1}, "one part of a GGUF file that is split into 3"),
     ],
 )
 def test_file_that_is_not_a_whole_model(

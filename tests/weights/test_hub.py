@@ -271,6 +271,21 @@ def test_gguf_files(hub: Hub, tmp_path: Path) -> None:
     assert len(hub.requests) == requests
 
 
+def test_a_gguf_file_in_parts(hub: Hub, tmp_path: Path) -> None:
+    config = tiny_llama_config()
+    tensors = random_hf_tensors(build_model(config, "float32"))
+    part = write_gguf(tmp_path / "tiny-F32.gguf", config, tensors, part_tensors=9)
+    files = {f"F32/{one.name}": one.read_bytes() for one in part.parent.glob("tiny-F32-*.gguf")}
+    hub.add("org/tiny-GGUF", {**files, "other-Q4_0.gguf": b"other"}, gguf={"architecture": "llama"})
+    source = resolve("org/tiny-GGUF:F32", tmp_path)
+    assert source.name == "tiny-F32"
+    assert len(source.files) == len(files) > 1
+    assert hub.served == sum(map(len, files.values()))
+    requests = len(hub.requests)
+    assert resolve("org/tiny-GGUF:F32", tmp_path).fingerprint == source.fingerprint
+    assert len(hub.requests) == requests
+
+
 def test_a_token_goes_to_the_hub_alone(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,8 +526,12 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
     ),
     ("no GGUF", "org/tiny:Q4_0", None, "org/tiny has no GGUF file; leave out :Q4_0"),
     (
-        *("split", "org/other:Q8_0", lambda hub: only(hub, *SPLIT)),
-        r"org/other:Q8_0 is split into 2 files, .*use another quantisation \(Q4_0\), or join",
+        *("half", "org/other:Q8_0", lambda hub: only(hub, *SPLIT[1:])),
+        r"org/other has 1 of the 2 parts of org/other:Q8_0; name another .* \(Q4_0, Q8_0\)",
+    ),
+    (
+        *("part and whole", "org/other:Q8_0", lambda hub: only(hub, *SPLIT, "x-Q8_0.gguf")),
+        "org/other:Q8_0 is several files .*; download one, and give its path",
     ),
     ("architecture", "org/other", architecture, "org/other: architecture MambaForCausalLM is un"),
     (

@@ -206,8 +206,6 @@ class AnswerReading:
             found.think_end in begun if knows_start else begun.rstrip().endswith(found.think_end)
         )
         thinks = bool(found.think_end) and not is_over
-        if found.thinks_in_tokens and not is_open and len(encoded(found.think_begin)) > 1:
-            thinks = False
         if not thinks and not answer:
             return None
 

@@ -236,7 +236,7 @@ def _check_thinking(service: Service, think: bool | str | None, chat: OllamaChat
 
 def _thinks(service: Service, tools: Any = ()) -> bool:
     found = service.answer_format(service.config.chat_template, tools)
-    return found is not None and found.has_reasoning
+    return found is not None and found.thinks
 
 
 def _capabilities(service: Service) -> list[Capability]:

@@ -170,8 +170,13 @@ class Service:
         return self._format(template, bool(tools))
 
     def _format_of(self, chat_template: str, with_tools: bool) -> AnswerFormat | None:
-        declared = self.tokenizer.response_template
-        return answer_format(chat_template, declared, with_tools=with_tools, **self._parsers)
+        return answer_format(
+            chat_template,
+            self.tokenizer.response_template,
+            with_tools=with_tools,
+            special_tokens=self.tokenizer.all_special_tokens,
+            **self._parsers,
+        )
 
     @cached_property
     def hidden(self) -> Pattern[str] | None:

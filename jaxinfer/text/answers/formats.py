@@ -7,7 +7,7 @@ that a grammar writes. Names are those of vLLM's parsers.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -105,12 +105,17 @@ class AnswerFormat:
     think_begin: str = ""  # the marks of the model's thoughts; empty if they have none
     think_end: str = ""
     answer_begin: str = ""  # the mark before the content, where that has one
-    thinks_in_tokens: bool = False  # a vocabulary in which its marks are no tokens has no thoughts
+    is_sure: bool = True  # False: nothing but the name of a parser shows that the model thinks
 
     @property
     def has_reasoning(self) -> bool:
         """True if thoughts are told from content."""
         return any(one.has_reasoning for one in self.template.fields)
+
+    @property
+    def thinks(self) -> bool:
+        """True if the model can be asked for thoughts."""
+        return self.has_reasoning and self.is_sure
 
     @property
     def has_calls(self) -> bool:
@@ -148,15 +153,18 @@ def answer_format(
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
     with_tools: bool = False,
+    special_tokens: Container[str | None] = (),
 ) -> AnswerFormat | None:
     """The format of answers to a chat template's prompts; None if they are plain text.
 
     ``response_template`` is that of the model's tokenizer, which replaces the found one; the names
     of parsers replace either, ``none`` its part. ``with_tools``: the chat has some, so that a
-    template without a known format of calls gets the generic one. Raises ``ConfigError`` for an
+    template without a known format of calls gets the generic one. ``special_tokens`` are
+    the tokenizer's: a model whose chat template does not show whether it thinks, as Mistral's
+    often do not, does if the mark of thoughts is a token. Raises ``ConfigError`` for an
     unknown name and ``TokenizerError`` for an unusable ``response_template``.
     """
-    found = _found(chat_template)
+    found = _found(chat_template, special_tokens)
     if response_template is not None:
         name, template = "response_template", read_template(response_template)
         # its marks are patterns, so those that a grammar writes are the found format's
@@ -165,8 +173,9 @@ def answer_format(
         found = None if found is None else found.without_calls()
     elif tool_call_parser is not None:
         found = _read(_known(tool_call_parser, _TOOL_ALIASES, "tool_call_parser"))
-        if not _thinks(found.name, chat_template):  # a form lets no thoughts begin
-            found = replace(found, think_begin="", think_end="")
+        if not _thinks(found.name, chat_template, special_tokens):
+            # thoughts are still read; a form lets none begin
+            found = replace(found, think_begin="", think_end="", is_sure=False)
     elif with_tools and not (found is not None and found.has_calls):
         generic = _read(GENERIC)
         found = generic if found is None else _with_reasoning(generic, found)
@@ -180,19 +189,23 @@ def answer_format(
     return found if found is not None and (found.has_calls or found.has_reasoning) else None
 
 
-def _found(chat_template: str) -> AnswerFormat | None:
+def _found(chat_template: str, special_tokens: Container[str | None]) -> AnswerFormat | None:
     """The first format whose marks the chat template has."""
     for name in FORMATS:
         declared = _declared(name)
         if all(text in chat_template for text in declared["found_by"]):
             found = _read(name)
-            return found if _thinks(name, chat_template) else found.without_reasoning()
+            thinks = _thinks(name, chat_template, special_tokens)
+            return found if thinks else found.without_reasoning()
     return None
 
 
-def _thinks(name: str, chat_template: str) -> bool:
+def _thinks(name: str, chat_template: str, special_tokens: Container[str | None]) -> bool:
     """True if a model of this template, with answers in this format, may think."""
-    return _declared(name).get("thinks_if", "") in chat_template
+    declared = _declared(name)
+    if declared.get("thinks_in_tokens", False) and declared["think"][0] in special_tokens:
+        return True
+    return declared.get("thinks_if", "") in chat_template
 
 
 def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat:
@@ -206,7 +219,7 @@ def _with_reasoning(found: AnswerFormat, thoughts: AnswerFormat) -> AnswerFormat
         template=replace(kept, fields=(*added, *kept.fields)),
         think_begin=thoughts.think_begin,
         think_end=thoughts.think_end,
-        thinks_in_tokens=thoughts.thinks_in_tokens,
+        is_sure=thoughts.is_sure,
     )
 
 
@@ -233,8 +246,7 @@ def _read(name: str) -> AnswerFormat:
     template = read_template({"start_anchor_pattern": _START, "fields": declared["fields"]})
     calls = CallText(**declared["calls"]) if "calls" in declared else None
     begin, end = declared.get("think", ("", ""))
-    answer, in_tokens = declared.get("answer", ""), declared.get("thinks_in_tokens", False)
-    return AnswerFormat(name, template, calls, begin, end, answer, in_tokens)
+    return AnswerFormat(name, template, calls, begin, end, declared.get("answer", ""))
 
 
 @cache

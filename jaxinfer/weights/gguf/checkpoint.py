@@ -13,9 +13,10 @@ from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_HEAD_DIM
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
-from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor, read_header
+from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor
 from jaxinfer.weights.gguf.keys import check_file_kind
 from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_TENSORS, Joined, map_name
+from jaxinfer.weights.gguf.parts import read_whole
 from jaxinfer.weights.gguf.stored import (
     ExpertStack,
     KeysAndValues,
@@ -28,27 +29,27 @@ from pallas_kernels.quantised import Form, Quantised
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Read and check a GGUF file's header.
+    """Read and check a GGUF file's header; of a split file, ``path`` is the first part.
 
     Raises ``CheckpointError`` for a broken file, or a metadata key or type of a tensor that is not
     supported, ``UnknownArchitectureError``, and ``SourceError`` for a file that is not a whole
     model.
     """
-    header = read_header(path)
+    header = read_whole(path)
     check_file_kind(header)
     present = (name for name in ROPE_TENSORS if name in header.tensors)
-    factors = {name: _rope_factors(path, name, header.tensors[name]) for name in present}
+    factors = {name: _rope_factors(name, header.tensors[name]) for name in present}
     return GGUFCheckpoint(header, hf_config_from_gguf(header, factors))
 
 
-def _rope_factors(path: Path, name: str, tensor: GGUFTensor) -> np.ndarray:  # float32[H / 2]
-    check_type(path, name, tensor.type)
+def _rope_factors(name: str, tensor: GGUFTensor) -> np.ndarray:  # float32[H / 2]
+    check_type(tensor.path, name, tensor.type)
     if tensor.nbytes > 4 * MAX_HEAD_DIM:  # before it is read
         raise CheckpointError(
-            f"{path}: its tensor {name} has shape {tensor.shape}, and holds more numbers than a "
-            "head; convert the model again"
+            f"{tensor.path}: its tensor {name} has shape {tensor.shape}, and holds more numbers "
+            "than a head; convert the model again"
         )
-    return read_tensor(path, tensor)
+    return read_tensor(tensor)
 
 
 class GGUFCheckpoint:
@@ -102,11 +103,11 @@ class GGUFCheckpoint:
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:  # float32
         """See ``Checkpoint``."""
-        return self._stored[name].read(self.header.path, part)
+        return self._stored[name].read(part)
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
-        return self._stored[name].read_quantised(self.header.path, part)
+        return self._stored[name].read_quantised(part)
 
 
 def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:

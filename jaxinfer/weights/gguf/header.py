@@ -55,6 +55,7 @@ _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
 class GGUFTensor:
     """A tensor as stored: ``shape`` has the row length last, ``offset`` is in bytes of the file."""
 
+    path: Path
     shape: tuple[int, ...]
     type: TensorType
     offset: int
@@ -63,12 +64,16 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The part of a GGUF file before its data; ``digest`` is the SHA-256 of those bytes."""
+    """The part of a GGUF file before its data; ``digest`` is the SHA-256 of those bytes.
+
+    ``files`` are the file at ``path`` and, of a split one, the further parts.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
     digest: str
+    files: tuple[Path, ...]
 
 
 def read_header(path: Path) -> GGUFHeader:
@@ -132,7 +137,9 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
             raise ValueError(
                 f"tensor {short(name)} begins at byte {offset} of the data instead of {expected}"
             )
-        tensor = GGUFTensor(shape, kind, data_start + offset, _stored_bytes(name, shape, kind))
+        tensor = GGUFTensor(
+            path, shape, kind, data_start + offset, _stored_bytes(name, shape, kind)
+        )
         expected += round_up(tensor.nbytes, alignment)
         if tensor.offset + tensor.nbytes > len(data):
             raise CheckpointError(
@@ -141,7 +148,7 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFHeader:
             )
         tensors[name] = tensor
     digest = hashlib.sha256(memoryview(data)[: cursor.position]).hexdigest()
-    return GGUFHeader(path, metadata, tensors, digest)
+    return GGUFHeader(path, metadata, tensors, digest, (path,))
 
 
 def _tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, tuple[int, ...], TensorType, int]:

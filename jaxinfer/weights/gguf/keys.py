@@ -85,17 +85,12 @@ _FOREIGN_PREFIXES = ("adapter.", "xielu.")
 
 
 def check_file_kind(header: GGUFHeader) -> None:
-    """Raise ``SourceError`` for a file that is not a whole model, such as an adapter or a shard."""
+    """Raise ``SourceError`` for a file that is not a whole model, such as an adapter."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise SourceError(
             f"{header.path} holds no model: its general.type is {short(kind)}; name the model's "
             "file"
-        )
-    if header.metadata.get("split.count", 0) not in (0, 1):
-        raise SourceError(
-            f"{header.path} is one part of a split GGUF; join the parts first "
-            "(llama-gguf-split --merge of llama.cpp does it)"
         )
     foreign = next((k for k in header.metadata if k.startswith(_FOREIGN_PREFIXES)), None)
     if foreign is not None:

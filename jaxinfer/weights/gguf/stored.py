@@ -5,7 +5,7 @@ Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and reading their tensor
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,11 +41,11 @@ class Stored(Protocol):
         """The form of a quantised matrix, or of those of a stack, that ``read_quantised`` knows."""
         ...
 
-    def read(self, path: Path, part: int | None) -> np.ndarray:  # float32
+    def read(self, part: int | None) -> np.ndarray:  # float32
         """See ``Checkpoint.read``."""
         ...
 
-    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+    def read_quantised(self, part: int | None) -> Quantised:
         """See ``Checkpoint.read_quantised``."""
         ...
 
@@ -72,18 +72,18 @@ class Plain(NamedTuple):
         """See ``Stored``."""
         return FORMS.get(self.tensor.type) if len(self.tensor.shape) == 2 else None
 
-    def read(self, path: Path, part: int | None) -> np.ndarray:
+    def read(self, part: int | None) -> np.ndarray:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        values = read_tensor(path, self.tensor)
+        values = read_tensor(self.tensor)
         if self.interleaved_heads:
             values = undo_interleave(values, self.interleaved_heads)
         return values.T if self.transposed else values
 
-    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+    def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        made = _converted(path, self.tensor)
+        made = _converted(self.tensor)
         if self.interleaved_heads:
             made = {n: undo_interleave(part, self.interleaved_heads) for n, part in made.items()}
         return quantised(made)
@@ -111,13 +111,13 @@ class KeysAndValues(NamedTuple):
         """None, since both are divided at load and never quantised."""
         return None
 
-    def read(self, path: Path, part: int | None) -> np.ndarray:
+    def read(self, part: int | None) -> np.ndarray:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        keys, values = (read_tensor(path, tensor) for tensor in self)
+        keys, values = (read_tensor(tensor) for tensor in self)
         return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shape)
 
-    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+    def read_quantised(self, part: int | None) -> Quantised:
         """An error, since there is no form."""
         raise TypeError("keys and values are divided at load, and never quantised")
 
@@ -143,18 +143,18 @@ class ExpertStack(NamedTuple):
         found = {FORMS.get(tensor.type) for tensor in self.tensors}
         return found.pop() if len(found) == 1 and len(self.shape) == 3 else None
 
-    def read(self, path: Path, part: int | None) -> np.ndarray:
+    def read(self, part: int | None) -> np.ndarray:
         """See ``Stored``."""
         if part is None:
-            return np.stack([self.read(path, number) for number in range(self.shape[0])])
+            return np.stack([self.read(number) for number in range(self.shape[0])])
         members = (_expert(tensor, part) for tensor in self.tensors)
-        values = _in_turn([read_tensor(path, member) for member in members])
+        values = _in_turn([read_tensor(member) for member in members])
         return values.T
 
-    def read_quantised(self, path: Path, part: int | None) -> Quantised:
+    def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is not None, "a stack is read expert by expert"
-        members = [_converted(path, _expert(tensor, part)) for tensor in self.tensors]
+        members = [_converted(_expert(tensor, part)) for tensor in self.tensors]
         return quantised({name: _in_turn([one[name] for one in members]) for name in members[0]})
 
 
@@ -165,7 +165,8 @@ def experts_of(stack: GGUFTensor) -> list[GGUFTensor]:
 
 def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
     nbytes = stack.nbytes // stack.shape[0]
-    return GGUFTensor(stack.shape[1:], stack.type, stack.offset + number * nbytes, nbytes)
+    offset = stack.offset + number * nbytes
+    return replace(stack, shape=stack.shape[1:], offset=offset, nbytes=nbytes)
 
 
 def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * parts, ...]
@@ -173,21 +174,21 @@ def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * pa
     return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
-def read_tensor(path: Path, tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
+def read_tensor(tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
     """Dequantise chunk by chunk into the result, so that no second copy of it exists."""
     values_per_unit, bytes_per_unit = BLOCK_SIZES[tensor.type]
     values = np.empty(tensor.nbytes // bytes_per_unit * values_per_unit, np.float32)
     chunk_bytes = _CHUNK_BYTES // bytes_per_unit * bytes_per_unit
     for start in range(0, tensor.nbytes, chunk_bytes):
         count = min(chunk_bytes, tensor.nbytes - start)
-        raw = read_bytes(path, tensor.offset + start, count)
+        raw = read_bytes(tensor.path, tensor.offset + start, count)
         first = start // bytes_per_unit * values_per_unit
         chunk = values_of(raw, tensor.type)
         values[first : first + len(chunk)] = chunk
     return values.reshape(tensor.shape)
 
 
-def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
+def _converted(tensor: GGUFTensor) -> dict[str, np.ndarray]:
     """The arrays of a quantised matrix, converted a few rows at a time."""
     outputs, inputs = tensor.shape
     row_bytes = tensor.nbytes // outputs
@@ -197,7 +198,9 @@ def _converted(path: Path, tensor: GGUFTensor) -> dict[str, np.ndarray]:
 
     def convert_rows(share: slice) -> None:
         done, count = share.start, share.stop - share.start
-        for raw in read_chunks(path, tensor.offset + done * row_bytes, count * row_bytes, size):
+        for raw in read_chunks(
+            tensor.path, tensor.offset + done * row_bytes, count * row_bytes, size
+        ):
             rows = raw.reshape(-1, row_bytes)
             into = {part: array[done : done + len(rows)] for part, array in made.items()}
             convert(tensor.type, rows, into)

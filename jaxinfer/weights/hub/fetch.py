@@ -21,7 +21,7 @@ from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.hub.failures import OFFLINE, not_here, sentences
 from jaxinfer.weights.hub.files import (
     CONFIG,
-    gguf_file,
+    gguf_parts,
     is_index,
     small_files,
     without_folder_weights,
@@ -61,7 +61,7 @@ class Request:
         """
         names = tuple(names)
         if self.name.quant is not None:
-            return (gguf_file(self.name, names),)
+            return gguf_parts(self.name, names)
         small = small_files(names, tokenizer_only=self.tokenizer_only)
         if self.tokenizer_only or not self.weights:
             return small

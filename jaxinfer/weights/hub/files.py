@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from jaxinfer.core.errors import SourceError
 from jaxinfer.weights.hub.names import HubName
+from jaxinfer.weights.names import part_of
 
 CONFIG = "config.json"
 INDEX_END = ".safetensors.index.json"
@@ -20,7 +21,6 @@ _TOKENIZER = re.compile(
 _OTHERS = re.compile(
     r"generation_config\.json|modules\.json|sentence_bert_config\.json|\d+_\w+/config\.json"
 )
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
 _QUANT = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|FP?16|FP?32|(?:MX|NV)FP4\w*))$", re.I
 )
@@ -51,7 +51,9 @@ def gguf_files(names: Iterable[str]) -> Mapping[str, tuple[str, ...]]:
     parts: dict[str, list[str]] = {}  # by the path without the part's number
     for name in sorted(names):
         if name.lower().endswith(_GGUF) and not _NO_MODEL.search(name.rpartition("/")[2]):
-            parts.setdefault(_SPLIT.sub("", name[: -len(_GGUF)]), []).append(name)
+            path = name[: -len(_GGUF)]
+            part = part_of(path)
+            parts.setdefault(part.name if part else path, []).append(name)
     quants = {path: _quant(path) for path in parts}
     counts = Counter(quants.values())
     found: dict[str, list[str]] = {}
@@ -81,8 +83,10 @@ def files_of[T](quant: str, found: Mapping[str, T]) -> T | None:
     return found[fitting[0]] if len(fitting) == 1 else None
 
 
-def gguf_file(name: HubName, names: Iterable[str]) -> str:
-    """The one file of a quantisation; raises ``SourceError`` that names those of the repository."""
+def gguf_parts(name: HubName, names: Iterable[str]) -> tuple[str, ...]:
+    """The one file of a quantisation, or its parts in order; raises ``SourceError`` that names
+    those of the repository.
+    """
     found = gguf_files(names)
     if not found:
         raise SourceError(f"{name.repo} has no GGUF file; leave out :{name.quant}")
@@ -91,19 +95,19 @@ def gguf_file(name: HubName, names: Iterable[str]) -> str:
         raise SourceError(
             f"{name.repo} has no quantisation {name.quant}; it has {', '.join(found)}"
         )
-    first, *others = files
-    if _SPLIT.search(first[: -len(_GGUF)]):
-        whole = [own for own, parts in found.items() if len(parts) == 1]
-        use = f"use another quantisation ({', '.join(whole)}), or " if whole else ""
-        raise SourceError(
-            f"{name} is split into {len(files)} files, which are not read; {use}join its parts "
-            "(llama-gguf-split --merge of llama.cpp does it)"
-        )
-    if others:
+    parts = [part_of(file[: -len(_GGUF)]) for file in files]
+    if len({part and (part.name, part.count) for part in parts}) > 1 or (
+        parts[0] is None and len(files) > 1
+    ):
         raise SourceError(
             f"{name} is several files ({', '.join(files)}); download one, and give its path"
         )
-    return first
+    if parts[0] is not None and len(files) != parts[0].count:
+        raise SourceError(
+            f"{name.repo} has {len(files)} of the {parts[0].count} parts of {name}; name another "
+            f"quantisation ({', '.join(found)})"
+        )
+    return files
 
 
 def without_folder_weights(name: HubName, names: Iterable[str]) -> SourceError | None:
