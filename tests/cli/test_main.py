@@ -149,34 +149,6 @@ def test_a_terminal_gets_the_characters_it_can_show() -> None:
     os.close(terminal)
 
 
-STREAMS = """
-import sys
-import click
-from jaxinfer.cli.main import cli, main
-
-@cli.command()
-@click.argument("path")
-def show(path):
-    opened = open(path, "w")
-    read = sys.stdin.buffer.read()
-    sys.stdout.write("to stdout"), sys.stderr.write("to stderr")
-    opened.write(f"{opened.fileno() > 2} {read} {sys.stdout.isatty()} {sys.stderr.isatty()}")
-
-main()
-"""
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_the_null_device(closed: str, tmp_path: Path) -> None:
-    """Also for a file that is opened later: it must not become stdout."""
-    command = f'"$0" -c "$1" show "$2" </dev/null {closed}'
-    arguments = ["sh", "-c", command, sys.executable, STREAMS, str(tmp_path / "shown")]
-    run = subprocess.run(arguments, capture_output=True, text=True)
-    assert (run.returncode, "Traceback" in run.stderr) == (0, False), run.stderr
-    assert (tmp_path / "shown").read_text() == "True b'' False False"
-    assert run.stdout == ("" if ">&-" in closed.split() else "to stdout")
-
-
 @pytest.mark.parametrize("command", cli.commands)
 def test_help_of(command: str) -> None:
     result = CliRunner().invoke(cli, [command, "--help"])
