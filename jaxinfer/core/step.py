@@ -234,7 +234,18 @@ class BucketsLoaded(msgspec.Struct, frozen=True, tag=True):
     buckets: tuple[Bucket, ...]
 
 
-type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """What pages contain is lost, or of other weights; no step is in flight.
+
+    Running sequences return to the queue with their tokens, and no prefix is known any more.
+    """
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """This call of the scheduler plans no step, since the device is needed for something else."""
+
+
+type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

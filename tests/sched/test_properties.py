@@ -280,6 +280,7 @@ def test_histories_branch(trace: Trace, at: int) -> None:
     branch = copy.copy(drive)
     branch.executor = copy.deepcopy(drive.executor)
     branch.plans, branch.events, branch.flying = [], list(drive.events), list(drive.flying)
+    branch._index = dict(drive._index)
     branch.tick(*(Abort(seq.request_id) for seq in drive.state.running))
     branch.finish()
     drive.finish()
