@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 4096
 
 
 def digests(folder: Path, quantization: str | None) -> dict[str, str]:
-    """"SHA-256 length" by the name of an executable."""
+    """ "SHA-256 length" by the name of an executable."""
     jax.clear_caches()  # a jitted function that another program traced would keep its name
     program = program_of(folder, quantization)
     found: dict[str, str] = {}

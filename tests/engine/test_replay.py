@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import (
     Abort,
     Arrive,
@@ -82,7 +82,7 @@ def test_a_log_of_events_replays_to_equal_states(monkeypatch: pytest.MonkeyPatch
             number = next(names)
             prompt = [*range(1, 10), number % 5, 3]
             sampling = SamplingParams(max_tokens=20, ignore_eos=True, n=1 + number % 2)
-            engine.add_request(str(number), prompt, sampling)
+            engine.add_request(str(number), RequestSpec(prompt, sampling))
         for _ in range(num_steps):
             engine.step()
 
