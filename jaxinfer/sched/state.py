@@ -51,10 +51,11 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     page_hashes: tuple[bytes, ...] = ()  # of the first full pages; kept when preempted
     num_registered_pages: int = 0  # pages that are in the prefix index
     num_cached_tokens: int | None = None  # tokens reused at the first admission
-    num_prompt_logprobs: int = 0  # prompt logprobs delivered so far
+    # tokens whose activations and logprobs as a prompt have been delivered, perhaps before a
+    # preemption
+    num_delivered: int = 0
     # positions of page borders at which a prefill chunk ends and a snapshot is taken, ascending
     borders: tuple[int, ...] = ()
-    num_tapped: int = 0  # tokens whose activations have been delivered so far
 
     @property
     def request_id(self) -> str:
@@ -84,7 +85,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
         """True if the remaining prompt tokens have logprobs that are still to be computed."""
         if self.request.sampling.prompt_logprobs is None:
             return False
-        first = max(self.num_computed_tokens, self.num_prompt_logprobs)
+        first = max(self.num_computed_tokens, self.num_delivered)
         return first < len(self.request.prompt_token_ids) - 1
 
 

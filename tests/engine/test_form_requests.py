@@ -92,7 +92,7 @@ def test_the_form_of_several_prompts_is_sent_once(engine: Engine) -> None:
                 text += "".join(delta.text for delta in deltas)
             texts.append(text)
         assert [one.has_last_form for one in link.sent] == [False, True, False, True, False, False]
-        assert link.sent[1].sampling.structured_outputs is None
+        assert link.sent[1].spec.sampling.structured_outputs is None
         await client.shutdown()
         return texts
 

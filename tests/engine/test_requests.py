@@ -296,8 +296,8 @@ def test_a_validated_request_is_not_validated_again(
     engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     validated = engine.check(RequestSpec(PROMPT, GREEDY))
-    assert list(validated.prompt_token_ids) == PROMPT
-    assert engine.check(RequestSpec(validated.prompt_token_ids, GREEDY)) == validated
+    assert list(validated.spec.prompt_token_ids) == PROMPT
+    assert engine.check(validated.spec) == validated
     monkeypatch.setattr(engine, "check", None)
     engine.add_validated("x", validated)
     deltas = []

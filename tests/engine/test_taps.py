@@ -224,7 +224,7 @@ def test_engines_without_points_name_the_flag() -> None:
     plain = Engine(tiny_executor(tiny_limits()), tiny_limits(), tiny_engine().facts, None)
     for fields in ({"taps": ["embed"]}, {"steer": [STEER]}):
         with pytest.raises(RequestError, match=r"start it with tap_points \(--tap-points\)"):
-            plain.check(SHORT, replace(GREEDY, **fields))
+            plain.check(RequestSpec(SHORT, replace(GREEDY, **fields)))
 
 
 @pytest.mark.parametrize(

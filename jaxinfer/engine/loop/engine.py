@@ -304,7 +304,7 @@ class Engine:
         if sequence is None:
             return None  # a stop string ended it while this token was in flight
         delta = delta_of(sequence, event, self.weight_version)
-        if event.token_ids or event.pooled is not None:
+        if event.token_ids or event.output.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
                 self._counters["num_cached_tokens"] += delta.num_cached_tokens
