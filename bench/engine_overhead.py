@@ -21,7 +21,7 @@ import numpy as np
 from bench.throughput import rotated
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
@@ -86,7 +86,7 @@ def engine_ms_per_step(engine: Engine, prompts: list[list[int]], num_tokens: int
     """Mean over the decode steps: from the iteration with the first tokens to the last one."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
+        engine.add_request(str(i), RequestSpec(prompt, params))
     waiting = {str(i) for i in range(len(prompts))}  # some may get tokens before others begin
     while waiting:
         deltas = engine.step().deltas

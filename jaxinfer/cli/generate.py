@@ -15,6 +15,7 @@ from jaxinfer.cli.options import GENERATING_MODEL, MEMORY, SAMPLING
 from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def generate(
     requests = _accept(llm, prompts, chat, system, sampling, printer)
     quiet = NO_PROGRESS if printer.streams else progress
     with quiet.phase("generate", "tokens") as advance:
-        for number, delta in llm.stream(list(requests.values()), [sampling] * len(requests)):
+        specs = [RequestSpec(prompt.token_ids, sampling) for prompt in requests.values()]
+        for number, delta in llm.stream(specs):
             clock.token()
             advance(len(delta.token_ids))
             printer.add(list(requests)[number], delta)
@@ -203,7 +205,7 @@ def _accept(
     for number, text in enumerate(texts):
         try:
             prompt = _prompt(llm, text, chat, system)
-            llm.check(prompt, sampling)
+            llm.check(RequestSpec(prompt.token_ids, sampling))
         except RequestError as error:
             printer.fail(number, f"prompt {number}: {error}" if len(texts) > 1 else str(error))
         else:

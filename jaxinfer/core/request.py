@@ -181,7 +181,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
         return given
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSpec(msgspec.Struct, frozen=True):
+    """What one prompt asks of an engine: made where an API begins, and carried whole.
+
+    Raises ``RequestError`` for a priority or a salt that cannot be used.
+    """
+
+    prompt_token_ids: Sequence[int]  # the scheduler does not copy an ``IntLog``
+    sampling: SamplingParams
+    priority: int = 0  # lower runs first, as in vLLM
+    cache_salt: str = ""  # prefixes are shared only by requests with equal salts
+    pools: bool = False  # it yields one vector of its prompt and draws no token
+
+    def __post_init__(self) -> None:
+        _check_salt(self.cache_salt)
+        priority = whole("priority", self.priority, *PRIORITY_BOUNDS)
+        msgspec.structs.force_setattr(self, "priority", priority)
+
+
+class Request(RequestSpec, frozen=True, kw_only=True):
     """One sequence to continue, tokenised and validated; ``n`` > 1 becomes n of these.
 
     ``max_tokens`` and ``seed`` are resolved (never None). ``eos_token_ids`` are the model's, empty
@@ -189,15 +207,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]  # the scheduler does not copy an ``IntLog``
-    sampling: SamplingParams
     max_tokens: int
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     arrival: int = 0
-    priority: int = 0  # lower runs first, as in vLLM
-    cache_salt: str = ""
-    pools: bool = False  # it yields one vector of its prompt and draws no token
     constraint: Constraint | None = None  # compiled, if ``sampling.is_constrained``
     steering: Steering | None = None  # ``sampling.steer``, with the vectors of its names
 
@@ -218,13 +231,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.eos_token_ids, *self.sampling.stop_token_ids)
 
 
-def check_identity(priority: object, cache_salt: object) -> tuple[int, str]:
-    """Validate a request's priority and cache salt; None, vLLM's "no salt", becomes ""."""
-    salt = "" if cache_salt is None else cache_salt
+def _check_salt(salt: object) -> None:
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {salt!r}")
     try:
         salt.encode()
     except UnicodeEncodeError:
         raise RequestError(f"cache_salt {salt!r} has no UTF-8 form; use plain text") from None
-    return whole("priority", priority, *PRIORITY_BOUNDS), salt

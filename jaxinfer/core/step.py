@@ -172,22 +172,51 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     num_named: int = 0
 
 
-class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """The result of one row: tokens with their logprobs, or a vector. ``token_ids`` is empty for a
-    chunk that does not end its prompt, and for a row with an ``error``, which ends only its own
-    request. A decode row has one token, and one more for each accepted draft. ``logprobs`` has an
-    entry for each token, if requested. ``pooled`` float32[D] is set if the row pools. ``taps``:
+class RowOutput(msgspec.Struct, frozen=True, gc=False):
+    """What a row yields besides its tokens: made by the executor, and read where a delta is made.
+
+    ``logprobs`` has an entry for each drawn token, if requested, ``prompt_logprobs`` for each of
+    ``ScheduledSeq.target_ids``. ``pooled`` float32[D] is set if the row pools. ``taps``:
     [num_scheduled_tokens, W], for each token its activations at ``SamplingParams.taps``, a view of
-    what the device has returned. ``is_request_error``: the error is a ``RequestError``.
+    what the device has returned.
+    """
+
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: np.ndarray | None = None
+    taps: memoryview = NO_TAPS
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """True if it has something of the tokens that the row computes, whether it draws or not."""
+        return bool(self.prompt_logprobs or self.taps)
+
+    def cut(self, num_known: int, num_computed: int, num_drawn: int) -> RowOutput:
+        """Without that of the first ``num_known`` of ``num_computed`` tokens, and with the logprobs
+        of the first ``num_drawn`` drawn tokens.
+        """
+        token_bytes = len(self.taps) // num_computed
+        return RowOutput(
+            self.logprobs[:num_drawn],
+            self.prompt_logprobs[num_known:],
+            self.pooled,
+            self.taps[num_known * token_bytes :],
+        )
+
+
+NO_OUTPUT = RowOutput()
+
+
+class RowResult(msgspec.Struct, frozen=True, gc=False):
+    """The result of one row. ``token_ids`` is empty for a chunk that does not end its prompt, and
+    for a row with an ``error``, which ends only its own request. A decode row has one token, and
+    one more for each accepted draft. ``is_request_error``: the error is a ``RequestError``.
     """
 
     request_id: str
     epoch: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of ``ScheduledSeq.target_ids``
-    pooled: np.ndarray | None = None
-    taps: memoryview = NO_TAPS
+    output: RowOutput = NO_OUTPUT
     error: str = ""
     is_request_error: bool = False
 
@@ -234,7 +263,18 @@ class BucketsLoaded(msgspec.Struct, frozen=True, tag=True):
     buckets: tuple[Bucket, ...]
 
 
-type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """What pages contain is lost, or of other weights; no step is in flight.
+
+    Running sequences return to the queue with their tokens, and no prefix is known any more.
+    """
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """This call of the scheduler plans no step, since the device is needed for something else."""
+
+
+type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -242,12 +282,9 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    output: RowOutput = NO_OUTPUT  # of what has not been in an earlier event
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the user's stop id that ended the request, if one did
-    pooled: np.ndarray | None = None  # float32[D]
-    taps: memoryview = NO_TAPS  # as in ``RowResult``, of the tokens computed since the last event
     error: str = ""
     is_request_error: bool = False  # what the request asks for is to blame, not the engine

@@ -22,7 +22,7 @@ from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError, TaskError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.pooling import Pooling
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.steering import Steering
 from jaxinfer.engine.points import check_points
 from jaxinfer.sched.admit import refusal
@@ -99,11 +99,7 @@ class ModelFacts:
 class ValidatedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that passed validation."""
 
-    prompt_token_ids: IntLog
-    sampling: SamplingParams
-    priority: int
-    cache_salt: str
-    pools: bool = False  # it yields one vector instead of tokens
+    spec: RequestSpec  # its prompt is an ``IntLog``
     constraint: Constraint | None = None
     steering: Steering | None = None
 
@@ -213,25 +209,20 @@ def check_task(limits: Limits, *, pools: bool) -> None:
 
 
 def check_request(
-    prompt_token_ids: Sequence[int],
-    sampling: SamplingParams,
-    limits: Limits,
-    facts: ModelFacts,
-    tokenizer: Tokenizer | None,
-    *,
-    pools: bool = False,
+    spec: RequestSpec, limits: Limits, facts: ModelFacts, tokenizer: Tokenizer | None
 ) -> IntLog:
-    """Validate a request and return its prompt's token ids. ``pools``: it asks for a vector.
+    """Validate a request and return its prompt's token ids.
 
     Raises ``RequestError`` if an engine with these limits, facts and tokenizer can never answer it.
     """
-    check_task(limits, pools=pools)
-    num_tokens = len(prompt_token_ids)
+    sampling = spec.sampling
+    check_task(limits, pools=spec.pools)
+    num_tokens = len(spec.prompt_token_ids)
     max_tokens = resolved_max_tokens(num_tokens, sampling, limits)
     if reason := refusal(num_tokens, max_tokens, limits):
         too_long = num_tokens >= limits.max_model_len
         raise ContextLengthError(reason) if too_long else RequestError(reason)
-    prompt = _prompt(prompt_token_ids, facts.vocab_size)
+    prompt = _prompt(spec.prompt_token_ids, facts.vocab_size)
     # SamplingParams has refused negative ids
     if sampling.stop_token_ids and max(sampling.stop_token_ids) >= facts.vocab_size:
         raise _out_of_vocabulary("stop_token_ids", sampling.stop_token_ids, facts.vocab_size)

@@ -75,7 +75,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the user's stop id that ended it
     pooled: bytes = b""  # float32[D]: the vector of a request that pools
-    taps: memoryview = NO_TAPS  # of newly computed tokens: see ``core.step.RowResult``
+    taps: memoryview = NO_TAPS  # of newly computed tokens: see ``core.step.RowOutput``
     error: str = ""
     is_request_error: bool = False  # what the request asks for is to blame, not the engine
     times: SequenceTimes | None = None

@@ -280,7 +280,7 @@ def _target_ids(seq: Sequence, start: int, end: int) -> np.ndarray | None:
     delivered before a preemption.
     """
     last = min(end, len(seq.request.prompt_token_ids) - 1)  # position of the last target
-    if seq.request.sampling.prompt_logprobs is None or last <= max(start, seq.num_prompt_logprobs):
+    if seq.request.sampling.prompt_logprobs is None or last <= max(start, seq.num_delivered):
         return None
     targets = np.full(end - start, -1, np.int32)
     targets[: last - start] = seq.token_ids.array()[start + 1 : last + 1]

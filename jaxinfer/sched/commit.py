@@ -10,14 +10,7 @@ import msgspec
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
-from jaxinfer.core.step import (
-    NO_TAPS,
-    RowResult,
-    ScheduledSeq,
-    StepResult,
-    TokenEvent,
-    TokenLogprobs,
-)
+from jaxinfer.core.step import NO_OUTPUT, RowResult, ScheduledSeq, StepResult, TokenEvent
 from jaxinfer.sched.prefix import following_page_hashes, group_key
 from jaxinfer.sched.state import Draft, Sequence
 
@@ -46,7 +39,7 @@ def commit_step(draft: Draft, result: StepResult) -> None:
             found is None
             or found.epoch != row.epoch
             or bool(found.token_ids) != row.samples
-            or (found.pooled is not None) != row.pools
+            or (found.output.pooled is not None) != row.pools
         ):
             raise EngineError(
                 f"the result of step {result.step_id} has no fitting row for request "
@@ -85,9 +78,8 @@ def finish_reason(seq: Sequence, token_ids: IntLog) -> tuple[FinishReason | None
 
 
 def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult) -> None:
-    drawn = found.token_ids
-    prompt_logprobs, num_prompt_logprobs = _fresh_prompt_logprobs(seq, row, found)
-    reason = None if found.pooled is None else FinishReason.STOP
+    drawn, output, num_delivered = found.token_ids, found.output, seq.num_delivered
+    reason = FinishReason.STOP if row.pools else None
     token_ids, stop_token_id = seq.token_ids, None
     # drafts of the row that were not accepted
     num_refused = row.num_scheduled_tokens - len(drawn) if row.token_ids is None else 0
@@ -97,63 +89,38 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         if reason is not None:
             drawn = drawn[:number]
             break
-    taps, num_tapped = _fresh_taps(seq, row, found)
+    known = row.num_computed_tokens + row.num_scheduled_tokens
+    if output is not NO_OUTPUT:
+        num_known = max(0, num_delivered - row.num_computed_tokens)
+        if output.is_of_tokens:
+            num_delivered = max(num_delivered, known)
+        output = output.cut(num_known, row.num_scheduled_tokens, len(drawn))
     seq = msgspec.structs.replace(
         seq,
         token_ids=token_ids,
         num_computed_tokens=seq.num_computed_tokens - num_refused,
         num_in_flight_tokens=seq.num_in_flight_tokens - len(found.token_ids) - num_refused,
-        num_prompt_logprobs=num_prompt_logprobs,
-        num_tapped=num_tapped,
+        num_delivered=num_delivered,
     )
-    known = row.num_computed_tokens + row.num_scheduled_tokens
     seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
     if row.snapshot is not None:
         page_hash = seq.page_hashes[known // draft.limits.page_size - 1]  # it ends at a page border
         draft.snapshots = draft.snapshots.register(row.snapshot, page_hash)
-    if drawn or prompt_logprobs or taps or reason is not None:
+    if drawn or output.is_of_tokens or reason is not None:
         draft.events.append(
             TokenEvent(
                 row.request_id,
                 drawn,
-                found.logprobs[: len(drawn)],
-                prompt_logprobs,
+                output,
                 seq.num_cached_tokens or 0,
                 reason,
                 stop_token_id,
-                found.pooled,
-                taps,
             )
         )
     if reason is None:
         draft.running[row.request_id] = seq
     else:
         draft.remove(seq)
-
-
-def _fresh_prompt_logprobs(
-    seq: Sequence, row: ScheduledSeq, found: RowResult
-) -> tuple[tuple[TokenLogprobs, ...], int]:
-    """The row's prompt logprobs that have not been delivered yet, and the new number delivered.
-
-    A sequence may have delivered some before a preemption. Entry i of the row belongs to prompt
-    token ``num_computed_tokens + i + 1``.
-    """
-    delivered = seq.num_prompt_logprobs
-    if not found.prompt_logprobs:
-        return (), delivered
-    fresh = found.prompt_logprobs[max(0, delivered - row.num_computed_tokens) :]
-    return fresh, delivered + len(fresh)
-
-
-def _fresh_taps(seq: Sequence, row: ScheduledSeq, found: RowResult) -> tuple[memoryview, int]:
-    """The row's activations that have not been delivered yet, and the new number of tokens."""
-    if not found.taps:
-        return NO_TAPS, seq.num_tapped
-    known = max(0, seq.num_tapped - row.num_computed_tokens)  # computed before a preemption
-    token_bytes = len(found.taps) // row.num_scheduled_tokens
-    end = row.num_computed_tokens + row.num_scheduled_tokens
-    return found.taps[known * token_bytes :], max(seq.num_tapped, end)
 
 
 def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Sequence:

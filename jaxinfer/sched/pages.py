@@ -22,7 +22,7 @@ the device runs steps in order.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -75,10 +75,19 @@ def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
     )
 
 
+class IndexChange(NamedTuple):
+    """A page that was registered with a key in the prefix index, or evicted from it."""
+
+    key: bytes
+    page: int
+    is_added: bool
+
+
 class PageWriter:
     """Builds the next ``PagePool``. The arrays are copied once per call, and only if written."""
 
     def __init__(self, pool: PagePool) -> None:
+        self.index_changes: list[IndexChange] = []  # in order
         self._pool = pool
         self._fresh = pool.fresh
         self._fresh_head = pool.fresh_head
@@ -166,6 +175,7 @@ class PageWriter:
             if page_hash not in page_by_hash:
                 page_by_hash[page_hash] = page
                 hash_by_page[page] = page_hash
+                self.index_changes.append(IndexChange(page_hash, page, True))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
     def finish(self) -> PagePool:
@@ -191,7 +201,9 @@ class PageWriter:
         while len(pages) < count:
             page = int(log[position])
             if self._stamps[page] == position:  # else a stale entry: the page was shared again
-                del page_by_hash[hash_by_page.pop(page)]
+                page_hash = hash_by_page.pop(page)
+                del page_by_hash[page_hash]
+                self.index_changes.append(IndexChange(page_hash, page, False))
                 pages.append(page)
             position += 1
         self._cached_head = position

@@ -24,39 +24,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, StepDone, StepFailed
+from jaxinfer.core.step import (
+    Abort,
+    Arrive,
+    BucketsLoaded,
+    Event,
+    Hold,
+    Reset,
+    StepDone,
+    StepFailed,
+)
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
-from jaxinfer.sched.state import (
-    Draft,
-    ScheduleOutput,
-    SchedulerState,
-    all_preempted,
-    initial_state,
-    without_prefixes,
-)
+from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
 
-__all__ = [
-    "ScheduleOutput",
-    "SchedulerState",
-    "all_preempted",
-    "initial_state",
-    "schedule",
-    "without_prefixes",
-]
+__all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
 
 
-def schedule(
-    state: SchedulerState, events: Items[Event], *, plans: bool = True
-) -> tuple[SchedulerState, ScheduleOutput]:
-    """Apply ``events`` in order, then choose at most one step, or none without ``plans``.
+def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerState, ScheduleOutput]:
+    """Apply ``events`` in order, then choose at most one step, or none if one of them is ``Hold``.
 
     ``state`` is not changed. The caller must launch ``output.step``, if any, before the next call
     and report it later as ``StepDone`` or ``StepFailed``, in launch order; any number may be in
     flight. Raises ``EngineError`` if a report does not fit the oldest step in flight.
     """
-    draft = Draft(state)
+    draft, plans = Draft(state), True
     for event in events:
         match event:
             case Arrive():  # the most frequent event is tested first
@@ -70,6 +63,12 @@ def schedule(
                     draft.end(event.request_id, event.reason)
             case BucketsLoaded():
                 draft.add_buckets(event.buckets)
+            case Reset():
+                draft.reset()
+            case Hold():
+                plans = False
     step = choose_step(draft) if plans else None
-    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates))
+    output = ScheduleOutput(
+        step, tuple(draft.events), tuple(draft.duplicates), tuple(draft.pages.index_changes)
+    )
     return draft.finish(), output

@@ -30,6 +30,11 @@ from immutables import Map
 from msgspec.structs import replace
 
 
+def new_snapshots(num_rows: int) -> SnapshotPool:
+    """A pool of which all rows are free."""
+    return SnapshotPool(tuple(reversed(range(num_rows))))
+
+
 class SnapshotPool(msgspec.Struct, frozen=True):
     """The free and registered rows; pending ones are in the plans in flight.
 

@@ -19,8 +19,8 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
-from jaxinfer.sched.pages import PagePool, PageWriter, new_pool
-from jaxinfer.sched.snapshots import SnapshotPool
+from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pool
+from jaxinfer.sched.snapshots import SnapshotPool, new_snapshots
 
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
 
@@ -51,10 +51,11 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     page_hashes: tuple[bytes, ...] = ()  # of the first full pages; kept when preempted
     num_registered_pages: int = 0  # pages that are in the prefix index
     num_cached_tokens: int | None = None  # tokens reused at the first admission
-    num_prompt_logprobs: int = 0  # prompt logprobs delivered so far
+    # tokens whose activations and logprobs as a prompt have been delivered, perhaps before a
+    # preemption
+    num_delivered: int = 0
     # positions of page borders at which a prefill chunk ends and a snapshot is taken, ascending
     borders: tuple[int, ...] = ()
-    num_tapped: int = 0  # tokens whose activations have been delivered so far
 
     @property
     def request_id(self) -> str:
@@ -84,7 +85,7 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
         """True if the remaining prompt tokens have logprobs that are still to be computed."""
         if self.request.sampling.prompt_logprobs is None:
             return False
-        first = max(self.num_computed_tokens, self.num_prompt_logprobs)
+        first = max(self.num_computed_tokens, self.num_delivered)
         return first < len(self.request.prompt_token_ids) - 1
 
 
@@ -116,11 +117,13 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
 
     ``duplicates`` are ids of arrivals that were dropped because a request with that id is
     unfinished. They have no ``TokenEvent``, as it would end the first request's stream.
+    ``index_changes`` are those of the prefix index since ``Reset``, if that was an event.
     """
 
     step: StepPlan | None
     events: tuple[TokenEvent, ...]
     duplicates: tuple[str, ...] = ()
+    index_changes: tuple[IndexChange, ...] = ()
 
 
 def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
@@ -146,7 +149,7 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         num_slots=slots,
         free_slots=tuple(reversed(range(slots))),
         pages=new_pool(limits.num_pages, len(limits.windows)),
-        snapshots=SnapshotPool(tuple(reversed(range(limits.num_snapshots)))),
+        snapshots=new_snapshots(limits.num_snapshots),
     )
 
 
@@ -181,31 +184,6 @@ def num_slots(buckets: Iterable[Bucket], limits: Limits) -> int:
 def smallest_first(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     """The buckets in the order in which ``choose`` tries them."""
     return tuple(sorted(set(buckets), key=lambda b: (b.num_tokens, b.num_seqs, b)))
-
-
-def without_prefixes(state: SchedulerState) -> SchedulerState:
-    """The state with an empty prefix index; all pages are fresh. For an engine at rest.
-
-    Waiting sequences stay: they hold no pages. Raises ``EngineError`` if a sequence runs or a step
-    is in flight, since its pages could be shared.
-    """
-    if state.running or state.in_flight:
-        raise EngineError("the prefix cache cannot be reset while requests run; finish them first")
-    empty = initial_state(state.limits, state.buckets)
-    return msgspec.structs.replace(state, pages=empty.pages, snapshots=empty.snapshots)
-
-
-def all_preempted(state: SchedulerState) -> SchedulerState:
-    """The state with every running sequence back in the queue; each keeps its known tokens.
-
-    Raises ``EngineError`` if a step is in flight: its tokens would be lost.
-    """
-    if state.in_flight:
-        raise EngineError("sequences cannot be preempted while a step is in flight; collect it")
-    draft = Draft(state)
-    while draft.running:
-        draft.preempt_last()
-    return draft.finish()
 
 
 class Draft:
@@ -298,6 +276,18 @@ class Draft:
                 borders=(),
             )
         )
+
+    def reset(self) -> None:
+        """Preempt every running sequence, and forget all pages and snapshots.
+
+        Raises ``EngineError`` if a step is in flight: its tokens would be lost.
+        """
+        if self.in_flight:
+            raise EngineError("the scheduler is reset while a step is in flight; collect it first")
+        while self.running:
+            self.preempt_last()
+        self.pages = PageWriter(new_pool(self.limits.num_pages, len(self.limits.windows)))
+        self.snapshots = new_snapshots(self.limits.num_snapshots)
 
     def end(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.api.async_llm import AsyncLLM
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from kit.engines import run, tiny_engine, tokens
@@ -60,7 +60,7 @@ def test_deltas_add_up() -> None:
         params = SamplingParams(n=2, seed=3, max_tokens=10, ignore_eos=True)
         (prompt,) = parse_prompts("hi", llm.engine.tokenizer)
         parts: dict[int, str] = {0: "", 1: ""}
-        async for delta in llm.stream(prompt, params):
+        async for delta in llm.stream(RequestSpec(prompt.token_ids, params)):
             parts[delta.index] += delta.text
         outputs = [output async for output in llm.generate("hi", params)]
         assert [completion.text for completion in outputs[-1].outputs] == [parts[0], parts[1]]

@@ -18,7 +18,7 @@ import pytest
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.start.build import build_engine, plan_engine
@@ -103,7 +103,7 @@ def answers(
     settings = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     for number, more in enumerate(({}, {"prompt_logprobs": 1}, {"logprobs": 1})):
         own = msgspec.structs.replace(settings, **more)
-        engine.add_request(str(number), [5, 9, 3 + number], own)
+        engine.add_request(str(number), RequestSpec([5, 9, 3 + number], own))
     tokens: dict[str, list[int]] = {}
     engine.step()
     in_flight()

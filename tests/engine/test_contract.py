@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import Executables
@@ -173,7 +173,7 @@ def test_pages_behind_a_window_go_back() -> None:
     limits = executables("paged")[0].limits
     assert limits.windows.count(WINDOW) == 3
     most, scheduler_state = 0, lambda: served._loop._state
-    served.add_request("r", PROMPTS[0], GREEDY)
+    served.add_request("r", RequestSpec(PROMPTS[0], GREEDY))
     while served.has_work:
         served.step()
         for seq in scheduler_state().running:

@@ -14,6 +14,7 @@ from jaxinfer import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams
 from jaxinfer.core.errors import ConfigError, RequestError, SourceError, TaskError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.scoring import first_tokens, score_prompt
 from jaxinfer.engine.start.task import with_task
@@ -99,7 +100,9 @@ def test_preempted_and_restarted_prompts(pooling: str) -> None:
         limits = tiny_limits(max_num_batched_tokens=16, pooling=pooling)
         engine = tiny_engine(limits)
         for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), prompt, SamplingParams(max_tokens=1), pools=True)
+            engine.add_request(
+                str(number), RequestSpec(prompt, SamplingParams(max_tokens=1), pools=True)
+            )
         pooled: dict[str, bytes] = {}
         for step in range(1000):
             if interrupts and step == 3:

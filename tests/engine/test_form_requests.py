@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.link import thread as link_thread
 from jaxinfer.engine.link.client import EngineClient
@@ -49,7 +49,7 @@ def test_an_aborted_request_ends_its_trial(engine: Engine, monkeypatch: pytest.M
     link.connect(answers.append)
     waiting = engine.constraints._forms._forms
     for name in ("first", "second"):
-        link.send(Submission(name, (1,), SAMPLING))
+        link.send(Submission(name, RequestSpec((1,), SAMPLING)))
     wait_until(begun.is_set, "its form is tried")
     link.send(AbortRequest("first"))
     wait_until(lambda: sum(len(one.requests) for one in waiting.values()) == 1, "one is left")
@@ -84,7 +84,7 @@ def test_the_form_of_several_prompts_is_sent_once(engine: Engine) -> None:
     async def scenario() -> list[str]:
         link = Noting(engine)
         client = EngineClient(link)
-        streams = [client.open((1, 2), sampling) for sampling in given]
+        streams = [client.open(RequestSpec((1, 2), sampling)) for sampling in given]
         texts = []
         for stream in streams:
             text = ""
@@ -92,7 +92,7 @@ def test_the_form_of_several_prompts_is_sent_once(engine: Engine) -> None:
                 text += "".join(delta.text for delta in deltas)
             texts.append(text)
         assert [one.has_last_form for one in link.sent] == [False, True, False, True, False, False]
-        assert link.sent[1].sampling.structured_outputs is None
+        assert link.sent[1].spec.sampling.structured_outputs is None
         await client.shutdown()
         return texts
 

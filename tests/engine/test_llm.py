@@ -21,6 +21,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import CacheError, ConfigError, EngineError, JaxinferError, RequestError
 from jaxinfer.core.host_memory import NEVER
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.api import llm as llm_module
 from jaxinfer.engine.loop.engine import Engine
@@ -182,7 +183,7 @@ def test_arguments_of_generate_and_chat(llm: LLM) -> None:
 
 def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
     prompts = parse_prompts(["one", "two"], llm.get_tokenizer())
-    stream = llm.stream(prompts, [GREEDY, GREEDY])
+    stream = llm.stream([RequestSpec(prompt.token_ids, GREEDY) for prompt in prompts])
     next(stream)
     with pytest.raises(EngineError, match="already answering"):
         llm.generate("three", GREEDY)

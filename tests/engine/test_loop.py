@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.thread import EngineThread
@@ -165,7 +165,7 @@ def test_a_request_that_arrives_during_a_step_joins_the_next_launch() -> None:
 def engine_of(executor: Scripted, limits: Limits) -> Engine:
     facts = ModelFacts("scripted", 256, (), SamplingParams())
     engine = Engine(executor, limits, facts, None)
-    engine.add_request("a", range(1, 8), SamplingParams(max_tokens=20))
+    engine.add_request("a", RequestSpec(range(1, 8), SamplingParams(max_tokens=20)))
     return engine
 
 
@@ -204,7 +204,7 @@ def test_a_device_lost_while_it_waits_stops_the_engine() -> None:
         engine.wait_until_launchable()
     assert not engine.has_work
     with pytest.raises(EngineError, match="build a new one"):
-        engine.add_request("b", [1], SamplingParams())
+        engine.add_request("b", RequestSpec([1], SamplingParams()))
 
 
 class WaitingEngine:
@@ -237,7 +237,7 @@ class WaitingEngine:
         first = "wait" not in self.calls
         self.calls.append("wait")
         if first:
-            self.thread.send(Submission("during", (1,), SamplingParams()))
+            self.thread.send(Submission("during", RequestSpec((1,), SamplingParams())))
         else:
             self.thread.send(Stop())
 
@@ -245,7 +245,7 @@ class WaitingEngine:
 def test_the_thread_reads_commands_after_the_wait() -> None:
     engine = WaitingEngine()
     answers: list[object] = []
-    engine.thread.send(Submission("first", (1,), SamplingParams()))
+    engine.thread.send(Submission("first", RequestSpec((1,), SamplingParams())))
     engine.thread.connect(answers.append)
     engine.thread.wait()
     assert engine.calls == ["first", "step", "wait", "during", "step", "wait"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.program import Program
@@ -80,7 +80,7 @@ def test_a_mask_that_does_not_come_ends_only_its_request(
     engine = small_engine()
     monkeypatch.setattr(Constraints, "write", lambda *_: None)
     for index, (prompt, kind) in enumerate(zip(PROMPTS, KINDS["some"], strict=True)):
-        engine.add_request(str(index), prompt, kind)
+        engine.add_request(str(index), RequestSpec(prompt, kind))
     errors, found = dict[str, str](), dict[str, list[int]]()
     while engine.has_work:
         for delta in engine.step().deltas:

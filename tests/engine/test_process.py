@@ -24,6 +24,7 @@ from jaxinfer.core.errors import (
     RequestError,
     SourceError,
 )
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
@@ -95,7 +96,7 @@ def test_answers_equal_those_of_the_engine_in_this_process(config: EngineConfig)
         with pytest.raises(RequestError, match="vocabulary"):
             await answer(client, (1, 2, 99999))
         with pytest.raises(RequestError, match="UTF-8"):
-            client.open((1,), GREEDY, cache_salt="\ud800")
+            client.open(RequestSpec((1,), GREEDY, cache_salt="\ud800"))
         assert client.num_open == 0 and await client.stalled_seconds(5) < 5
         assert client.stats.num_late_compiles == 0
         assert client.stats.num_live_pages == 0

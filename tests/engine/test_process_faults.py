@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.link import process
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
@@ -45,7 +45,7 @@ def sim_process(**script: Any) -> Generator[EngineProcess]:
 
 def test_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(client: EngineClient) -> None:
-        streams = [client.open(prompt, LONG) for prompt in PROMPTS]
+        streams = [client.open(RequestSpec(prompt, LONG)) for prompt in PROMPTS]
         done = await answer(client, (1, 2, 3))
         assert done.finished
         await streams[0].read()
@@ -57,7 +57,7 @@ def test_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
             stream.close()
         assert not client.alive and await client.stalled_seconds() == inf
         with pytest.raises(EngineError, match="SIGKILL"):
-            client.open((1, 2), GREEDY)
+            client.open(RequestSpec((1, 2), GREEDY))
 
     with sim_process() as link:
         talk(link, scenario)
@@ -74,7 +74,7 @@ def test_a_process_that_is_killed(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> None:
     async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
+        stream = client.open(RequestSpec((1, 2, 3), LONG))
         with pytest.raises(EngineError, match=match):
             while await stream.read():
                 pass
@@ -84,7 +84,7 @@ def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> N
             assert (await answer(client, (1, 2, 3))).finished
         else:
             with pytest.raises(EngineError, match=match):
-                client.open((1, 2), GREEDY)
+                client.open(RequestSpec((1, 2), GREEDY))
 
     with sim_process(**script) as link:
         talk(link, scenario)
@@ -92,7 +92,7 @@ def test_a_step_that_fails(script: dict[str, int], match: str, alive: bool) -> N
 
 def test_a_stop_refuses_open_requests() -> None:
     async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
+        stream = client.open(RequestSpec((1, 2, 3), LONG))
         await stream.read()
         start = time.monotonic()
         await client.shutdown()
@@ -101,7 +101,7 @@ def test_a_stop_refuses_open_requests() -> None:
             while await stream.read():
                 pass
         with pytest.raises(EngineError, match="is shut down"):
-            client.open((1, 2), GREEDY)
+            client.open(RequestSpec((1, 2), GREEDY))
 
     with sim_process() as link:
         talk(link, scenario)
@@ -112,7 +112,7 @@ def test_a_stop_of_a_process_that_hangs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(client: EngineClient) -> None:
-        stream = client.open((1, 2, 3), LONG)
+        stream = client.open(RequestSpec((1, 2, 3), LONG))
         await stream.read()
         os.kill(link.pid, signal.SIGSTOP)
         os.waitpid(link.pid, os.WUNTRACED)  # on a busy machine its threads stop one after another
@@ -157,7 +157,7 @@ def test_signals_do_not_end_the_engine() -> None:
 
 def test_closed_streams_free_their_pages() -> None:
     async def scenario(client: EngineClient) -> None:
-        streams = [client.open((1, 2, 3), LONG) for _ in range(32)]
+        streams = [client.open(RequestSpec((1, 2, 3), LONG)) for _ in range(32)]
         await streams[-1].read()
         assert client.stats.num_live_pages > 0
         for stream in streams:
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_read_delays_no_step() -> None:
         link.connect(listener.receive)
         sampling = replace(LONG, max_tokens=200)
         for number in range(64):  # more news than a socket's buffer holds
-            link.send(Submission(str(number), (1, 2, 3), sampling))
+            link.send(Submission(str(number), RequestSpec((1, 2, 3), sampling)))
         wait_until(lambda: is_idle(link.pid), "the engine has done its part")
         woken = time.monotonic()
         listener.go.set()

@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.request import Request, SamplingParams
+from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.engine.loop import engine as engine_module
 from jaxinfer.engine.loop import processor as processor_module
 from jaxinfer.engine.loop.engine import Engine
@@ -182,10 +182,12 @@ def test_min_tokens_beyond_the_context_does_not_affect_others(
 def test_a_request_id_can_be_used_again_at_once(engine: Engine, plain: list[int]) -> None:
     """The abort for the stop string is still in flight when the id is used again."""
     assert engine.tokenizer is not None
-    engine.add_request("x", PROMPT, greedy(stop=engine.tokenizer.decode(plain[:2])[-1:]))
+    engine.add_request(
+        "x", RequestSpec(PROMPT, greedy(stop=engine.tokenizer.decode(plain[:2])[-1:]))
+    )
     while not any(delta.finish_reason for delta in engine.step().deltas):
         pass
-    engine.add_request("x", PROMPT, GREEDY)
+    engine.add_request("x", RequestSpec(PROMPT, GREEDY))
     deltas = []
     while engine.has_work:
         deltas += engine.step().deltas
@@ -293,9 +295,9 @@ REFUSED = {
 def test_a_validated_request_is_not_validated_again(
     engine: Engine, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validated = engine.check(PROMPT, GREEDY)
-    assert list(validated.prompt_token_ids) == PROMPT
-    assert engine.check(validated.prompt_token_ids, GREEDY) == validated
+    validated = engine.check(RequestSpec(PROMPT, GREEDY))
+    assert list(validated.spec.prompt_token_ids) == PROMPT
+    assert engine.check(validated.spec) == validated
     monkeypatch.setattr(engine, "check", None)
     engine.add_validated("x", validated)
     deltas = []
@@ -306,17 +308,17 @@ def test_a_validated_request_is_not_validated_again(
 
 def test_an_intlog_is_validated_too(engine: Engine) -> None:
     with pytest.raises(RequestError, match="holds token id 320; the vocabulary ends at 319"):
-        engine.add_request("x", IntLog([1, 320]), GREEDY)
+        engine.add_request("x", RequestSpec(IntLog([1, 320]), GREEDY))
     with pytest.raises(RequestError, match="holds token id -1; the vocabulary ends at 319"):
-        engine.add_request("x", IntLog([1, -1, 320]), GREEDY)
+        engine.add_request("x", RequestSpec(IntLog([1, -1, 320]), GREEDY))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_begins(engine: Engine, plain: list[int], name: str) -> None:
     prompt, params, message = REFUSED[name]
-    engine.add_request("good", PROMPT, GREEDY)
+    engine.add_request("good", RequestSpec(PROMPT, GREEDY))
     with pytest.raises(RequestError, match=message):
-        engine.add_request("bad", prompt, params)
+        engine.add_request("bad", RequestSpec(prompt, params))
     deltas = []
     while engine.has_work:
         deltas += engine.step().deltas
@@ -327,23 +329,23 @@ def test_refused_before_anything_begins(engine: Engine, plain: list[int], name: 
 def test_request_that_can_never_fit_is_refused() -> None:
     engine = tiny_engine(tiny_limits(num_pages=6))
     with pytest.raises(RequestError, match=r"need 10 pages .* has 5"):
-        engine.add_request("big", PROMPT * 3, GREEDY)
+        engine.add_request("big", RequestSpec(PROMPT * 3, GREEDY))
 
 
 def test_request_id_in_use(engine: Engine) -> None:
-    engine.add_request("same", PROMPT, GREEDY)
+    engine.add_request("same", RequestSpec(PROMPT, GREEDY))
     with pytest.raises(RequestError, match="in use"):
-        engine.add_request("same", PROMPT, GREEDY)
+        engine.add_request("same", RequestSpec(PROMPT, GREEDY))
     with pytest.raises(RequestError, match="in use"):
-        engine.add_validated("same", engine.check(PROMPT, GREEDY))
+        engine.add_validated("same", engine.check(RequestSpec(PROMPT, GREEDY)))
     engine.abort("same")
     while engine.has_work:
         engine.step()
 
 
 def test_abort_frees_pages_and_leaves_others_alone(engine: Engine, plain: list[int]) -> None:
-    engine.add_request("gone", PROMPT[:5], greedy(max_tokens=100))
-    engine.add_request("stays", PROMPT, GREEDY)
+    engine.add_request("gone", RequestSpec(PROMPT[:5], greedy(max_tokens=100)))
+    engine.add_request("stays", RequestSpec(PROMPT, GREEDY))
     for _ in range(4):
         engine.step()
     engine.abort("gone")

@@ -14,6 +14,7 @@ import jaxinfer
 from jaxinfer import LLM, LanguageModel
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError
 from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.models import forward
 from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
@@ -253,9 +254,8 @@ def test_wrong_weights_leave_the_old_ones(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_an_open_stream_is_not_given_other_weights(llm: LLM) -> None:
-    from jaxinfer.engine.prompts import Prompt
 
-    stream = llm.stream([Prompt(None, tuple(PROMPT))], [GREEDY])
+    stream = llm.stream([RequestSpec(PROMPT, GREEDY)])
     next(stream)
     before = llm.model.params
     for change in (lambda: llm.update_weights(before), llm.reset_prefix_cache, llm.sleep):

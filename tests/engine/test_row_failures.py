@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
@@ -42,11 +42,11 @@ def answered(
     deltas: dict[str, list[Delta]] = {name: [] for name in sampling}
     for name, one in sampling.items():
         if name not in late:
-            engine.add_request(name, PROMPTS[name], one)
+            engine.add_request(name, RequestSpec(PROMPTS[name], one))
     for iteration in range(60):
         if iteration == 3:
             for name in late:
-                engine.add_request(name, PROMPTS[name], sampling[name])
+                engine.add_request(name, RequestSpec(PROMPTS[name], sampling[name]))
         if engine.has_work:
             for delta in engine.step().deltas:
                 deltas[delta.request_id].append(delta)
@@ -188,7 +188,7 @@ def test_a_failed_call_that_took_the_state_stops_the_engine(
         raise ValueError("injected")
 
     monkeypatch.setattr(Executor, "_launch_prepared", fails)
-    engine.add_request("a", PROMPTS["a"], PLAIN)
+    engine.add_request("a", RequestSpec(PROMPTS["a"], PLAIN))
     with pytest.raises(EngineError, match="the device failed in step 0: injected"):
         engine.step()
 
@@ -210,7 +210,7 @@ def test_the_reported_bucket_is_the_one_that_ran(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
     reported: list[int] = []
     for name, sampling in zip(PROMPTS, SAMPLING.values(), strict=True):
-        engine.add_request(name, PROMPTS[name], sampling)
+        engine.add_request(name, RequestSpec(PROMPTS[name], sampling))
     while engine.has_work:
         reported += [step.num_bucket_tokens for step in engine.step().steps]
     assert ran == [plan.bucket.num_seqs for plan in plans]

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import RequestOutput
@@ -143,7 +143,7 @@ def test_accepted_drafts_save_steps(overlap: bool) -> None:
     """Three of five drafts are right, so a row yields up to three tokens."""
     served = engine("llama", overlap=overlap)
     events, steps = [], 0
-    served.add_request("r", PROMPTS[0], GREEDY)
+    served.add_request("r", RequestSpec(PROMPTS[0], GREEDY))
     while served.has_work:
         news = served.step()
         steps += len(news.steps)

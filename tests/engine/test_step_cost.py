@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from kit.engines import tiny_engine, tiny_limits
 
 STEPS = 64
@@ -15,7 +15,7 @@ MAX_CALLS = 160  # of Python and C functions at one row: 148 in November 2026, o
 def test_a_decode_step_makes_few_calls() -> None:
     engine = tiny_engine(tiny_limits(page_size=64, enable_prefix_caching=False), tokenizer=False)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    engine.add_request("a", (1, 2, 3), params)
+    engine.add_request("a", RequestSpec((1, 2, 3), params))
     for _ in range(8):
         engine.step()
     calls = 0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError, RequestError
-from jaxinfer.core.request import FinishReason, SamplingParams
+from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.structured import Thinking
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Delta
@@ -248,7 +248,7 @@ def test_logprobs_of_named_tokens(engine: Engine) -> None:
             else:
                 assert one.logprob <= min(other.logprob for other in whole.values())
     with pytest.raises(RequestError, match="logprob_token_ids holds token id 320"):
-        engine.add_request("x", [1], SamplingParams(logprob_token_ids=(320,)))
+        engine.add_request("x", RequestSpec([1], SamplingParams(logprob_token_ids=(320,))))
 
 
 def test_a_form_may_begin_after_other_tokens(engine: Engine) -> None:
@@ -277,7 +277,7 @@ def test_only_allowed_tokens(engine: Engine) -> None:
     for output in run(engine, PROMPTS, sampling):
         assert set(output.outputs[0].token_ids) <= set(allowed)
     with pytest.raises(RequestError, match="allowed_token_ids holds token id 320"):
-        engine.add_request("x", [1], SamplingParams(allowed_token_ids=(320,)))
+        engine.add_request("x", RequestSpec([1], SamplingParams(allowed_token_ids=(320,))))
 
 
 def test_no_bad_word(engine: Engine) -> None:
@@ -301,7 +301,7 @@ def test_a_filter_is_freed_when_its_request_ends(engine: Engine) -> None:
 
     for name, max_tokens in (("short", 3), ("aborted", 50)):
         sampling = SamplingParams(allowed_token_ids=(97,), max_tokens=max_tokens)
-        engine.add_request(name, [1], sampling, constraint=Followed(99, ""))
+        engine.add_request(name, RequestSpec([1], sampling), constraint=Followed(99, ""))
     while engine.has_work and engine.stats().num_running != 1:
         engine.step()
     gc.collect()
@@ -341,9 +341,9 @@ class Failing:
 def test_a_failing_constraint_ends_its_own_request(engine: Engine, where: str) -> None:
     plain = replace(SEEDED, max_tokens=12, ignore_eos=True)
     (before,) = tokens(run(engine, PROMPTS[:1], plain))
-    engine.add_request("plain", PROMPTS[0], plain)
+    engine.add_request("plain", RequestSpec(PROMPTS[0], plain))
     sampling = replace(plain, allowed_token_ids=(97,))
-    engine.add_request("broken", PROMPTS[1], sampling, constraint=Failing(3, where))
+    engine.add_request("broken", RequestSpec(PROMPTS[1], sampling), constraint=Failing(3, where))
     deltas: dict[str, list[Delta]] = {"plain": [], "broken": []}
     while engine.has_work:
         for delta in engine.step().deltas:
@@ -360,7 +360,7 @@ def test_a_failing_constraint_ends_its_own_request(engine: Engine, where: str) -
 def test_a_grammar_beyond_the_bounds_ends_its_own_request(engine: Engine) -> None:
     """Where the trial has not found it."""
     exploding = "[b-f]{80}" + "(" * 8 + "a" + "{0,9})" * 8
-    engine.add_request("x", [1], structured({"regex": exploding}, ignore_eos=True))
+    engine.add_request("x", RequestSpec([1], structured({"regex": exploding}, ignore_eos=True)))
     deltas: list[Delta] = []
     while engine.has_work:
         deltas += engine.step().deltas
@@ -372,4 +372,4 @@ def test_a_grammar_beyond_the_bounds_ends_its_own_request(engine: Engine) -> Non
 def test_without_a_tokenizer_a_form_is_refused() -> None:
     engine = tiny_engine(tokenizer=False)
     with pytest.raises(RequestError, match="structured_outputs needs a tokenizer"):
-        engine.add_request("x", [1], JSON)
+        engine.add_request("x", RequestSpec([1], JSON))

@@ -17,6 +17,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.points import canonical
 from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import CompletionOutput
 from jaxinfer.engine.points import tap_bytes
@@ -216,14 +217,14 @@ def test_llm_and_async_llm(engine: Engine) -> None:
 def test_refused(engine: Engine, fields: dict[str, Any], message: str) -> None:
     engine.steering.set("narrow", VECTOR)
     with pytest.raises(RequestError, match=message):
-        engine.check(SHORT, replace(GREEDY, **fields))
+        engine.check(RequestSpec(SHORT, replace(GREEDY, **fields)))
 
 
 def test_engines_without_points_name_the_flag() -> None:
     plain = Engine(tiny_executor(tiny_limits()), tiny_limits(), tiny_engine().facts, None)
     for fields in ({"taps": ["embed"]}, {"steer": [STEER]}):
         with pytest.raises(RequestError, match=r"start it with tap_points \(--tap-points\)"):
-            plain.check(SHORT, replace(GREEDY, **fields))
+            plain.check(RequestSpec(SHORT, replace(GREEDY, **fields)))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_patterns_in_the_points_of_an_engine_and_of_requests(engine: Engine) -> 
     check(SHORT, some.outputs[0], np.zeros(32), [*theirs, "final_norm"])
     assert tap_bytes(9, 2, params[0], LIMITS) == 10 * sum(p.width for p in LIMITS.points) * 4
     with pytest.raises(RequestError, match=r"taps has '\*.q', which is not among the points"):
-        engine.check(SHORT, replace(GREEDY, taps=["*.q"]))
+        engine.check(RequestSpec(SHORT, replace(GREEDY, taps=["*.q"])))
 
 
 def test_names_of_the_setting() -> None:

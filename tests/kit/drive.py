@@ -15,15 +15,18 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder
-from jaxinfer.core.step import Arrive, Bucket, Event, StepDone, StepPlan, StepResult, TokenEvent
-from jaxinfer.sched.schedule import (
-    ScheduleOutput,
-    SchedulerState,
-    all_preempted,
-    initial_state,
-    schedule,
-    without_prefixes,
+from jaxinfer.core.step import (
+    Arrive,
+    Bucket,
+    Event,
+    Hold,
+    Reset,
+    StepDone,
+    StepPlan,
+    StepResult,
+    TokenEvent,
 )
+from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.fake_executor import FakeExecutor
 from kit.invariants import check
 
@@ -97,6 +100,7 @@ class Drive:
         self.state = initial_state(self.limits)
         self.executor = self._new_executor()
         self.flying: list[StepResult] = []
+        self._index: dict[bytes, int] = {}  # pages by key
 
     def _new_executor(self) -> FakeExecutor:
         limits = self.limits
@@ -106,12 +110,24 @@ class Drive:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
         self.state, self.last = self._scheduled(events)
         check(self.state)
+        self._follow_index(events)
         self.events += self.last.events
         if (plan := self.last.step) is not None:
             self.plans.append(plan)
             hashed = frozenset(self.state.pages.hash_by_page)
             self.flying.append(self.executor.run(plan, hashed))
         return self.last
+
+    def _follow_index(self, events: tuple[Event, ...]) -> None:
+        """The changes that calls report give the prefix index."""
+        if any(isinstance(event, Reset) for event in events):
+            self._index.clear()
+        for key, page, is_added in self.last.index_changes:
+            if is_added:
+                assert self._index.setdefault(key, page) == page
+            else:
+                assert self._index.pop(key) == page
+        assert self._index == dict(self.state.pages.page_by_hash)
 
     def tick(self, *events: Event) -> ScheduleOutput:
         """One iteration of the engine's loop: wait if ``depth`` steps are in flight, then call.
@@ -125,12 +141,9 @@ class Drive:
 
     def give_up_pages(self) -> None:
         """Collect all steps, and go on without anything on the device, as when an engine sleeps."""
-        events = [StepDone(result) for result in self.flying]
-        self.state, self.last = schedule(self.state, events, plans=False)
+        done = [StepDone(result) for result in self.flying]
         self.flying.clear()
-        self.events += self.last.events
-        self.state = without_prefixes(all_preempted(self.state))
-        check(self.state)
+        self.call(*done, Reset(), Hold())
         self.executor = self._new_executor()
 
     def arrive(self, *requests: Request) -> ScheduleOutput:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.outputs import Collector, RequestOutput
@@ -38,7 +38,7 @@ async def answer(
     client: EngineClient, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
 ) -> RequestOutput:
     """The whole answer to a prompt."""
-    stream = client.open(prompt, sampling)
+    stream = client.open(RequestSpec(prompt, sampling))
     collector = Collector("r", Prompt(None, prompt), sampling)
     try:
         while deltas := await stream.read():

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
@@ -173,7 +173,7 @@ def run(
         name = f"r{number}"
         points = engine.limits.points
         collectors[name] = Collector(name, Prompt(None, tuple(prompt)), one, points)
-        engine.add_request(name, prompt, one)
+        engine.add_request(name, RequestSpec(prompt, one))
         if not together:
             drain(engine, collectors)
     drain(engine, collectors)

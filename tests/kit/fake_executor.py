@@ -19,6 +19,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     NO_TAPS,
     Bucket,
+    RowOutput,
     RowResult,
     ScheduledSeq,
     StepPlan,
@@ -240,10 +241,12 @@ class FakeExecutor:
             row.request_id,
             row.epoch,
             tuple(token_ids),
-            self._logprobs(slot.request, token_ids),
-            self._prompt_logprobs(row),
-            np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
-            taps,
+            RowOutput(
+                self._logprobs(slot.request, token_ids),
+                self._prompt_logprobs(row),
+                np.array([slot.prefixes[-1] % 1000], np.float32) if row.pools else None,
+                taps,
+            ),
         )
 
     def _draw(self, slot: Slot, num_generated: int) -> int:

@@ -181,7 +181,7 @@ def test_prompt_logprobs_are_not_repeated_after_a_preemption(
     again = [row for row in rows if row.epoch > rows[0].epoch]
     assert again, "the pool is small enough to preempt"
     assert [row.target_ids is not None for row in again] == recomputed
-    entries = [e for event in drive.events for e in event.prompt_logprobs]
+    entries = [e for event in drive.events for e in event.output.prompt_logprobs]
     assert [entry.logprobs[0] for entry in entries] == [-1.0 - i for i in range(13)]
 
 

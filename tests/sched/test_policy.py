@@ -209,7 +209,7 @@ def test_a_prompt_that_is_scored_has_a_bucket_that_scores() -> None:
     step = drive.tick().step
     assert shape(step) == (["plain"], [("scored", 4), ("last", 4)]) and step and step.bucket.scores
     drive.finish()
-    scores = [entry for event in drive.events for entry in event.prompt_logprobs]
+    scores = [entry for event in drive.events for entry in event.output.prompt_logprobs]
     assert len(scores) == 11
 
 

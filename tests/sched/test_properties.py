@@ -176,7 +176,7 @@ def check_run(trace: Trace, drive: Drive) -> None:
             assert tokens[request.request_id] == expected
             check_prompt_logprobs(request, drive)
             check_taps(request, drive)
-            assert (ending.pooled is not None) == request.pools
+            assert (ending.output.pooled is not None) == request.pools
         cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
         assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
     assert drive.state.pages.num_free == drive.limits.num_usable_pages
@@ -186,7 +186,7 @@ def check_run(trace: Trace, drive: Drive) -> None:
 def check_taps(request: Request, drive: Drive) -> None:
     """Assert the activations of every token but the last one, once and in order."""
     events = (event for event in drive.events if event.request_id == request.request_id)
-    found = np.frombuffer(b"".join(event.taps for event in events), np.float32).tolist()
+    found = np.frombuffer(b"".join(event.output.taps for event in events), np.float32).tolist()
     expected, prefix = list[float](), salt_digest(request)
     if request.sampling.taps:
         for token_id in (*request.prompt_token_ids, *drive.tokens()[request.request_id][:-1]):
@@ -201,7 +201,7 @@ def check_prompt_logprobs(request: Request, drive: Drive) -> None:
         entry
         for event in drive.events
         if event.request_id == request.request_id
-        for entry in event.prompt_logprobs
+        for entry in event.output.prompt_logprobs
     ]
     has_logprobs = request.sampling.prompt_logprobs is not None
     targets = request.prompt_token_ids[1:] if has_logprobs else ()
@@ -280,6 +280,7 @@ def test_histories_branch(trace: Trace, at: int) -> None:
     branch = copy.copy(drive)
     branch.executor = copy.deepcopy(drive.executor)
     branch.plans, branch.events, branch.flying = [], list(drive.events), list(drive.flying)
+    branch._index = dict(drive._index)
     branch.tick(*(Abort(seq.request_id) for seq in drive.state.running))
     branch.finish()
     drive.finish()

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.link import client as link_client
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
@@ -79,7 +80,7 @@ def test_a_ping_is_answered_while_a_step_runs() -> None:
         thread = EngineThread(engine)
         client = EngineClient(thread)
         with executor.held():
-            stream = client.open((1, 2, 3), engine.facts.default_sampling)
+            stream = client.open(RequestSpec((1, 2, 3), engine.facts.default_sampling))
             while not executor.plans:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)

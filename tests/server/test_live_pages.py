@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
@@ -62,7 +62,7 @@ def test_layers_with_a_window_hold_a_window_and_a_chunk(platform: str) -> None:
     for number, length in enumerate(PROMPTS):
         sampling = SamplingParams(max_tokens=NUM_GENERATED)
         prompt = [(token + number) % VOCAB for token in range(length)]
-        engine.add_request(str(number), prompt, sampling)
+        engine.add_request(str(number), RequestSpec(prompt, sampling))
     num_tokens, longest = Counter[str](), 0
     while engine.has_work:
         news = engine.step()

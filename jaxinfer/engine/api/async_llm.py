@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxinfer.core.errors import ArgumentError
 from jaxinfer.core.pooling import PoolingParams
 from jaxinfer.core.progress import Progress
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.api.pooling import pooled_prompts, pooling_output
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
@@ -74,7 +74,8 @@ class AsyncLLM:
         parsed = parse_prompt(prompt, self.engine.tokenizer)
         label = request_id or f"async-{next(self._numbers)}"
         collector = Collector(label, parsed, sampling_params, self.engine.limits.points)
-        deltas = self.stream(parsed, sampling_params, priority=priority, cache_salt=cache_salt)
+        spec = _spec(parsed, sampling_params, priority, cache_salt)
+        deltas = self.stream(spec)
         try:
             async for delta in deltas:
                 collector.add(delta)
@@ -94,9 +95,8 @@ class AsyncLLM:
         """Yield the vector of one prompt, once, as in vLLM; see ``LLM.encode`` for the errors."""
         engine, params = self.engine, pooling_params or PoolingParams()
         given = pooled_prompts(engine, [parse_prompt(prompt, engine.tokenizer)], [params])
-        stream = self.client.open(
-            given[0].token_ids, NO_SAMPLING, priority=priority, cache_salt=cache_salt, pools=True
-        )
+        spec = _spec(given[0], NO_SAMPLING, priority, cache_salt, pools=True)
+        stream = self.client.open(spec)
         try:
             while deltas := await stream.read():
                 for delta in deltas:
@@ -105,18 +105,9 @@ class AsyncLLM:
         finally:
             stream.close()
 
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncGenerator[Delta]:
+    async def stream(self, spec: RequestSpec) -> AsyncGenerator[Delta]:
         """Yield the deltas of each step for all n completions, until the last one has ended."""
-        stream = self.client.open(
-            prompt.token_ids, sampling_params, priority=priority, cache_salt=cache_salt
-        )
+        stream = self.client.open(spec)
         try:
             while deltas := await stream.read():
                 for delta in deltas:
@@ -208,6 +199,19 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine's thread; open streams end with ``EngineError``."""
         await self.client.shutdown()
+
+
+def _spec(
+    prompt: Prompt,
+    sampling: SamplingParams,
+    priority: int,
+    cache_salt: str | None,
+    *,
+    pools: bool = False,
+) -> RequestSpec:
+    """A request; a salt of None is vLLM's "no salt"."""
+    salt = "" if cache_salt is None else cache_salt
+    return RequestSpec(prompt.token_ids, sampling, priority, salt, pools)
 
 
 def _check_mode(mode: str) -> None:

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.beam_search import BeamSearch, BeamSearchOutput, round_params
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt, parse_prompts
 
 if TYPE_CHECKING:
     from jaxinfer.core.beam_search import BeamSearchParams
-    from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.loop.engine import Engine
 
-    # as ``LLM.stream``
-    type Run = Callable[[list[Prompt], list[SamplingParams]], Iterable[tuple[int, Delta]]]
+    type Run = Callable[[list[RequestSpec]], Iterable[tuple[int, Delta]]]  # as ``LLM.stream``
 
 
 class BeamMethods(ABC):
@@ -29,13 +28,8 @@ class BeamMethods(ABC):
     _progress: Progress
 
     @abstractmethod
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Sequence[SamplingParams],
-        priorities: Sequence[int] | None = None,
-    ) -> Generator[tuple[int, Delta]]:
-        """The deltas of all prompts, with the numbers of their prompts."""
+    def stream(self, specs: Sequence[RequestSpec]) -> Generator[tuple[int, Delta]]:
+        """The deltas of all requests, with their numbers."""
 
     def beam_search(
         self,
@@ -78,15 +72,15 @@ def _search(
     sampling = round_params(params)
     for number, prompt in enumerate(prompts):
         try:
-            engine.check(prompt.token_ids, sampling)
+            engine.check(RequestSpec(prompt.token_ids, sampling))
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error}") from None
     eos, max_model_len = engine.facts.eos_token_ids, engine.limits.max_model_len
     searches = [BeamSearch(prompt.token_ids, params, eos, max_model_len) for prompt in prompts]
     while any(beams := [search.prompts for search in searches]):
-        flat = [Prompt(None, one) for several in beams for one in several]
+        flat = [RequestSpec(one, sampling) for several in beams for one in several]
         found: dict[int, PositionLogprobs] = {}
-        for number, delta in run(flat, [sampling] * len(flat)):
+        for number, delta in run(flat):
             if delta.error:
                 raise delta.failure("beam search: ")
             found[number] = delta.logprobs[0]

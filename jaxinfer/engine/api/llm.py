@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from jaxinfer.core.errors import EngineError, RequestError, TaskError
 from jaxinfer.core.host_memory import full_collections_deferred, gc_paused
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.api.beam_search import BeamMethods
 from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
@@ -228,28 +228,15 @@ class LLM(PoolingMethods, BeamMethods):
             parsed.append(Prompt(text, encode(text, tokenizer, add_special_tokens=False)))
         return self._run(parsed, sampling_params, use_tqdm)
 
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Sequence[SamplingParams],
-        priorities: Sequence[int] | None = None,
-        *,
-        pools: bool = False,
-    ) -> Generator[tuple[int, Delta]]:
-        """Yield (number of the prompt, delta) after each step. Closing it aborts open requests.
-
-        ``pools``: the requests yield vectors, see ``Engine.check``.
-        """
-        if priorities is None:
-            priorities = [0] * len(prompts)
+    def stream(self, specs: Sequence[RequestSpec]) -> Generator[tuple[int, Delta]]:
+        """Yield (number of the request, delta) after each step. Closing it aborts open requests."""
         if self._answering:
             raise EngineError("this LLM is already answering; use AsyncLLM for concurrent calls")
         self._answering = True
         numbers: dict[str, int] = {}
         try:
             with gc_paused():  # the device is idle until the first launch
-                given = (prompts, sampling_params, priorities)
-                self._add(self._validated(*given, pools=pools), numbers)
+                self._add(self._validated(specs), numbers)
                 deltas = self._step()
             while deltas or self._engine.has_work:
                 for delta in deltas:
@@ -258,27 +245,19 @@ class LLM(PoolingMethods, BeamMethods):
         finally:
             self._abort(numbers)
 
-    def check(self, prompt: Prompt, sampling_params: SamplingParams, priority: int = 0) -> None:
+    def check(self, spec: RequestSpec) -> None:
         """Raise ``RequestError`` if the engine can never answer this request."""
-        self._engine.check(prompt.token_ids, sampling_params, priority=priority)
+        self._engine.check(spec)
 
-    def _validated(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Sequence[SamplingParams],
-        priorities: Sequence[int],
-        *,
-        pools: bool,
-    ) -> list[ValidatedRequest]:
+    def _validated(self, specs: Sequence[RequestSpec]) -> list[ValidatedRequest]:
         """Validate all requests; raises ``RequestError`` for the first invalid one."""
         check, requests = self._engine.check, list[ValidatedRequest]()
         submit = self._engine.constraints.submit  # several are compiled at the same time
-        constraints = [submit(one) if one.is_constrained else None for one in sampling_params]
-        given = zip(prompts, sampling_params, priorities, constraints, strict=True)
+        given = [spec.sampling for spec in specs]
+        constraints = [submit(one) if one.is_constrained else None for one in given]
         try:
-            for prompt, params, priority, constraint in given:
-                options: Any = {"priority": priority, "pools": pools, "constraint": constraint}
-                requests.append(check(prompt.token_ids, params, **options))
+            for spec, constraint in zip(specs, constraints, strict=True):
+                requests.append(check(spec, constraint))
         except TaskError:
             raise
         except RequestError as error:
@@ -306,13 +285,15 @@ class LLM(PoolingMethods, BeamMethods):
         priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         params = self._params_for(prompts, sampling_params)
-        if priorities is not None:
-            priorities = _one_each("priorities", priorities, len(prompts))
+        if priorities is None:
+            priorities = [0] * len(prompts)
+        priorities = _one_each("priorities", priorities, len(prompts))
+        specs = _specs(prompts, params, priorities)
         # made after the first step: until a batch's first launch the device is idle
         collectors: dict[int, Collector] = {}
         progress = self._progress if use_tqdm else NO_PROGRESS
         with progress.task("generate", len(prompts)) as advance, full_collections_deferred():
-            for number, delta in self.stream(prompts, params, priorities):
+            for number, delta in self.stream(specs):
                 if number not in collectors:
                     given = (prompts[number], params[number], self._engine.limits.points)
                     collectors[number] = Collector(str(number), *given)
@@ -355,6 +336,19 @@ class LLM(PoolingMethods, BeamMethods):
 def _refuse_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise RequestError("lora_request is not supported; leave it out")
+
+
+def _specs(
+    prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+) -> list[RequestSpec]:
+    """The requests of the prompts; raises ``RequestError`` for the first invalid one."""
+    specs: list[RequestSpec] = []
+    try:
+        for prompt, sampling, priority in zip(prompts, params, priorities, strict=True):
+            specs.append(RequestSpec(prompt.token_ids, sampling, priority))
+    except RequestError as error:
+        raise RequestError(f"prompt {len(specs)}: {error}") from None
+    return specs
 
 
 def _one_each(name: str, given: Any, prompts: int) -> list[Any]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.pooled import (
     NO_SAMPLING,
@@ -47,15 +48,8 @@ class PoolingMethods(ABC):
         """The model's tokenizer."""
 
     @abstractmethod
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Sequence[SamplingParams],
-        priorities: Sequence[int] | None = None,
-        *,
-        pools: bool = False,
-    ) -> Generator[tuple[int, Delta]]:
-        """The deltas of all prompts, with the numbers of their prompts."""
+    def stream(self, specs: Sequence[RequestSpec]) -> Generator[tuple[int, Delta]]:
+        """The deltas of all requests, with their numbers."""
 
     def encode(
         self,
@@ -178,9 +172,9 @@ class PoolingMethods(ABC):
         """The one delta of each prompt, for requests that draw at most one token."""
         found: dict[int, Delta] = {}
         progress = self._progress if use_tqdm else NO_PROGRESS
-        params = [sampling] * len(prompts)
+        specs = [RequestSpec(prompt.token_ids, sampling, pools=pools) for prompt in prompts]
         with progress.task("embed" if pools else "score", len(prompts)) as advance:
-            for number, delta in self.stream(prompts, params, pools=pools):
+            for number, delta in self.stream(specs):
                 if delta.error:
                     raise delta.failure(f"prompt {number}: ")
                 found[number] = delta

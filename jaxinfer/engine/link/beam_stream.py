@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from jaxinfer.core.beam_search import BeamSearchParams
-from jaxinfer.core.request import FinishReason
+from jaxinfer.core.request import FinishReason, RequestSpec
 from jaxinfer.engine.beam_search import BeamSearch, BeamSearchSequence, round_params
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
@@ -15,32 +17,27 @@ class BeamStream:
     """The ``beam_width`` best continuations of a prompt, each as one delta at the end.
 
     Each round opens a stream for every beam; ``take`` begins the next round. ``num_logprobs`` are
-    listed at each position; ``skip_special_tokens`` is for the texts.
+    listed at each position. Of the sampling in ``spec`` only ``skip_special_tokens`` counts.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        prompt_token_ids: tuple[int, ...],
+        spec: RequestSpec,
         params: BeamSearchParams,
         *,
         num_logprobs: int,
-        skip_special_tokens: bool,
-        priority: int,
-        cache_salt: str | None,
         wake: asyncio.Event,
     ) -> None:
         self.n = params.beam_width
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
         self._client = client
-        self._prompt = prompt_token_ids
+        self._spec = spec
         self._sampling = round_params(params, num_logprobs)
-        self._skip_special_tokens = skip_special_tokens
-        self._identity = (priority, cache_salt)
         self._wake = wake
         limits, facts = client.limits, client.facts
         self._search = BeamSearch(
-            prompt_token_ids, params, facts.eos_token_ids, limits.max_model_len
+            tuple(spec.prompt_token_ids), params, facts.eos_token_ids, limits.max_model_len
         )
         self._num_cached_tokens: int | None = None  # of the prompt: of the first round
         self._closed = False
@@ -73,18 +70,9 @@ class BeamStream:
         self._wake.set()
 
     def _begin_round(self) -> None:
-        priority, cache_salt = self._identity
         for token_ids in self._search.prompts:
-            self._round.append(
-                self._client.open(
-                    token_ids,
-                    self._sampling,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    wake=self._wake,
-                    checked=True,
-                )
-            )
+            spec = replace(self._spec, prompt_token_ids=token_ids, sampling=self._sampling)
+            self._round.append(self._client.open(spec, wake=self._wake, checked=True))
 
     def _end_round(self) -> None:
         for stream in self._round:
@@ -97,10 +85,12 @@ class BeamStream:
         return [Delta("", index, finish_reason=FinishReason.ABORT) for index in range(self.n)]
 
     def _delta(self, index: int, beam: BeamSearchSequence) -> Delta:
-        token_ids = tuple(beam.tokens[len(self._prompt) :])
+        prompt = self._spec.prompt_token_ids
+        token_ids = tuple(beam.tokens[len(prompt) :])
         text = ""
         if (tokenizer := self._client.tokenizer) is not None:
-            detokenizer = tokenizer.detokenizer(self._prompt, self._skip_special_tokens)
+            skips = self._spec.sampling.skip_special_tokens
+            detokenizer = tokenizer.detokenizer(prompt, skips)
             has_end = beam.stop_reason is not None  # the token that ends a text is not part of it
             text = detokenizer.push(token_ids[:-1] if has_end else token_ids) + detokenizer.flush()
         return Delta(

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import Any
 
-import msgspec
-
 from jaxinfer.core.config import MAX_STEPS_IN_FLIGHT, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.request import SamplingParams, check_identity
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.steering import float32_bytes
 from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.facts import ModelFacts, check_request
@@ -206,47 +204,39 @@ class EngineClient:
         free = max(self.limits.max_num_seqs - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
-    def check(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, pools: bool = False
-    ) -> None:
+    def check(self, spec: RequestSpec) -> None:
         """Raise ``RequestError`` for a request that this engine can never answer."""
-        known = (self.limits, self.facts, self.tokenizer)
-        check_request(prompt_token_ids, sampling, *known, pools=pools)
+        check_request(spec, self.limits, self.facts, self.tokenizer)
 
     def open(
         self,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
+        spec: RequestSpec,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
         wake: asyncio.Event | None = None,
         checked: bool = False,
-        pools: bool = False,
         client: str = "",
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
-        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``pools``:
-        it asks for a vector. ``client``: as in ``Submission``.
+        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``client``:
+        as in ``Submission``.
         """
         if not checked:
-            self.check(prompt_token_ids, sampling, pools=pools)
-        identity = check_identity(priority, cache_salt)
+            self.check(spec)
         self._opened += 1
         key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
-        self._submit(Submission(key, prompt_token_ids, sampling, *identity, pools, client))
-        stream = Stream(self, key, len(prompt_token_ids), sampling.n, wake or asyncio.Event())
+        self._submit(Submission(key, spec, client))
+        counts = len(spec.prompt_token_ids), spec.sampling.n
+        stream = Stream(self, key, *counts, wake or asyncio.Event())
         self._streams[key] = stream
         self._num_waiting += 1
         self.num_waiting_tokens += stream.num_prompt_tokens
         return stream
 
     def _submit(self, submission: Submission) -> None:
-        form = submission.sampling.structured_outputs
+        form = submission.spec.sampling.structured_outputs
         if form is not None and form is self._last_form:
-            plain = msgspec.structs.replace(submission.sampling, structured_outputs=None)
-            submission = msgspec.structs.replace(submission, sampling=plain, has_last_form=True)
+            submission = submission.with_form(None)
         self._link.send(submission)
         self._last_form = form or self._last_form
 

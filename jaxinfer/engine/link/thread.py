@@ -13,8 +13,6 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.structured import StructuredOutputsParams
@@ -297,15 +295,13 @@ class EngineThread(Link):
         seconds.
         """
         if submission.has_last_form:
-            sampling = msgspec.structs.replace(
-                submission.sampling, structured_outputs=self._last_form
-            )
-            submission = msgspec.structs.replace(submission, sampling=sampling)
-        self._last_form = submission.sampling.structured_outputs or self._last_form
-        if not submission.sampling.is_constrained:
+            submission = submission.with_form(self._last_form)
+        sampling = submission.spec.sampling
+        self._last_form = sampling.structured_outputs or self._last_form
+        if not sampling.is_constrained:
             self._add_or_hold(_Ready(submission), listener)
             return
-        compiled = self._engine.constraints.submit(submission.sampling, submission.client)
+        compiled = self._engine.constraints.submit(sampling, submission.client)
         self._compiling[submission.request_id] = compiled
         compiled.add_done_callback(lambda done: self._inbox.put(_Compiled(submission, done)))
 
@@ -328,15 +324,7 @@ class EngineThread(Link):
     def _add(self, ready: _Ready, listener: Listener) -> None:
         submission = ready.submission
         try:
-            self._engine.add_request(
-                submission.request_id,
-                submission.prompt_token_ids,
-                submission.sampling,
-                priority=submission.priority,
-                cache_salt=submission.cache_salt,
-                constraint=ready.constraint,
-                pools=submission.pools,
-            )
+            self._engine.add_request(submission.request_id, submission.spec, ready.constraint)
         except Exception as error:  # an error of one request must not stop the others
             listener(Refused(submission.request_id, Failed.of(_refusal(error))))
 

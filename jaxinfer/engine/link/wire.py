@@ -14,13 +14,15 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from jaxinfer.core import errors
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.frames import read_frame, send_frame
 from jaxinfer.core.log import LogSettings
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec
+from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.news import EngineStats, News
 from jaxinfer.text.tokenizer_config import TokenizerSpec
@@ -37,15 +39,17 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     """A new request."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    pools: bool = False  # it asks for a vector
+    spec: RequestSpec
     client: str = ""  # whose forms are compiled in turn with those of others; none: this process
     # structured_outputs are those of the last submission that had any: of 256 KB they are sent once
     # for 2,000 prompts of a request
     has_last_form: bool = False
+
+    def with_form(self, form: StructuredOutputsParams | None) -> Submission:
+        """The submission with this form; None: with the last one."""
+        sampling = replace(self.spec.sampling, structured_outputs=form)
+        spec = replace(self.spec, sampling=sampling)
+        return replace(self, spec=spec, has_last_form=form is None)
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):

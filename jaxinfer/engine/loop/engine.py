@@ -16,7 +16,7 @@ import msgspec
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
-from jaxinfer.core.request import Request, SamplingParams, check_identity
+from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.facts import (
     ModelFacts,
@@ -91,55 +91,32 @@ class Engine:
         return self._later is not None
 
     def check(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        pools: bool = False,
-        constraint: Constraint | Future[Any] | None = None,
+        self, spec: RequestSpec, constraint: Constraint | Future[Any] | None = None
     ) -> ValidatedRequest:
         """Validate a request for ``add_validated``; raises ``RequestError`` if the engine can never
-        answer it. ``pools``: it yields one vector of the prompt.
+        answer it.
 
-        ``constraint``: of these parameters, or its future, from ``constraints``; else it is
+        ``constraint``: that of its parameters, or its future, from ``constraints``; else it is
         compiled now, which may take seconds.
         """
-        identity, known = check_identity(priority, cache_salt), (self.facts, self.tokenizer)
-        prompt = check_request(prompt_token_ids, sampling, self.limits, *known, pools=pools)
-        if constraint is None and sampling.is_constrained:
-            constraint = self.constraints.submit(sampling)
+        prompt = check_request(spec, self.limits, self.facts, self.tokenizer)
+        if constraint is None and spec.sampling.is_constrained:
+            constraint = self.constraints.submit(spec.sampling)
         compiled = constraint.result() if isinstance(constraint, Future) else constraint
-        added = compiled, self.steering.resolved(sampling)
-        return ValidatedRequest(prompt, sampling, *identity, pools, *added)
+        spec = msgspec.structs.replace(spec, prompt_token_ids=prompt)
+        return ValidatedRequest(spec, compiled, self.steering.resolved(spec.sampling))
 
     def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        pools: bool = False,
-        constraint: Constraint | None = None,
+        self, request_id: str, spec: RequestSpec, constraint: Constraint | None = None
     ) -> None:
         """Validate and add a request, see ``check``; raises ``RequestError`` if it is refused."""
-        validated = self.check(
-            prompt_token_ids,
-            sampling,
-            priority=priority,
-            cache_salt=cache_salt,
-            pools=pools,
-            constraint=constraint,
-        )
-        self.add_validated(request_id, validated)
+        self.add_validated(request_id, self.check(spec, constraint))
 
     def add_validated(self, request_id: str, validated: ValidatedRequest) -> None:
         """Add a request that ``check`` has validated."""
         self._check_accepting(request_id)
-        requests = [self._request(validated, index) for index in range(validated.sampling.n)]
+        spec = validated.spec
+        requests = [self._request(validated, index) for index in range(spec.sampling.n)]
         for index, request in enumerate(requests):
             self._sequences[request.request_id] = SequenceProcessor(
                 request, request_id, index, self.tokenizer
@@ -150,7 +127,7 @@ class Engine:
         self._children[request_id] = children
         self._timeline.arrive(children)
         self._counters["num_requests"] += 1
-        self._counters["num_prompt_tokens"] += len(validated.prompt_token_ids) * len(children)
+        self._counters["num_prompt_tokens"] += len(spec.prompt_token_ids) * len(children)
 
     def abort(self, request_id: str) -> None:
         """End a request; its pages are free after the next step. Unknown ids are ignored."""
@@ -327,7 +304,7 @@ class Engine:
         if sequence is None:
             return None  # a stop string ended it while this token was in flight
         delta = delta_of(sequence, event, self.weight_version)
-        if event.token_ids or event.pooled is not None:
+        if event.token_ids or event.output.pooled is not None:
             if self._timeline.token(event.request_id):
                 self._counters["num_prefilled_tokens"] += sequence.num_prompt_tokens
                 self._counters["num_cached_tokens"] += delta.num_cached_tokens
@@ -361,25 +338,21 @@ class Engine:
 
     def _request(self, validated: ValidatedRequest, index: int) -> Request:
         """Sequence ``index`` of the next request."""
-        arrival = self._arrivals + index
-        prompt, sampling = validated.prompt_token_ids, validated.sampling
+        arrival, spec = self._arrivals + index, validated.spec
+        num_tokens, sampling = len(spec.prompt_token_ids), spec.sampling
+        given = msgspec.structs.asdict(spec)
         if index and sampling.prompt_logprobs is not None:  # the prompt is scored once
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            given["sampling"] = msgspec.structs.replace(sampling, prompt_logprobs=None)
         # a complete answer ends: nothing may follow it
         continues = sampling.ignore_eos and sampling.structured_outputs is None
+        most = 1 if spec.pools else resolved_max_tokens(num_tokens, sampling, self.limits)
         return Request(
+            **given,
             request_id=str(arrival),
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            max_tokens=1
-            if validated.pools
-            else resolved_max_tokens(len(prompt), sampling, self.limits),
+            max_tokens=most,
             seed=self._seed_of(sampling, index, arrival),
             eos_token_ids=() if continues else self.facts.eos_token_ids,
             arrival=arrival,
-            priority=validated.priority,
-            cache_salt=validated.cache_salt,
-            pools=validated.pools,
             steering=validated.steering,
             constraint=validated.constraint,
         )

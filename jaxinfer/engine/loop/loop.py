@@ -13,15 +13,18 @@ from typing import NamedTuple, Protocol
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
-from jaxinfer.core.step import Bucket, Event, StepDone, StepFailed, StepPlan, StepResult, TokenEvent
-from jaxinfer.sched.schedule import (
-    ScheduleOutput,
-    SchedulerState,
-    all_preempted,
-    initial_state,
-    schedule,
-    without_prefixes,
+from jaxinfer.core.step import (
+    Bucket,
+    Event,
+    Hold,
+    Reset,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    TokenEvent,
 )
+from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 
 LOGGER = "jaxinfer.engine"
 OVERLAP_DEPTH = 2  # one step runs and the next one is queued; more would only add latency
@@ -98,7 +101,7 @@ class EngineLoop[Handle]:
         Their KV is computed again when they continue. Raises ``EngineError`` if a step is in
         flight.
         """
-        self._state = without_prefixes(all_preempted(self._state))
+        self._schedule((Reset(), Hold()))
 
     def free_state(self) -> None:
         """``give_up_pages``, and free the device's memory of pages and slots."""
@@ -139,8 +142,7 @@ class EngineLoop[Handle]:
         """Apply the events and the results of all steps in flight, without launching another."""
         ended = () if self._ended is None else (self._ended,)
         self._ended = None
-        events = (*events, *ended, *self._drain())
-        output = self._schedule(events, plans=False)
+        output = self._schedule((*events, *ended, *self._drain(), Hold()))
         collected, self._collected = tuple(self._collected), []
         return Iteration(output.events, (), collected)
 
@@ -165,9 +167,9 @@ class EngineLoop[Handle]:
             self._in_flight.append((output.step, handle))
             return news, (output.step,)
 
-    def _schedule(self, events: tuple[Event, ...], *, plans: bool = True) -> ScheduleOutput:
-        """Apply events, and plan a step if ``plans``. The executor forgets what has ended."""
-        self._state, output = schedule(self._state, events, plans=plans)
+    def _schedule(self, events: tuple[Event, ...]) -> ScheduleOutput:
+        """Apply events and plan a step: the only change of the state, so events replay a run."""
+        self._state, output = schedule(self._state, events)
         if output.duplicates:
             raise EngineError(f"request ids {output.duplicates} came twice")
         ended = [event.request_id for event in output.events if event.finish_reason is not None]

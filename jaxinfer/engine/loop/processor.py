@@ -47,18 +47,19 @@ class SequenceProcessor:
             text += self._flush()
             if self.matched_stop is not None:  # the held-back bytes completed a stop string
                 reason, stop_reason = FinishReason.STOP, self.matched_stop
+        output = event.output
         return Delta(
             request_id=self.parent_id,
             index=self.index,
             text=text,
             token_ids=event.token_ids[:kept],
-            logprobs=tuple([self._named(position) for position in event.logprobs[:kept]]),
-            prompt_logprobs=tuple([self._named(position) for position in event.prompt_logprobs]),
+            logprobs=tuple([self._named(position) for position in output.logprobs[:kept]]),
+            prompt_logprobs=tuple([self._named(position) for position in output.prompt_logprobs]),
             num_cached_tokens=event.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
-            pooled=b"" if event.pooled is None else event.pooled.tobytes(),
-            taps=event.taps,
+            pooled=b"" if output.pooled is None else output.pooled.tobytes(),
+            taps=output.taps,
             error=event.error,
             is_request_error=event.is_request_error,
             weight_versions=(WeightSpan(weight_version, start, start + kept),) if kept else (),

@@ -19,7 +19,15 @@ import numpy as np
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import NO_TAPS, RowResult, ScheduledSeq, StepPlan, TokenLogprobs
+from jaxinfer.core.step import (
+    NO_OUTPUT,
+    NO_TAPS,
+    RowOutput,
+    RowResult,
+    ScheduledSeq,
+    StepPlan,
+    TokenLogprobs,
+)
 from jaxinfer.exec.step.drafts import NO_TOKEN
 from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.points import chosen_columns
@@ -182,11 +190,13 @@ def _row_result(
     for entry in prompt:
         if not isfinite(entry.logprobs[0]):
             return RowResult(*key, (), error=NOT_FINITE_ERROR)
-    return RowResult(*key, token_ids if row.samples else (), sampled, prompt, pooled, taps)
+    yields = sampled or prompt or taps or pooled is not None
+    output = RowOutput(sampled, prompt, pooled, taps) if yields else NO_OUTPUT
+    return RowResult(*key, token_ids if row.samples else (), output)
 
 
 def _row_taps(step: InFlight, points: Sequence[Point]) -> list[memoryview]:
-    """The activations that each row asks for: see ``RowResult.taps``."""
+    """The activations that each row asks for: see ``RowOutput.taps``."""
     plan, requests = step.prepared.plan, step.prepared.requests
     if step.taps is None:
         return [NO_TAPS] * len(requests)

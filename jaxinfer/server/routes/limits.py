@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ContextLengthError, RequestError, TaskError
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient
@@ -54,21 +54,16 @@ def deadline(requested: float | None, allowed: float | None) -> tuple[float, Api
 
 
 def check_prompts(
-    client: EngineClient,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams,
-    requested: RequestedTokens | None,
-    *,
-    pools: bool,
+    client: EngineClient, specs: Sequence[RequestSpec], requested: RequestedTokens | None
 ) -> None:
-    """Raise ``RequestError`` if one of the prompts cannot be answered with these parameters."""
-    for number, prompt in enumerate(prompts):
+    """Raise ``RequestError`` if one of the prompts of a request cannot be answered."""
+    for number, spec in enumerate(specs):
         try:
-            client.check(prompt.token_ids, sampling, pools=pools)
+            client.check(spec)
             if requested is not None:
-                check_fit(len(prompt.token_ids), requested, client.limits.max_model_len)
+                check_fit(len(spec.prompt_token_ids), requested, client.limits.max_model_len)
         except RequestError as error:
-            if len(prompts) == 1 or isinstance(error, TaskError):
+            if len(specs) == 1 or isinstance(error, TaskError):
                 raise
             name = f"prompt[{number}]"
             message = f"{name}: {error}"

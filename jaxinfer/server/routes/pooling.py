@@ -11,7 +11,7 @@ import numpy as np
 from starlette.types import ASGIApp
 
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.pooled import NO_SAMPLING, embedding, truncated
@@ -168,7 +168,8 @@ async def _checked(
     call.prompt_field = field
     prompts = await _encoded(call, texts, request)
     prompts = [_short(call.service, prompt, request, document_tokens) for prompt in prompts]
-    check_prompts(call.service.client, prompts, NO_SAMPLING, None, pools=True)
+    specs = [RequestSpec(prompt.token_ids, NO_SAMPLING, pools=True) for prompt in prompts]
+    check_prompts(call.service.client, specs, None)
     return prompts
 
 

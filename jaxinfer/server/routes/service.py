@@ -19,7 +19,7 @@ from jaxinfer.core.errors import (
     JaxinferError,
     QueueFullError,
 )
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
@@ -276,17 +276,19 @@ class Service:
         for vectors.
         """
         client = self.client
-        check_prompts(client, prompts, sampling, request.requested_tokens(), pools=pools)
+        # a key's salt is before the request's own; all that are not empty have the same length
+        salt = caller.key_salt if self.config.prefix_caching_by_key else ""
+        salt += request.cache_salt or ""
+        given: Any = (sampling, request.priority, salt, pools)
+        specs = [RequestSpec(prompt.token_ids, *given) for prompt in prompts]
+        check_prompts(client, specs, request.requested_tokens())
         check_taps(prompts, sampling, client.limits, self.config.max_tap_bytes)
         self._check_queue(prompts)
         wake = asyncio.Event()
-        salt = caller.key_salt if self.config.prefix_caching_by_key else ""
         streams: list[Stream | BeamStream] = []
-        options: Any = {"pools": pools, "sender": caller.client}
         try:
-            for prompt in prompts:
-                given = (client, prompt.token_ids, sampling, request, wake, salt)
-                streams.append(open_stream(*given, **options))
+            for spec in specs:
+                streams.append(open_stream(client, spec, request, wake, caller.client))
         except JaxinferError:
             for stream in streams:
                 stream.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
@@ -15,37 +15,15 @@ from jaxinfer.server.openai.pooling import PoolingFields
 
 def open_stream(
     client: EngineClient,
-    token_ids: tuple[int, ...],
-    sampling: SamplingParams,
+    spec: RequestSpec,
     request: GenerationFields | PoolingFields,
     wake: asyncio.Event,
-    salt: str,
-    *,
-    pools: bool,
     sender: str,
 ) -> Stream | BeamStream:
-    """Submit a prompt that has been checked; see ``Service.open``. ``salt``: before the request's
-    own; all that are not empty have the same length.
-    """
-    priority, salt = request.priority, salt + (request.cache_salt or "")
+    """Submit a prompt of ``request`` that has been checked; see ``Service.open``."""
     if isinstance(request, BeamFields) and request.use_beam_search:
-        return BeamStream(
-            client,
-            token_ids,
-            request.beam_search(resolved_max_tokens(len(token_ids), sampling, client.limits)),
-            num_logprobs=sampling.logprobs or 0,
-            skip_special_tokens=sampling.skip_special_tokens,
-            priority=priority,
-            cache_salt=salt,
-            wake=wake,
-        )
-    return client.open(
-        token_ids,
-        sampling,
-        priority=priority,
-        cache_salt=salt,
-        wake=wake,
-        checked=True,
-        pools=pools,
-        client=sender,
-    )
+        num_tokens, sampling = len(spec.prompt_token_ids), spec.sampling
+        most = resolved_max_tokens(num_tokens, sampling, client.limits)
+        params, listed = request.beam_search(most), sampling.logprobs or 0
+        return BeamStream(client, spec, params, num_logprobs=listed, wake=wake)
+    return client.open(spec, wake=wake, checked=True, client=sender)

@@ -1,0 +1,76 @@
+"""The digest of the lowered form of every executable of a model, to compare two commits.
+
+Run from the repository root:
+
+    .venv/bin/python -m bench.executables [--quantization int4] [--output FILE] FOLDER...
+
+FOLDER contains a config.json; no weights are read and nothing is compiled. Prints JSON: for each
+folder and executable, the SHA-256 of its StableHLO on this machine's device, without the places in
+the source, with its number of characters. Two commits whose digests are equal run the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import msgspec
+
+from bench.circumstances import circumstances, write_report
+from jaxinfer.core.config import EngineConfig, cache_root
+from jaxinfer.core.progress import NO_PROGRESS
+from jaxinfer.engine.start.build import limits_of, with_device_defaults
+from jaxinfer.engine.start.model import model_of
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.weights.sources import resolve_source
+
+NUM_PAGES = 1024
+MAX_MODEL_LEN = 4096
+
+
+def digests(folder: Path, quantization: str | None) -> dict[str, str]:
+    """ "SHA-256 length" by the name of an executable."""
+    jax.clear_caches()  # a jitted function that another program traced would keep its name
+    program = program_of(folder, quantization)
+    found: dict[str, str] = {}
+    for name in program.names():
+        text = program.trace(name).lower().as_text()
+        found[name] = f"{hashlib.sha256(text.encode()).hexdigest()} {len(text)}"
+    return found
+
+
+def program_of(folder: Path, quantization: str | None = None) -> Program:
+    """The program of a model for this machine's device, with sizes that depend on nothing else."""
+    config = EngineConfig(model=str(folder), load_format="dummy", quantization=quantization)
+    config = replace(config, max_model_len=MAX_MODEL_LEN)
+    config = with_device_defaults(config, jax.default_backend())
+    source = resolve_source(
+        config.model, load_format="dummy", cache_dir=cache_root(), progress=NO_PROGRESS
+    )
+    _, model = model_of(source, config, jax.default_backend())
+    has_slot_state = model.state.bytes_per_slot > 0
+    limits = limits_of(config, MAX_MODEL_LEN, model.state.windows, has_slot_state=has_slot_state)
+    return Program(model, msgspec.structs.replace(limits, num_pages=NUM_PAGES))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the digests of the folders, and write them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--quantization")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    report = {folder.name: digests(folder, options.quantization) for folder in options.folders}
+    whole = {**circumstances(), "executables": report}
+    print(json.dumps(whole, indent=1))
+    if options.output is not None:
+        write_report(options.output, whole)
+
+
+if __name__ == "__main__":
+    main()
