@@ -15,7 +15,6 @@ from jaxinfer.cli.options import GENERATING_MODEL, MEMORY, SAMPLING
 from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def generate(
 
     from jaxinfer.cli.stats import RunClock, describe_run, describe_sampling
     from jaxinfer.core.host_memory import release_startup_memory
-    from jaxinfer.core.request import SamplingParams
+    from jaxinfer.core.request import RequestSpec, SamplingParams
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.text.grammar.library import load_llguidance
 
@@ -197,6 +196,8 @@ def _accept(
     printer: OutputPrinter,
 ) -> dict[int, Prompt]:
     """The valid prompts, by number; the others are reported as failed."""
+    from jaxinfer.core.request import RequestSpec
+
     has_template = llm.get_tokenizer().has_chat_template
     if not has_template and (chat or system is not None):
         raise ConfigError("this model has no chat template; leave out --chat and --system")

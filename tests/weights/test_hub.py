@@ -531,7 +531,12 @@ FAILURES: tuple[tuple[str, str, Callable[[Hub], None] | None, str], ...] = (
     ),
     (
         *("part and whole", "org/other:Q8_0", lambda hub: only(hub, *SPLIT, "x-Q8_0.gguf")),
-        "org/other:Q8_0 is several files .*; download one, and give its path",
+        "org/other has no quantisation Q8_0; it has Q4_0, m-Q8_0, x-Q8_0",
+    ),
+    (
+        "files of one name",
+        *("org/other:m-Q8_0", lambda hub: only(hub, "a/m-Q8_0.gguf", "b/m-Q8_0.gguf")),
+        "org/other:m-Q8_0 is several files .*; download one, and give its path",
     ),
     ("architecture", "org/other", architecture, "org/other: architecture MambaForCausalLM is un"),
     (
