@@ -93,7 +93,8 @@ def least_body(kind: type) -> dict[str, Any]:
 
 def without_field(body: dict[str, Any], param: str, least: dict[str, Any]) -> dict[str, Any]:
     """The body without the field that an error names; for a field that is needed, with the
-    ``least`` values of all such fields that it has, or of all.
+    ``least`` values of all such fields that it has, or of all. Errors name a field of an inner
+    ``sampling_params`` as if it were the body's own.
 
     Fails if that changes nothing, so that leaving out fields ends.
     """
@@ -101,6 +102,9 @@ def without_field(body: dict[str, Any], param: str, least: dict[str, Any]) -> di
     if name in least:
         given = {key: value for key, value in least.items() if body.get(key) is not None}
         changed = body | (given or least)
+    elif name in (inner := body.get("sampling_params") or {}):
+        kept = {key: value for key, value in inner.items() if key != name}
+        changed = body | {"sampling_params": kept}
     else:
         changed = {key: value for key, value in body.items() if key != name}
     assert changed != body, (param, body)
