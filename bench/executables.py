@@ -2,11 +2,14 @@
 
 Run from the repository root:
 
-    .venv/bin/python -m bench.executables [--quantization int4] [--output FILE] FOLDER...
+    .venv/bin/python -m bench.executables [--quantization int4] [--names d8,p512x32] \\
+        [--output FILE] FOLDER...
 
-FOLDER contains a config.json; no weights are read and nothing is compiled. Prints JSON: for each
-folder and executable, the SHA-256 of its StableHLO on this machine's device, without the places in
-the source, with its number of characters. Two commits whose digests are equal run the same steps.
+FOLDER contains a config.json; no weights are read, and no step is compiled (all of a model take
+10 s on a CPU, minutes on a GPU, whose Triton kernels are compiled). Prints JSON: for each folder
+and executable, the SHA-256 of its StableHLO on this machine's device, with its number of
+characters. Two commits whose digests are equal run the same steps. Kernels of a GPU contain the
+paths of their sources: compare two commits in the same folder.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ NUM_PAGES = 1024
 MAX_MODEL_LEN = 4096
 
 
-def digests(folder: Path, quantization: str | None) -> dict[str, str]:
-    """ "SHA-256 length" by the name of an executable."""
+def digests(folder: Path, quantization: str | None, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 and length by the name of an executable; without ``names``, of all."""
     jax.clear_caches()  # a jitted function that another program traced would keep its name
     program = program_of(folder, quantization)
     found: dict[str, str] = {}
-    for name in program.names():
+    for name in names or program.names():
         text = program.trace(name).lower().as_text()
         found[name] = f"{hashlib.sha256(text.encode()).hexdigest()} {len(text)}"
     return found
@@ -63,9 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
     parser.add_argument("--quantization")
+    parser.add_argument("--names", default="", help="comma-separated; default: all")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
-    report = {folder.name: digests(folder, options.quantization) for folder in options.folders}
+    names = [name for name in options.names.split(",") if name]
+    report = {
+        folder.name: digests(folder, options.quantization, names) for folder in options.folders
+    }
     whole = {**circumstances(), "executables": report}
     print(json.dumps(whole, indent=1))
     if options.output is not None:
