@@ -56,6 +56,9 @@ FIELDS = dataclasses.fields(ServerConfig)
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Without the settings of the environment in which the tests run."""
+    for name in [name for name in os.environ if name.startswith("JAXINFER_")]:
+        monkeypatch.delenv(name)
     started = Started()
     monkeypatch.setattr(module, "_serve", started)
     return started

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.core.request import SamplingParams, check_identity
+from jaxinfer.core.request import RequestSpec, SamplingParams
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "temperature NaN": ({"temperature": math.nan}, "temperature must be a number"),
@@ -135,23 +135,23 @@ def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
 
 
 def test_priority_and_cache_salt() -> None:
-    assert check_identity(np.int32(-3), None) == (-3, "")
-    assert check_identity(0, "tenant é") == (0, "tenant é")
+    spec = RequestSpec((1,), SamplingParams(), cast("Any", np.int32(-3)), "tenant é")
+    assert (spec.priority, type(spec.priority), spec.cache_salt) == (-3, int, "tenant é")
 
 
 @pytest.mark.parametrize(
     ("priority", "salt", "message"),
     [
-        (1.5, None, "priority must be a whole number"),
-        (True, None, "priority must be a whole number"),
-        (2**31, None, "priority must be a number in"),
+        (1.5, "", "priority must be a whole number"),
+        (True, "", "priority must be a whole number"),
+        (2**31, "", "priority must be a number in"),
         (0, 5, "cache_salt must be text, got 5"),
         (0, "\ud800", "cache_salt .* has no UTF-8 form"),
     ],
 )
 def test_invalid_priority_or_cache_salt(priority: Any, salt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        check_identity(priority, salt)
+        RequestSpec((1,), SamplingParams(), priority, salt)
 
 
 def test_defaults_are_those_of_vllm() -> None:
