@@ -46,12 +46,14 @@ VISIBLE_TEXT = "^[!-~]*$(?![^!-~])"
 NEVER_TEXT = "^never$(?![^a-z])"
 KIND_TEXT = "^[a-z0-9_]{1,64}$(?![^a-z])"
 JSON_OR_EMPTY_TEXT = "^(json)?$(?![^a-z])"
+NOT_BLANK_TEXT = r"\S"
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
         TOKEN_ID_TEXT: "a token id",
         VISIBLE_TEXT: "printable ASCII without spaces",
         NEVER_TEXT: "true, false or never",
         JSON_OR_EMPTY_TEXT: "json, a JSON schema or empty",
+        NOT_BLANK_TEXT: "a text that is not blank",
         KIND_TEXT: "a word of small letters, digits and _, of at most 64 characters",
     }
 )
@@ -106,7 +108,7 @@ def pattern_text(pattern: str) -> str:
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+BadWord = Annotated[str, Meta(max_length=MAX_BAD_WORD_CHARACTERS, pattern=NOT_BLANK_TEXT)]
 Bias = Annotated[float, Meta(ge=BIAS_BOUNDS[0], le=BIAS_BOUNDS[1])]
 BiasKey = Annotated[str, Meta(pattern=TOKEN_ID_TEXT)]
 Priority = Annotated[int, Meta(ge=PRIORITY_BOUNDS[0], le=PRIORITY_BOUNDS[1])]

@@ -261,7 +261,8 @@ def _expectation(what: str, value: Any) -> tuple[str, str | None]:
         return f"have {_SIGNS[found['sign']]} {count} {unit}{'' if count == 1 else 's'}", size
     found = _PATTERN.fullmatch(what)
     assert found is not None, what  # the structs have no other constraints
-    return f"be {pattern_text(found['pattern'])}", None
+    pattern = found["pattern"].replace(r"\\", "\\")  # msgspec quotes it
+    return f"be {pattern_text(pattern)}", None
 
 
 def _value_at(fields: dict[str, Any], path: str) -> Any:
