@@ -182,7 +182,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaul
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
-    """What one prompt asks of an engine: made where an API begins, and carried whole.
+    """A prompt and its options, as an engine gets them: made where an API begins, carried whole.
 
     Raises ``RequestError`` for a priority or a salt that cannot be used.
     """

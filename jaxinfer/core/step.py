@@ -173,7 +173,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowOutput(msgspec.Struct, frozen=True, gc=False):
-    """What a row yields besides its tokens: made by the executor, and read where a delta is made.
+    """A row's output besides its tokens: made by the executor, and read where a delta is made.
 
     ``logprobs`` has an entry for each drawn token, if requested, ``prompt_logprobs`` for each of
     ``ScheduledSeq.target_ids``. ``pooled`` float32[D] is set if the row pools. ``taps``:
@@ -264,7 +264,7 @@ class BucketsLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):
-    """What pages contain is lost, or of other weights; no step is in flight.
+    """The content of pages is lost, or of other weights; no step is in flight.
 
     Running sequences return to the queue with their tokens, and no prefix is known any more.
     """

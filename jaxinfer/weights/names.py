@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
 
 def part_of(stem: str) -> Part | None:
-    """What the name of a file, without its suffix, says of a split GGUF."""
+    """The part of a split GGUF that a file's name, without its suffix, gives, if it is one."""
     found = _PART.fullmatch(stem)
     return Part(found[1], int(found[2]), int(found[3])) if found else None
 
