@@ -30,6 +30,19 @@ _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
 
 
+def _odd_groups() -> tuple[DecodeCase, ...]:
+    """For kernels of a GPU: groups of 1, 3, 5 and 7 heads of 128 components."""
+    return tuple(
+        DecodeCase(f"{name}_bf16", heads, (70, 1, 300, 17), dtype="bfloat16", tags=("full",))
+        for name, heads in (
+            ("heads8_gqa1", Heads(8, 8, 128)),
+            ("llama3_2_3b_gqa3", shapes.LLAMA3_2_3B),
+            ("qwen3_14b_gqa5", shapes.QWEN3_14B),
+            ("qwen2_5_7b_gqa7", shapes.QWEN2_5_7B),
+        )
+    )
+
+
 def _with_windows_and_sinks() -> tuple[DecodeCase, ...]:
     """For kernels of a GPU: windows that begin within a page, and groups of all sizes."""
     rows = tuple(range(1, 600, 13))
@@ -176,6 +189,7 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    *_odd_groups(),
     *_with_windows_and_sinks(),
     *_decode_steps(),
     *_steps_of_four_kv_heads(),

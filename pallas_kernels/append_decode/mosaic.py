@@ -55,9 +55,10 @@ from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
 MEMORY_WARPGROUP = 1
 LOG2_E = math.log2(math.e)
+WARPGROUP_THREADS = 128
 # Scratch of a maximum over keys: two heads of each thread. The default, twice as much, would exceed
 # the shared memory of an SM by 224 bytes for two CTAs with splits.
-REDUCTION_BYTES = 2 * 128 * 4
+REDUCTION_BYTES = 2 * WARPGROUP_THREADS * 4
 
 type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP_TILE, H / 2] each
 
@@ -434,6 +435,18 @@ def _compute_item(
     return first_step + item.num_steps
 
 
+def _keep_heads_unswizzled(spec: DecodeSpec, scratch: DecodeScratch) -> None:
+    """Fill ``heads_smem`` in a register layout that can be stored only where nothing is swizzled.
+
+    Otherwise Mosaic swizzles it for groups of 1, 3, 5 and 7 heads of 128 components, and a load of
+    half a head finds other components than TMA wrote there (jax 0.11.2; wrong on an H200).
+    """
+    shape = scratch.heads_smem.shape
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.prod(shape) // WARPGROUP_THREADS)
+    scratch.heads_smem[...] = plgpu.layout_cast(jnp.zeros(shape, spec.dtype), layout)
+    plgpu.commit_smem()
+
+
 def _kernel(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
     launch_dependents()
     warpgroup = lax.axis_index("warpgroup")
@@ -441,6 +454,7 @@ def _kernel(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
 
     @pl.when(warpgroup != MEMORY_WARPGROUP)
     def _compute_warpgroup() -> None:
+        _keep_heads_unswizzled(spec, scratch)
         grid_dependency_wait()
         compute = partial(_compute_item, spec, gmem, scratch)
         lax.fori_loop(jnp.int32(0), num_cta_items(spec), compute, jnp.int32(0))

@@ -72,8 +72,6 @@ def supports(
         return f"heads are {qkv.dtype} and norms {qk_norms.dtype}"
     if h not in HEAD_DIMS:
         return f"head_dim {h} is neither 64 nor 128"
-    if n // num_kv_heads == 3 and h == 128:
-        return "groups of 3 query heads of 128 components gave wrong results on an H200"
     if n // num_kv_heads > GROUP_TILE:
         return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP_TILE} may"
     if page_size not in PAGE_SIZES:

@@ -40,6 +40,7 @@ _OF_MODELS = (
     NormGemmCase("qwen3_4b_qkv", 1, 2560, 6144, 3, tags=_GPU),
     NormGemmCase("qwen3_4b_gate_up", 1, 2560, 9728, 3, swiglu=True, tags=_GPU),
     NormGemmCase("qwen3_8b_gate_up", 1, 4096, 12288, 2, swiglu=True, tags=_GPU),
+    NormGemmCase("qwen3_8b_tp2_gate_up", 1, 4096, 6144, 2, swiglu=True, tags=("full",)),
 )
 CASES = (
     NormGemmCase("smollm2_first_qkv_t3_f32", 3, 576, 960, 0, dtype="float32"),

@@ -27,6 +27,7 @@ ITEM_BYTES = 2
 TOKEN_ROWS = 8  # token rows in shared memory: N of a wgmma; only the first is used
 SMEM_BYTES = 224 << 10  # of an SM, without barriers
 IN_FLIGHT_BYTES = 96 << 10  # of weights; more were no faster on an H200
+MIN_STAGES = 2  # a stage is released only when the next step has begun: with one the kernel hangs
 # A pin of one of these ops disables the fusion.
 UNFUSED_OPS = ("residual_norm", "skinny_gemm", "swiglu_gemm")
 UNFUSED_OPS_OF_QUANTISED = ("residual_norm", "quantised_gemm")
@@ -44,8 +45,7 @@ class NormGemmSizes(NamedTuple):
 class NormGemmConfig:
     """Tile sizes: inner components of a K step, and steps in flight.
 
-    A CTA computes 64 columns of the result, with ``swiglu`` from 64 gates and 64 ups. ``stages`` is
-    at least 2, since a stage is released only when the next step has begun.
+    A CTA computes 64 columns of the result, with ``swiglu`` from 64 gates and 64 ups.
     """
 
     block_k: int
@@ -165,7 +165,8 @@ def choose_config(sizes: NormGemmSizes) -> NormGemmConfig:
     and one of the next kernel.
     """
     budget = min(SMEM_BYTES // 2 - TOKEN_ROWS * sizes.inner * ITEM_BYTES, IN_FLIGHT_BYTES)
+    component_bytes = COLUMNS * ITEM_BYTES * (1 + sizes.swiglu)  # of a K step
     shares_sm = sizes.outer // COLUMNS > current_device().num_sms
-    block_k = COLUMNS if shares_sm else 2 * COLUMNS
-    step_bytes = block_k * COLUMNS * ITEM_BYTES * (1 + sizes.swiglu)
-    return NormGemmConfig(block_k, budget // step_bytes)
+    large_fits = budget // (2 * COLUMNS * component_bytes) >= MIN_STAGES
+    block_k = 2 * COLUMNS if large_fits and not shares_sm else COLUMNS
+    return NormGemmConfig(block_k, budget // (block_k * component_bytes))

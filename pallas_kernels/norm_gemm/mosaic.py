@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.norm_gemm.launch import (
     COLUMNS,
+    MIN_STAGES,
     TOKEN_ROWS,
     NormGemmConfig,
     NormGemmSizes,
@@ -201,7 +202,12 @@ def launch_with(
     eps: float,
     swiglu: bool,
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
-    """``norm_gemm`` with a given configuration; tests call it too."""
+    """``norm_gemm`` with a given configuration; tests call it too.
+
+    Raises ValueError when the configuration has too few stages.
+    """
+    if config.stages < MIN_STAGES:
+        raise ValueError(f"{config} has fewer than {MIN_STAGES} stages")
     sizes = sizes_of(x, w, swiglu=swiglu)
     spec = _Spec(sizes, config, token.Norm(row, eps), x.dtype)
     arrays, total_type = token.norm_arrays(x, partials, norms, COLUMNS)

@@ -152,24 +152,3 @@ def test_tuned_files_name_real_cases(
     for file in (Path(tuned.__file__).parent / folder).glob("*.json"):
         choices = tuned.by_shapes(tuned.read_choices(file), cases, module.shapes_of)
         assert all(config(**choice) for choice in choices.values())
-
-
-@pytest.mark.parametrize(
-    ("heads", "reason"),
-    [
-        pytest.param((24, 8, 128), "groups of 3 query heads of 128", id="wrong_on_an_h200"),
-        pytest.param((32, 8, 128), None, id="group_of_4"),
-        pytest.param((9, 3, 64), None, id="smaller_heads"),
-    ],
-)
-def test_groups_of_the_mosaic_decode_kernel(
-    heads: tuple[int, int, int], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mosaic_launch, "not_hopper", lambda: None)
-    num_heads, kv_heads, head_dim = heads
-    qkv = jnp.zeros((8, num_heads + 2 * kv_heads, head_dim), jnp.bfloat16)
-    pages = jnp.zeros((3, 16, kv_heads, head_dim), jnp.bfloat16)
-    table, lens = jnp.zeros((8, 2), jnp.int32), jnp.zeros(8, jnp.int32)
-    call: Any = (qkv, None, None, None, pages, pages, table, lens)
-    found = mosaic_launch.supports(*call, scale=1.0, eps=1e-6)
-    assert found is None if reason is None else reason in (found or "")

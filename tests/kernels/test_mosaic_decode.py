@@ -20,6 +20,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.experimental.mosaic.gpu.launch_context import (
+    LaunchContext,
+    TileTransform,
+)
+from jax.experimental.mosaic.gpu.launch_context import (
+    mgpu_dialect as dialect,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.append_decode import cases as append_decode
@@ -28,7 +35,14 @@ from pallas_kernels.append_decode.api import OP
 from pallas_kernels.append_decode.cases import DecodeCase
 from pallas_kernels.append_decode.mosaic_launch import MosaicConfig
 from pallas_kernels.registry import Impl, select
-from pallas_kernels.shapes import QWEN3_4B_TP8
+from pallas_kernels.shapes import (
+    GPT_OSS_20B,
+    GPT_OSS_20B_TP8,
+    LLAMA3_2_3B,
+    QWEN2_5_7B,
+    QWEN3_4B_TP8,
+    Heads,
+)
 from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
@@ -143,6 +157,7 @@ def _call(case: DecodeCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (*args, *tables, None, sinks), {"scale": h**-0.5, "eps": 1e-6, "window": case.window}
 
 
+UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, QWEN3_4B_TP8, GPT_OSS_20B_TP8, GPT_OSS_20B]
 OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page16", "b64_ctx1056_page64", "b8_ctx16416_page16")
 
 
@@ -164,6 +179,27 @@ def test_chosen_and_lowered_for_hopper_in_place(case: DecodeCase) -> None:
     assert "@mosaic_gpu" in text
     aliases = r"output_operand_alias<output_tuple_indices = \[(\d)\], operand_index = (\d)"
     assert sorted(re.findall(aliases, text)) == [("1", "1"), ("2", "2")]
+
+
+@pytest.mark.parametrize("heads", UNSWIZZLED, ids=str)
+def test_heads_are_not_swizzled(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads of half a head from swizzled memory were wrong on an H200 (jax 0.11.2). The interpreter
+    does not swizzle.
+    """
+    found: set[tuple[Any, tuple[int, ...]]] = set()
+    copy = LaunchContext.async_copy
+
+    def recorded(self: LaunchContext, **copied: Any) -> None:
+        tiles = [x.tiling for x in copied["gmem_transform"] if isinstance(x, TileTransform)]
+        found.add((copied["swizzle"], sum(tiles, start=())))
+        copy(self, **copied)
+
+    monkeypatch.setattr(LaunchContext, "async_copy", recorded)
+    args, static = _call(DecodeCase("heads", heads, (70, 5), dtype="bfloat16"))
+    step = partial(mosaic.launch_with, MosaicConfig(1, 64, 2, 4), **static)
+    jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
+    of_pages, of_heads = (dialect.SwizzlingMode.k128ByteSwizzle, (8, 64)), ()
+    assert found == {of_pages, (dialect.SwizzlingMode.kNoSwizzle, of_heads)}
 
 
 WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")

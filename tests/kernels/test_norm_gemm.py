@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from pallas_kernels.norm_gemm.launch import NormGemmConfig, NormGemmSizes, choos
 from pallas_kernels.pins import Pins
 from pallas_kernels.registry import Impl, Inputs, UnfitKernel, select
 from pallas_kernels.residual_norm import token
+from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, MAX_WIDTH, TILES
 from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
@@ -162,3 +164,19 @@ def test_arguments_are_checked(change: Mapping[str, Any], message: str) -> None:
     given |= {"w": jnp.zeros((8, 6)), "row": 1, "eps": 1e-6, "swiglu": True}
     with pytest.raises(ValueError, match=message):
         norm_gemm(**(given | change))
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_two_stages_are_in_flight_for_all_sizes(swiglu: bool) -> None:
+    widths = range(TILES * COLUMNS, MAX_WIDTH + 1, TILES * COLUMNS)
+    with compiling_for(H200):
+        for inner, outer in product(widths, range(COLUMNS, 16385, COLUMNS)):
+            config = choose_config(NormGemmSizes(inner, outer, swiglu))
+            assert config.stages >= launch.MIN_STAGES, (inner, outer)
+
+
+def test_one_stage_is_refused() -> None:
+    case = replace(SMALL[0], tokens=1)
+    inputs = OP.build(case, 0)
+    with pytest.raises(ValueError, match=r"NormGemmConfig\(.* has fewer than 2 stages"):
+        launch_with(NormGemmConfig(64, 1), *inputs.args, **inputs.static)
