@@ -1,0 +1,111 @@
+"""Compares an engine's logprobs with those of the dense model, for the shapes of public models.
+
+Run from the repository root, on the device to be tested; a name chooses shapes that contain it:
+``python -m bench.families [NAME...] [--output FILE]``. Weights are random, and there are four
+layers. For prompts of several lengths the engine generates greedily, and ``LanguageModel.forward``,
+plain XLA without pages, scores the same tokens. Exits with 1 if a logprob differs by more than
+``MAX_DIFFERENCE``: that of bfloat16 is 0.07 at most, and a wrong kernel's several nats.
+
+A kernel may be wrong for some numbers of heads or widths only, so each case is one of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.circumstances import host_circumstances, write_report
+from jaxinfer import LLM, SamplingParams
+
+CONFIGS = Path("tests/data/configs.json")  # of public models
+MAX_DIFFERENCE = 0.15
+PROMPT_TOKENS = (1, 5, 70, 300, 40, 40, 40)
+OUTPUT_TOKENS = 8
+# Heads, KV heads, hidden and inner size of models whose configs are those of another size.
+LIKE_QWEN3 = {"qwen3-14b": (40, 8, 5120, 17408), "qwen3-8b": (32, 8, 4096, 12288)}
+LIKE_LLAMA = {"llama-3.2-3b": (24, 8, 3072, 8192), "glm-4-9b": (32, 2, 4096, 13696)}
+SIZES = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
+GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    """The configs by name, with four layers and a small vocabulary."""
+    found: dict[str, dict[str, Any]] = json.loads(CONFIGS.read_text("utf-8"))
+    llama = {**found["qwen2.5-7b-instruct"], **LLAMA, "head_dim": 128}
+    made = {name: {**found["qwen3-4b"], **_sizes(of)} for name, of in LIKE_QWEN3.items()}
+    made |= {name: {**llama, **_sizes(of)} for name, of in LIKE_LLAMA.items()}
+    made["glm-4-9b"] |= GLM
+    made["glm-small"] = {**made["glm-4-9b"], "intermediate_size": 6144}
+    small = {"num_hidden_layers": 4, "vocab_size": 32064}
+    tokens = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
+    return {name: {**config, **small, **tokens} for name, config in {**found, **made}.items()}
+
+
+def _sizes(sizes: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(SIZES, sizes, strict=True))
+
+
+def differences(config: dict[str, Any], folder: Path) -> dict[str, float]:
+    """The greatest difference of a logprob by the prompt's number of tokens."""
+    (folder / "config.json").write_text(json.dumps(config))
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+    )
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 30000, n).tolist() for n in PROMPT_TOKENS]
+    greedy = SamplingParams(
+        temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=0, detokenize=False
+    )
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    worst: dict[str, float] = {}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        made = output.outputs[0]
+        logits = llm.model.forward([*prompt, *made.token_ids]).astype(jnp.float32)
+        logprobs = np.asarray(jax.nn.log_softmax(logits))
+        for i, (token, found) in enumerate(zip(made.token_ids, made.logprobs or (), strict=True)):
+            difference = abs(found[token].logprob - float(logprobs[len(prompt) - 1 + i, token]))
+            key = str(len(prompt))
+            worst[key] = round(max(worst.get(key, 0.0), difference), 4)
+    return worst
+
+
+def main() -> None:
+    """Compare the shapes on the command line."""
+    parser = argparse.ArgumentParser(description="an engine's logprobs against the dense model's")
+    parser.add_argument("names", nargs="*", help="parts of names of shapes; default: all")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    chosen = {
+        name: config
+        for name, config in configs().items()
+        if not options.names or any(part in name for part in options.names)
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, config in chosen.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = differences(config, Path(folder))
+        gc.collect()  # the engine's memory, for the next
+        print(name, found[name], flush=True)
+    if options.output:
+        report = {**host_circumstances(), "device": jax.devices()[0].device_kind}
+        write_report(options.output, {**report, "differences": found})
+    if any(max(of.values()) > MAX_DIFFERENCE for of in found.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
