@@ -72,6 +72,12 @@ class Model:
         """The Flax module, which is cheap to make and holds no arrays."""
         return self.config.module()
 
+    def module_on(self, axis: str | None) -> nn.Module:
+        """The module; within ``jax.shard_map`` along ``axis`` that of this device's share."""
+        if axis is None:
+            return self.module
+        return self.config.share(jax.lax.axis_size(axis)).module()
+
     @property
     def state(self) -> StateLayout:
         """The layout of the model's state."""
@@ -139,7 +145,7 @@ def hidden_states(
     ``only``: index of the last token of each row, if only their hidden states are needed. The last
     layer then computes only the state of the other tokens.
     """
-    module = model.module
+    module = model.module_on(ctx.axis)
     if isinstance(ctx.points, Points):
         module = module.clone(apart=ctx.points.layers, dense=ctx.rows is None)
     arguments = (token_ids, state, ctx, only)
@@ -160,11 +166,11 @@ def first_layers(
     """
 
     def run(module: Any) -> tuple[jax.Array, State]:
-        stream = Stream(module.embedded(token_ids, ctx.positions))
+        stream = Stream(module.embedded(token_ids, ctx))
         after, new = module.run_layers(stream, state, ctx, layers=range(count))
         return after.total(), new
 
-    return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
+    return model.module_on(ctx.axis).apply({"params": params}, method=run)  # type: ignore[return-value]
 
 
 def other_layers(
@@ -183,7 +189,7 @@ def other_layers(
         after, new = module.run_layers(Stream(x), state, ctx, layers=layers, only=only)
         return module.finished(after, ctx), new
 
-    return model.module.apply({"params": params}, method=run)  # type: ignore[return-value]
+    return model.module_on(ctx.axis).apply({"params": params}, method=run)  # type: ignore[return-value]
 
 
 def unembed(
@@ -191,9 +197,12 @@ def unembed(
     params: Params,
     hidden: jax.Array,  # [..., D]
     pins: Pins = ALL_XLA,
+    axis: str | None = None,
 ) -> jax.Array:  # float32[..., V]
-    """Logits of hidden states; by default in plain XLA, as ``dense_context`` has it."""
-    return model.module.apply({"params": params}, hidden, pins, method="unembed")  # type: ignore[return-value]
+    """Logits of hidden states; by default in plain XLA, as ``dense_context`` has it. ``axis`` is as
+    in ``StepContext``.
+    """
+    return model.module.apply({"params": params}, hidden, pins, axis, method="unembed")  # type: ignore[return-value]
 
 
 def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:

@@ -175,18 +175,18 @@ class Decoder(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
         """Hidden states after the final norm, and the state with this step's tokens."""
-        stream = Stream(ctx.at("embed", self.embedded(token_ids, ctx.positions)))
+        stream = Stream(ctx.at("embed", self.embedded(token_ids, ctx)))
         every = range(len(self.layers))
         stream, state = self.run_layers(stream, state, ctx, layers=every, only=only)
         return self.finished(stream, ctx), state
 
-    def embedded(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:  # [T, D]
-        """Embeddings of tokens int32[T] at positions int32[T]."""
-        x = take_rows(self.embed, token_ids).astype(self.spec.dtype)
+    def embedded(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
+        """Embeddings of tokens int32[T] at the positions of the context."""
+        x = take_rows(self.embed, token_ids, ctx.axis).astype(self.spec.dtype)
         if self.spec.embed_scale is not None:
             x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
         if self.spec.num_positions is not None:
-            x = x + take_rows(self.positions, positions)
+            x = x + take_rows(self.positions, ctx.positions)
         return x
 
     def run_layers(
@@ -228,11 +228,14 @@ class Decoder(nn.Module):
         self,
         hidden: jax.Array,  # [..., D]
         pins: Pins = ALL_XLA,
+        axis: str | None = None,
     ) -> jax.Array:  # float32[..., V]
-        """Logits of hidden states."""
+        """Logits of hidden states; ``axis`` is as in ``StepContext``."""
         if self.spec.tie_word_embeddings:
-            return tied_logits(hidden, self.embed, pins)
-        return head_logits(hidden, self.lm_head, pins)
+            logits = tied_logits(hidden, self.embed, pins)
+        else:
+            logits = head_logits(hidden, self.lm_head, pins)
+        return logits if axis is None else jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
 
 
 def _init_norms(kind: str) -> Any:

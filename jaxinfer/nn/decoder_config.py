@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerState, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
@@ -35,6 +36,13 @@ class MixerSpec(Protocol):
         """The mixer for an engine with context length ``length``."""
         ...
 
+    def share(self, devices: int) -> Self:
+        """One device's part of a mixer that is divided among ``devices``, as its parameters are.
+
+        Raises ``ConfigError`` if it cannot be divided.
+        """
+        ...
+
     def state(self, dtype: jnp.dtype) -> LayerState:
         """The layer state."""
         ...
@@ -46,6 +54,10 @@ class MixerSpec(Protocol):
 
 class FeedForwardSpec(Protocol):
     """The feed-forward network of a layer. Hashable; its module is called like ``FeedForward``."""
+
+    def share(self, devices: int) -> Self:
+        """One device's part of the network: see ``MixerSpec``."""
+        ...
 
     def module(self) -> nn.Module:
         """The module; its parameters are part of the layer's."""
@@ -75,6 +87,12 @@ class AttentionConfig:
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
         return replace(self, rope=self.rope and self.rope.for_context(length))
+
+    def share(self, devices: int) -> AttentionConfig:
+        """See ``MixerSpec``."""
+        heads = _part(self.num_heads, devices, "query heads")
+        kv_heads = _part(self.num_kv_heads, devices, "KV heads")
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
@@ -128,6 +146,10 @@ class LatentAttentionConfig:
         """See ``MixerSpec``."""
         return replace(self, rope=self.rope.for_context(length))
 
+    def share(self, devices: int) -> LatentAttentionConfig:
+        """See ``MixerSpec``; every device has the whole latents."""
+        return replace(self, num_heads=_part(self.num_heads, devices, "heads"))
+
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
         return LayerState((Entry("latent", (self.entry_dim,), dtype),))
@@ -145,6 +167,10 @@ class FeedForwardConfig:
     activation: str
     gated: bool
     bias: bool = False
+
+    def share(self, devices: int) -> FeedForwardConfig:
+        """See ``MixerSpec``."""
+        return replace(self, width=_part(self.width, devices, "columns of a feed-forward network"))
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
@@ -171,6 +197,11 @@ class ExpertsConfig:
     shared: FeedForwardConfig | None = None
     dummy_routing: str = "auto"
 
+    def share(self, devices: int) -> ExpertsConfig:
+        """See ``MixerSpec``. A device has a part of the experts, and knows the number of all."""
+        _part(self.count, devices, "experts")
+        return replace(self, shared=self.shared and self.shared.share(devices))
+
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
         return import_module("jaxinfer.nn.ffn.experts").Experts(self)
@@ -195,6 +226,17 @@ class LayerSpec:
     mixer: MixerSpec
     ffn: FeedForwardSpec
     norms: Literal["before", "after", "both"] = "before"
+
+    def share(self, devices: int) -> LayerSpec:
+        """One device's part of the layer: see ``MixerSpec``."""
+        return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
+
+
+def _part(count: int, devices: int, what: str) -> int:
+    part, rest = divmod(count, devices)
+    if rest:
+        raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
+    return part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +265,13 @@ class DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
         layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers))
+
+    def share(self, devices: int) -> DecoderSpec:
+        """One device's part of the decoder: see ``MixerSpec``.
+
+        Embedding and head are divided, too, but their sizes are those of the arrays they are given.
+        """
+        return replace(self, layers=tuple(layer.share(devices) for layer in self.layers))
 
     @property
     def norms(self) -> NormSpec:

@@ -221,11 +221,25 @@ def layer_norm(
     return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def take_rows(table: Weight, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]
+def take_rows(
+    table: Weight,  # [V, D]
+    ids: jax.Array,  # int32[T]
+    axis: str | None = None,
+) -> jax.Array:  # [T, D]
     """Rows of an embedding; those of a quantised one are float32.
 
-    Ids of padding may have any value and are clamped to the table.
+    Ids of padding may have any value and are clamped to the table. On a mesh each device has a part
+    of the rows, and the rows that others have are added here.
     """
+    if axis is None:
+        return _rows(table, ids)
+    count = quantised(table).num_outputs if isinstance(table, Mapping) else len(table)
+    own = ids - jax.lax.axis_index(axis) * count
+    rows = _rows(table, own)
+    return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[:, None], rows, 0), axis)
+
+
+def _rows(table: Weight, ids: jax.Array) -> jax.Array:  # [V, D], int32[T] -> [T, D]
     if isinstance(table, Mapping):
         return rows_of(quantised(table), ids)
     return jnp.take(table, ids, axis=0, mode="clip")

@@ -86,6 +86,11 @@ class Placement:
         """The number of devices in the mesh."""
         return self.mesh.size
 
+    @property
+    def axis(self) -> str | None:
+        """The mesh axis along which steps are divided; None on one device."""
+        return TENSOR if self.num_devices > 1 else None
+
     def divided(self, axes: Axes) -> Axes:
         """The axes, with None for those that are not divided; on one device none is."""
         if self.num_devices == 1:

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
-from jax.sharding import PartitionSpec
 
 import jaxinfer
-from jaxinfer.core.errors import JaxinferError
+from jaxinfer.core.errors import ConfigError, JaxinferError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.request import SamplingParams
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model
-from jaxinfer.models.params import by_path
+from jaxinfer.models.params import by_path, nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.context import Angles, StepContext, dense_context
-from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardSpec, LayerSpec
-from jaxinfer.nn.linear import Norm, Stream
-from jaxinfer.nn.placement import TENSOR, Placement, default_placement, placement_on
-from jaxinfer.nn.rope import rope_tables
+from jaxinfer.nn.placement import Placement, default_placement, placement_on
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
@@ -40,13 +37,14 @@ from kit.checkpoints import (
     tiny_olmo2_config,
     write_hf_folder,
 )
-from kit.engines import tiny_limits
+from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.memory_checkpoint import InMemory, source_of
 from kit.mixed_family import FAMILY, mixed_decoder, mixed_tensors
-from kit.tiny_models import tiny_config
+from kit.tiny_models import random_params, tiny_config
 
 CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
-EXPERTS = {**tiny_config("gpt_oss"), "hidden_size": 64, "num_local_experts": 4}
+EXPERTS = {**tiny_config("gpt_oss"), "num_local_experts": 4}
+LATENT = {**tiny_config("deepseek_v2"), "n_routed_experts": 8}
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
 # by name: what one of two devices holds of the whole array; of others each has all
 SPLIT = {
@@ -138,50 +136,42 @@ def check_state(placement: Placement) -> None:
     jax.tree.map(_same_place, program.params, params)
 
 
-def check_layer(placement: Placement, config: HFConfig) -> None:
-    """A layer whose heads and columns are divided adds what the whole layer adds."""
+def check_steps(placement: Placement, config: HFConfig) -> None:
+    """Steps that are divided draw the tokens that steps on one device draw."""
     model = build_model(config, "float32")
-    layer, params = model.config.layers[0], {}
-    for where in (default_placement(), placement):
-        params[where] = dummy_params(model, placement=where, seed=3, progress=NoProgress())
-    x = jax.random.normal(jax.random.key(0), (7, Q), "float32")
-    ctx, norm_weights = dense_context(len(x)), np.ones((2, Q), np.float32)
+    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=8)
+    limits = msgspec.structs.replace(limits, windows=model.state.windows)
+    weights = by_path(random_params(model))
+    sampling = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0, 1)]
 
-    def added(layer: LayerSpec, params: Any, x: jax.Array, ctx: StepContext) -> jax.Array:
-        angles = (Angles(*rope_tables(layer.mixer.rope, ctx.positions)),)
-        mixer, ffn = layer.mixer.module(), layer.ffn.module()
-        variables, norm = {"params": params}, partial(Norm, norm_weights, eps=1e-5)
-        ctx = replace(ctx, angles=angles)
-        x, delta, _ = mixer.apply(variables, Stream(x), norm(row=0), None, ctx)
-        x, delta = ffn.apply(variables, Stream(x + delta), norm(row=1), ctx)
-        return x + delta
+    def drawn(where: Placement) -> Any:
+        program = Program(model, limits, where.platform, placement=where)
+        params = {
+            path: where.put(where.arranged(np.asarray(weights[path]), array.axes), array.axes)
+            for path, array in model.arrays.items()
+        }
+        compiled = compiled_for(program, extras=False)
+        executor = Executor(program, compiled, nested(params), *init_state(program))
+        engine = engine_of(executor, limits, tokenizer=False)
+        return tokens(run(engine, [[5, 6, 7], [9] * 20], sampling))
 
-    whole = added(layer, params[default_placement()]["layers_0"], x, ctx)
-    shares = replace(
-        layer,
-        mixer=replace(
-            layer.mixer,
-            num_heads=layer.mixer.num_heads // 2,
-            num_kv_heads=layer.mixer.num_kv_heads // 2,
-        ),
-        ffn=_share(layer.ffn),
-    )
-    own = params[placement]["layers_0"]
-    specs = jax.tree.map(lambda array: array.sharding.spec, own)
-    divided = jax.shard_map(
-        lambda params, x: added(shares, params, x, replace(ctx, axis=TENSOR)),
-        mesh=placement.mesh,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=PartitionSpec(),
-    )
-    np.testing.assert_allclose(jax.jit(divided)(own, x), whole, rtol=1e-5, atol=1e-5)
+    assert drawn(placement) == drawn(default_placement()), config["architectures"]
 
 
-def _share(ffn: FeedForwardSpec) -> FeedForwardSpec:
-    """A device's part of a network; experts are divided by their number, of which it knows all."""
-    if isinstance(ffn, ExpertsConfig):
-        return ffn if ffn.shared is None else replace(ffn, shared=_share(ffn.shared))
-    return replace(ffn, width=ffn.width // 2)
+def check_refusals() -> None:
+    """What cannot be divided is said."""
+    for config, message in (
+        (CONFIG, "4 query heads cannot be divided among 3 devices"),
+        (EXPERTS, "4 experts cannot be divided among 8 devices"),
+    ):
+        layer = build_model(config, "float32").config.layers[0]
+        part = layer.ffn if "experts" in message else layer.mixer
+        try:
+            part.share(int(message.split()[-2]))
+        except ConfigError as error:
+            assert str(error) == message, error
+        else:
+            raise AssertionError(message)
 
 
 def check_research(folder: Path) -> None:
@@ -237,8 +227,9 @@ def main(folder: Path) -> None:
     check_stacks(placement, folder)
     check_state(placement)
     # OLMo 2 has norms over all devices' heads
-    for config in (CONFIG, tiny_olmo2_config(), EXPERTS):
-        check_layer(placement, config)
+    for config in (CONFIG, tiny_olmo2_config(), EXPERTS, LATENT):
+        check_steps(placement, config)
+    check_refusals()
     check_research(folder)
     second = jax.devices()[1]
     with jax.default_device(second):

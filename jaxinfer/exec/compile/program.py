@@ -5,7 +5,7 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import BITS
@@ -224,18 +225,36 @@ class Program:
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
         bucket, part = self._steps[name]
-        function = self._function(bucket, part)
+        function, config = self._function(bucket, part), self.model.config
         arguments = self._arguments(function)
         if bucket.taps:
-            arguments = (*arguments, self.steering())
-            return jax.jit(function.tapped, donate_argnums=(1, 2)).trace(*arguments)
-        if part.layers.stop < len(self.model.config.layers):
-            return jax.jit(function.first_part, donate_argnums=1).trace(*arguments)
+            return self._trace_shares(function.tapped, (*arguments, self.steering()))
+        if part.layers.stop < len(config.layers):
+            return self._trace_shares(function.first_part, arguments, keeps_slots=True)
         if part.layers.start:
-            first = self._function(bucket, self.parts[0])
-            _, x = jax.eval_shape(first.first_part, *self._arguments(first))
-            arguments = (*arguments, x)
-        return jax.jit(function.last_part, donate_argnums=(1, 2)).trace(*arguments)
+            stream = jax.ShapeDtypeStruct((bucket.num_tokens, config.hidden_size), config.dtype)
+            arguments = (*arguments, stream)
+        return self._trace_shares(function.last_part, arguments)
+
+    def _trace_shares(
+        self, step: Callable[..., Any], arguments: tuple[Any, ...], *, keeps_slots: bool = False
+    ) -> jax.stages.Traced:
+        """Trace a step, on several devices with each one's share of weights and state.
+
+        Its other arguments and results are whole on each device, and equal. The state, the second
+        argument, is donated, and the slots unless it ``keeps_slots``.
+        """
+        if self.placement.num_devices > 1:
+            given = jax.tree.map(_partition, arguments)
+            whole = (PartitionSpec(),) if keeps_slots else (PartitionSpec(), PartitionSpec())
+            step = jax.shard_map(
+                step,
+                mesh=self.placement.mesh,
+                in_specs=given,
+                out_specs=(given[1], *whole),
+                check_vma=False,  # it does not know this library's kernels
+            )
+        return jax.jit(step, donate_argnums=1 if keeps_slots else (1, 2)).trace(*arguments)
 
     def _function(self, bucket: Bucket, part: Part) -> StepFunction:
         return StepFunction(
@@ -250,6 +269,7 @@ class Program:
             points=self.limits.points if bucket.taps else (),
             pooling=self.limits.pooling,
             edits=self.edits,
+            axis=self.placement.axis,
         )
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
@@ -355,6 +375,11 @@ class Program:
             names = (bucket.name + FIRST, bucket.name)[-len(parts) :]
             steps |= {name: (bucket, part) for name, part in zip(names, parts, strict=True)}
         return steps
+
+
+def _partition(array: Any) -> PartitionSpec:
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _kind_and_count(name: str) -> tuple[str, int]:

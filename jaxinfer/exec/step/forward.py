@@ -97,6 +97,7 @@ class StepFunction:
     points: tuple[Point, ...] = ()  # if the bucket taps
     pooling: str = ""  # if the engine pools: one of ``core.pooling.KINDS``
     edits: StepEdits | None = None
+    axis: str | None = None  # see ``StepContext``
 
     def first_part(
         self,
@@ -190,6 +191,7 @@ class StepFunction:
             # rows with drafts attend as prompts do, so they do not count as decodes
             num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
+            axis=self.axis,
             points=None if self.edits is None else self.edits.points(batch),
         )
         return batch, ctx
@@ -210,7 +212,7 @@ class StepFunction:
             slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
-        logits = unembed(self.model, params, drawn_from, self.pins)  # [N, V]
+        logits = unembed(self.model, params, drawn_from, self.pins, self.axis)  # [N, V]
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)

@@ -88,7 +88,11 @@ class LatentAttention(nn.Module):
         if c.bias:
             bias = self.param("q_kv_a_bias", _ZEROS, (c.bias_dim,), dtype)
             both = both + jnp.pad(bias, (both.shape[1] - c.bias_dim, 0))
+        width = both.shape[1] - c.entry_dim
         q, kv = both[:, :width], both[:, width:]
+        if c.query_rank is None and ctx.axis is not None:  # the heads of this device
+            start = jax.lax.axis_index(ctx.axis) * all_heads
+            q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
         if c.query_rank is not None:
             weights = self.param("q_norm", _ONES, (width,), norm.weights.dtype)
             w = weight(self, "q_b", (width, all_heads), dtype)
