@@ -102,8 +102,8 @@ def test_fp8_agrees_with_its_definition(case: NormGemmCase) -> None:
 
 
 def _marked(case: NormGemmCase) -> Any:
-    """A parameter; the largest matrices of fp8 take 4 s each to draw."""
-    marks = pytest.mark.nightly if case.name.startswith("qwen3_8b_gate_up_fp8") else ()
+    """A parameter; the larger matrices take seconds to draw."""
+    marks = pytest.mark.nightly if case.name.startswith("qwen3_8b") else ()
     return pytest.param(case, id=case.name, marks=marks)
 
 

@@ -33,7 +33,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [SMALL, replace(SMALL, split=True, hidden=2560), MANY], ids=["few", "split", "many"]
+    "case",
+    [
+        pytest.param(SMALL, id="few"),
+        pytest.param(
+            replace(SMALL, split=True, hidden=2560), marks=pytest.mark.nightly, id="split"
+        ),
+        pytest.param(MANY, id="many"),
+    ],
 )
 @pytest.mark.usefixtures("on_hopper")
 def test_the_interpreter_agrees_with_the_definition(case: MlpCase) -> None:

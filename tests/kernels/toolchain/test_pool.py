@@ -104,7 +104,13 @@ def pool() -> Iterator[KernelPool]:
         yield pool
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "paged_prefill"))  # 27 s
+        for name in CALLS
+    ],
+)
 def test_a_worker_lowers_the_same_module_as_this_process(name: str, pool: KernelPool) -> None:
     kernel = kernel_of(name)
     assert kernel.name == name
