@@ -54,7 +54,7 @@ def _sizes(sizes: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(SIZES, sizes, strict=True))
 
 
-def differences(config: dict[str, Any], folder: Path) -> dict[str, float]:
+def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str, float]:
     """The greatest difference of a logprob by the prompt's number of tokens."""
     (folder / "config.json").write_text(json.dumps(config))
     llm = LLM(
@@ -64,6 +64,7 @@ def differences(config: dict[str, Any], folder: Path) -> dict[str, float]:
         max_model_len=1024,
         max_num_seqs=8,
         max_num_batched_tokens=512,
+        gpu_memory_utilization=share,
     )
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 30000, n).tolist() for n in PROMPT_TOKENS]
@@ -88,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="an engine's logprobs against the dense model's")
     parser.add_argument("names", nargs="*", help="parts of names of shapes; default: all")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8)
     options = parser.parse_args()
     chosen = {
         name: config
@@ -97,7 +99,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     for name, config in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = differences(config, Path(folder))
+            found[name] = differences(config, Path(folder), options.gpu_memory_utilization)
         gc.collect()  # the engine's memory, for the next
         print(name, found[name], flush=True)
     if options.output:
