@@ -66,8 +66,7 @@ class Tunable:
 
 
 def _append_starts(launch: Any, case: Any, args: Sequence[Any]) -> Sequence[Any]:
-    qkv, _, _, _, k_pages, _, page_table, *_ = args
-    return (launch.heuristic_config(qkv, k_pages, page_table, case.window),)
+    return (launch.heuristic_config(*args),)
 
 
 def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.TritonConfig]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 
 LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
@@ -34,12 +35,11 @@ def rope_append_supports(*args: Any, **static: Any) -> str | None:
     return _supports(args[0], args[4])
 
 
-def append_decode_supports(*args: Any, **static: Any) -> str | None:
+def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    del static
-    if args[1] is None:
+    if args.cos is None:
         return missing() or "there is no rope"
-    return _supports(args[0], args[4])
+    return _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(*args: Any, **static: Any) -> str | None:
@@ -106,26 +106,16 @@ def qk_rope_append(
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array,  # float32[B, H / 2]
-    sin: jax.Array,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: Any = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
+    args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    del arrivals  # for kernels that split a row
-    where = (_nothing(), page_table, seq_lens)
-    q, k_pages, v_pages = _append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps)
-    out = _attend(q, k_pages, v_pages, page_table, seq_lens, _nothing(), sinks, scale, window)
+    assert args.cos is not None and args.sin is not None
+    rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
+    context = args.page_table, args.seq_lens
+    where = (_nothing(), *context)
+    q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
+    settings = args.sinks, args.scale, args.window
+    out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
     return out, k_pages, v_pages
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
 from pallas_kernels.sample import native, ref
@@ -54,8 +55,9 @@ def test_pools_are_changed_in_place() -> None:
     angles = jnp.ones((2, 16), jnp.float32)
 
     def step(qkv, k, v):
-        static = {"scale": 0.2, "eps": 1e-6}
-        return append_decode(qkv, angles, angles, None, k, v, table, lens, **static)
+        rotation = {"cos": angles, "sin": angles}
+        context = {"k_pages": k, "v_pages": v, "page_table": table, "seq_lens": lens}
+        return append_decode(DecodeArgs(qkv=qkv, **rotation, **context, scale=0.2, eps=1e-6))
 
     pools = (jnp.asarray(k), jnp.asarray(v))
     compiled = jax.jit(step, donate_argnums=(1, 2)).lower(qkv, *pools).compile()

@@ -21,7 +21,7 @@ from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
 from jaxinfer.nn.state import LayerArrays
-from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_prefill.api import paged_prefill
@@ -192,22 +192,22 @@ def _decode(
     """Append and attend for the first rows, one token each."""
     rows, pages = qkv.shape[0], ctx.pages[0]
     cos, sin, norms = (None, None, None) if angles is None else (*angles, qk_norm.weights)
-    out, k_pages, v_pages = append_decode(
-        qkv,
-        cos,
-        sin,
-        norms,
-        state["k"],
-        state["v"],
-        pages.page_table[:rows],
-        pages.seq_lens[:rows],
-        ctx.arrivals if rows == ctx.num_decodes else None,
-        sinks,
+    args = DecodeArgs(
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        qk_norms=norms,
+        k_pages=state["k"],
+        v_pages=state["v"],
+        page_table=pages.page_table[:rows],
+        seq_lens=pages.seq_lens[:rows],
+        arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
+        sinks=sinks,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
-        impl=ctx.pinned("append_decode"),
     )
+    out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
     return out, {"k": k_pages, "v": v_pages}
 
 
