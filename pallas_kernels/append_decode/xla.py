@@ -7,8 +7,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.kv_append.xla import kv_append
 from pallas_kernels.numerics import split_heads
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 from pallas_kernels.qk_rope_append.xla import qk_rope_append
 
 
@@ -20,13 +22,15 @@ def append_decode(
     last = jnp.maximum(lens - 1, 0)
     page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
     slots = jnp.where(lens > 0, page * page_size + last % page_size, 0)
-    pools = args.k_pages, args.v_pages
+    pools = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(args.qkv, args.k_pages.shape[2])
-        pools = kv_append(k, v, *pools, slots)
+        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **pools))
     else:
-        rotation = args.cos, args.sin, args.qk_norms
-        q, *pools = qk_rope_append(args.qkv, *rotation, *pools, slots, eps=args.eps)
+        rotated = RopeAppendArgs(
+            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **pools, eps=args.eps
+        )
+        q, k_pages, v_pages = qk_rope_append(rotated)
     static = {"scale": args.scale, "window": args.window}
-    out = attend(q, *pools, args.page_table, lens, args.sinks, **static)
-    return out, pools[0], pools[1]
+    out = attend(q, k_pages, v_pages, args.page_table, lens, args.sinks, **static)
+    return out, k_pages, v_pages

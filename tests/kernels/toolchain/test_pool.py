@@ -26,7 +26,7 @@ from jax.interpreters.mlir import ir, make_ir_context
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm.api import norm_gemm
-from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 from pallas_kernels.toolchain.find import kernels_in
@@ -69,8 +69,18 @@ CALLS = {
         ),
     ),
     "paged_prefill": (
-        lambda *args: paged_prefill(*args, scale=0.1),
-        (array(256, 32, 128), POOL, POOL, TABLE, LENS, array(9, dtype=jnp.int32)),
+        paged_prefill,
+        (
+            PrefillArgs(
+                q=array(256, 32, 128),
+                k_pages=POOL,
+                v_pages=POOL,
+                page_table=TABLE,
+                seq_lens=LENS,
+                query_start_loc=array(9, dtype=jnp.int32),
+                scale=0.1,
+            ),
+        ),
     ),
     "norm_gemm": (
         partial(norm_gemm, row=0, eps=1e-6),
