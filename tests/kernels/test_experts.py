@@ -20,7 +20,7 @@ from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import experts
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.native.library import library, variants
-from pallas_kernels.route.api import route
+from pallas_kernels.route.api import RouteArgs, route
 from pallas_kernels.route.routing import Groups, Routing
 
 T, COUNT, CHOSEN, D, F = 40, 7, 3, 64, 96
@@ -147,19 +147,19 @@ def test_a_router_of_two_groups_by_hand() -> None:
     expected = {"best": [0, 1], "best_two": [2, 3]}
     for score, experts_chosen in expected.items():
         routing = Routing(2, "sigmoid", True, 2.0, Groups(2, 1, score))  # type: ignore[arg-type]
-        choices, weights = route(x, w, routing=routing)
+        choices, weights = route(RouteArgs(x=x, w=w, routing=routing))
         assert choices.tolist() == [experts_chosen]
         own = sigmoid[experts_chosen]
         np.testing.assert_allclose(weights[0], 2 * own / own.sum(), rtol=1e-6)
     # a bias changes who is chosen, not the weights
     bias = jnp.array([0.0, 9.0, 0.0, 0.0])
-    choices, weights = route(x, w, routing=Routing(1, "sigmoid"), choice_bias=bias)
+    choices, weights = route(RouteArgs(x=x, w=w, routing=Routing(1, "sigmoid"), choice_bias=bias))
     assert choices.tolist() == [[1]]
     np.testing.assert_allclose(weights[0], sigmoid[[1]], rtol=1e-6)
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
-    choices, weights = route(jnp.ones((2, 3)), jnp.zeros((5, 3)), routing=Routing(3))
+    choices, weights = route(RouteArgs(x=jnp.ones((2, 3)), w=jnp.zeros((5, 3)), routing=Routing(3)))
     assert choices.tolist() == [[0, 1, 2]] * 2
     np.testing.assert_allclose(weights, 0.2)
 
@@ -209,6 +209,6 @@ def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> Non
     ],
 )
 def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
-    given = {"w": jnp.zeros((5, 3)), "routing": Routing(2)} | change
+    given: dict[str, Any] = {"w": jnp.zeros((5, 3)), "routing": Routing(2)}
     with pytest.raises(ValueError, match=message):
-        route(jnp.ones((2, 3)), given.pop("w"), **given)
+        route(RouteArgs(x=jnp.ones((2, 3)), **given | change))

@@ -23,7 +23,7 @@ from jaxinfer.nn.linear import Norm, Stream, added, normalised, weight
 from pallas_kernels.experts.api import experts
 from pallas_kernels.experts.stack import Stack
 from pallas_kernels.quantised import quantised
-from pallas_kernels.route.api import route
+from pallas_kernels.route.api import RouteArgs, route
 
 _INIT, _ZEROS = nn.initializers.normal(0.02), nn.initializers.zeros
 _SEED_VALUES = 8  # of a token, from which ``_shifted`` draws
@@ -79,15 +79,15 @@ class Experts(nn.Module):
             choice_bias = self.param("choice_bias", _ZEROS, (c.count,), jnp.float32)
         bias = self.param("router_bias", _ZEROS, (c.count,), dtype) if c.router_bias else None
         is_token = None if ctx.rows is None else ctx.rows.is_token
-        choices, weights = route(
-            h,
-            router,
-            routing=c.routing,
+        args = RouteArgs(
+            x=h,
+            w=router,
             bias=bias,
             choice_bias=choice_bias,
             is_token=is_token,
-            impl=ctx.pinned("route"),
+            routing=c.routing,
         )
+        choices, weights = route(args, ctx.pinned("route"))
         match c.dummy_routing:
             case "uniform":
                 dummy = _shifted(choices, h, c.count)

@@ -58,13 +58,13 @@ def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
 
 def test_sample_shares_kernels_between_batches_with_the_same_tiles() -> None:
     """Each further kernel costs a quarter to two seconds at a start with nothing cached."""
+    from pallas_kernels.sample.cases import MIXED, SampleCase, build
     from pallas_kernels.sample.triton import sample
 
     def kernels(rows: int) -> set[Any]:
-        dtypes = ["float32", "int32", "float32", "float32", "int32", "int32", "int32"]
-        arrays = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes]
-        logits = jax.ShapeDtypeStruct((rows, 151936), jnp.float32)
-        return set(kernels_in(jax.jit(sample).trace(logits, *arrays).jaxpr))
+        (one,) = build(SampleCase("one", 151936, MIXED, 1), 0).args
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), one)
+        return set(kernels_in(jax.jit(sample).trace(args).jaxpr))
 
     few, many = kernels(8), kernels(256)
     assert len(few) == len(many) == 7
