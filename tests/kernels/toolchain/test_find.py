@@ -28,6 +28,7 @@ def traced(rows: int, *, layers: int = 2) -> jax.stages.Traced:
     """Layers with two kernels each, in a function of their own."""
     from pallas_kernels.kv_append.ref import KvAppendArgs
     from pallas_kernels.kv_append.triton import kv_append
+    from pallas_kernels.residual_norm.ref import NormArgs
     from pallas_kernels.residual_norm.triton import residual_norm
 
     @jax.jit
@@ -35,7 +36,8 @@ def traced(rows: int, *, layers: int = 2) -> jax.stages.Traced:
         heads, slots = x.reshape(rows, 2, 32), jnp.zeros(rows, jnp.int32)
         new, pools = {"k": heads, "v": heads}, {"k_pages": pages, "v_pages": pages}
         pages, _ = kv_append(KvAppendArgs(**new, **pools, slot_mapping=slots))
-        return residual_norm(x, None, jnp.ones((1, 64), x.dtype), row=0, eps=1e-6)[1], pages
+        norm = NormArgs(x=x, weights=jnp.ones((1, 64), x.dtype), row=0, eps=1e-6)
+        return residual_norm(norm)[1], pages
 
     def step(x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         for _ in range(layers):
@@ -89,9 +91,10 @@ def test_prefill_has_one_kernel_for_all_buckets() -> None:
 
 def test_keys_differ_when_the_machine_code_differs() -> None:
     def norm(x: jax.Array, *, row: int, eps: float) -> Any:
+        from pallas_kernels.residual_norm.ref import NormArgs
         from pallas_kernels.residual_norm.triton import residual_norm
 
-        return residual_norm(x, None, jnp.ones((2, 64), x.dtype), row=row, eps=eps)
+        return residual_norm(NormArgs(x=x, weights=jnp.ones((2, 64), x.dtype), row=row, eps=eps))
 
     calls = [("bfloat16", 0, 1e-6), ("float32", 0, 1e-6), ("bfloat16", 1, 1e-6)]
     found = set()
