@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -30,7 +31,7 @@ from pallas_kernels.checks import NOT_INSTALLED
 from pallas_kernels.device import current_device
 from pallas_kernels.toolchain.kernel_call import call_lowered
 
-STATIC = {"static": True}  # metadata of the field of a setting in an op's record of arguments
+STATIC = MappingProxyType({"static": True})  # metadata of the field of a setting in an op's record of arguments
 
 OP_NAMES = (
     "append_decode",
