@@ -31,7 +31,8 @@ from pallas_kernels.checks import NOT_INSTALLED
 from pallas_kernels.device import current_device
 from pallas_kernels.toolchain.kernel_call import call_lowered
 
-STATIC = MappingProxyType({"static": True})  # metadata of the field of a setting in an op's record of arguments
+# Metadata of the field of a setting in an op's record of arguments.
+STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
     "append_decode",
