@@ -31,6 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.registry import STATIC
+
 KINDS = ("int4", "int8", "fp8", "fp4")
 PACKED = ("int4", "fp4")  # two values a byte
 MIDDLE = 8  # the zero of int4 without zeros and offsets
@@ -99,7 +101,7 @@ class Quantised:
     """
 
     # one of KINDS, with the name of the arrangement behind it if it has one
-    kind: str = field(metadata={"static": True})
+    kind: str = field(metadata=STATIC)
     values: Any  # [O, K], or uint8[O, K / 2]
     scales: Any  # [O, G], or of blocks of outputs [O / B, G]
     zeros: Any = None  # uint8[O, G]
