@@ -39,6 +39,7 @@ from pallas_kernels.registry import (
     Inputs,
     KernelOp,
     all_ops,
+    arrays_of,
     with_refs,
 )
 from pallas_kernels.testing import mismatch, runnable
@@ -160,13 +161,13 @@ def _after(outputs: list[jax.Array], named: Arguments) -> Arguments:
     return jax.lax.optimization_barrier((outputs, named))[1]
 
 
-def parts(op: KernelOp, arguments: Sequence[Any]) -> tuple[Arguments, Arguments, Arguments]:
-    """The arguments of a call: pools that it updates, other pools, the rest.
+def parts(op: KernelOp, arrays: Sequence[Any]) -> tuple[Arguments, Arguments, Arguments]:
+    """The arrays of a call: pools that it updates, other pools, the rest.
 
-    An argument that one call feeds to the next is not a pool, however large: with one for each set,
+    An array that one call feeds to the next is not a pool, however large: with one for each set,
     all calls on a set would be equal, and XLA would compute only one.
     """
-    named = dict(enumerate(arguments))
+    named = dict(enumerate(arrays))
     fed = {argument for argument, _ in op.feeds}
     updated = {i: x for i, x in named.items() if i in op.donate}
     others = {i: x for i, x in named.items() if i not in updated}
@@ -178,7 +179,8 @@ def seconds_in_a_chain(
     op: KernelOp, function: Callable[..., Any], arguments: Sequence[Any], cost: Cost
 ) -> float:
     """Seconds of one call of ``function`` on the op's arguments (arrays on the device)."""
-    updated, fixed, rest = parts(op, arguments)
+    arrays, structure = arrays_of(tuple(arguments))
+    updated, fixed, rest = parts(op, arrays)
     set_bytes = sum(map(_nbytes, (*updated.values(), *fixed.values())))
     wanted = min(-(-COLD_BYTES[jax.default_backend()] // cost.bytes), MAX_SETS)
     count = max(1, min(wanted, MAX_POOL_BYTES // max(1, set_bytes)))
@@ -186,7 +188,7 @@ def seconds_in_a_chain(
     state = [pools for pools, _ in sets]
 
     def timed(repeats: int) -> float:
-        run = chained(op, function, repeats)
+        run = chained(op, lambda *x: function(*structure.unflatten(x)), repeats)
 
         def call() -> Any:
             nonlocal state

@@ -66,15 +66,14 @@ class Tunable:
 
 
 def _append_starts(launch: Any, case: Any, args: Sequence[Any]) -> Sequence[Any]:
-    qkv, _, _, _, k_pages, _, page_table, *_ = args
-    return (launch.heuristic_config(qkv, k_pages, page_table, case.window),)
+    return (launch.heuristic_config(*args),)
 
 
 def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_launch.TritonConfig]:
     """Small and large tiles, since the best number of warps depends on them."""
     tiles = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))
     choices = (paged_prefill_launch.TritonConfig(*tile) for tile in tiles)
-    return tuple(dict.fromkeys((paged_prefill_launch.heuristic_config(args[0]), *choices)))
+    return tuple(dict.fromkeys((paged_prefill_launch.heuristic_config(args[0].q), *choices)))
 
 
 def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.GemmConfig]:

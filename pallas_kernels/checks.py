@@ -16,7 +16,7 @@ NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of pages, whatever the queri
 
 def check_paged(
     op: str,
-    q: jax.Array,  # [T, N, H]
+    q: jax.Array | jax.ShapeDtypeStruct,  # [T, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
     v_pages: jax.Array,  # [P, S, K, H]
     page_table: jax.Array,  # int32[R, M]

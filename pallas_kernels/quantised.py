@@ -23,13 +23,15 @@ the order behind it, such as ``int4_tiles``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.registry import STATIC
 
 KINDS = ("int4", "int8", "fp8", "fp4")
 PACKED = ("int4", "fp4")  # two values a byte
@@ -90,6 +92,7 @@ class Form:
         return " ".join(parts)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
     """The arrays of a quantised matrix, or of a stack of equal ones: each array is then [E, ...].
@@ -97,7 +100,8 @@ class Quantised:
     A stack that is arranged is the same as its matrices arranged one by one.
     """
 
-    kind: str  # one of KINDS, with the name of the arrangement behind it if it has one
+    # one of KINDS, with the name of the arrangement behind it if it has one
+    kind: str = field(metadata=STATIC)
     values: Any  # [O, K], or uint8[O, K / 2]
     scales: Any  # [O, G], or of blocks of outputs [O / B, G]
     zeros: Any = None  # uint8[O, G]

@@ -1,6 +1,18 @@
 """Kernel ops, and the choice of an implementation.
 
 An op is a frozen record in its own folder (``<op>/api.py``); nothing registers itself.
+
+The arguments of an op are one record, next to the definition in ``<op>/ref.py``: callers make it,
+and ``supports``, ``result_shapes`` and every implementation take it whole, so a new argument is
+written only where it is used. The record is a frozen dataclass that is registered as a pytree. Its
+arrays are leaves; its settings are fields with the metadata ``STATIC`` and part of the structure.
+So ``jax.jit``, ``jax.tree.map`` and the cache of lowered kernels take a whole record, and a setting
+is never traced. A ``NamedTuple`` would trace settings, and a second record for them would be a
+second argument of every function.
+
+The GEMMs (``skinny_gemm``, ``swiglu_gemm``, ``quantised_gemm``, ``norm_gemm``, ``quantised_mlp``)
+and ``publish`` still take arrays and static keywords: an implementation of a GEMM serves several
+of these ops, so their records belong to a common pipeline of GEMMs. ``publish`` has two arrays.
 """
 
 from __future__ import annotations
@@ -8,8 +20,9 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +30,9 @@ import jax
 from pallas_kernels.checks import NOT_INSTALLED
 from pallas_kernels.device import current_device
 from pallas_kernels.toolchain.kernel_call import call_lowered
+
+# Metadata of the field of a setting in an op's record of arguments.
+STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
     "append_decode",
@@ -61,7 +77,7 @@ def imported_when_called(
 
     def call(*args: Any, **static: Any) -> Any:
         function = getattr(importlib.import_module(module), name)
-        refs = any(isinstance(arg, jax.Ref) for arg in args)
+        refs = any(isinstance(x, jax.Ref) for x in jax.tree.leaves(args))
         if is_mosaic and current_platform() == "gpu" and not refs:
             return call_lowered(module, name, args, static, results)
         return function(*args, **static)
@@ -73,11 +89,11 @@ def imported_when_called(
 class Impl:
     """One implementation of an op.
 
-    ``fn`` takes the op's arrays and static keywords. ``platforms`` are the JAX platforms it runs on
-    (empty: all). ``supports`` takes the arguments of ``fn``, checks shapes, dtypes, static
-    keywords, the device and the installed packages, and returns None or the reason why ``fn``
-    cannot run. ``ref`` is its own definition where it differs from the op's: an implementation that
-    rounds arguments to fewer bits.
+    ``fn`` takes the op's record of arguments (a GEMM: arrays and static keywords). ``platforms``
+    are the JAX platforms it runs on (empty: all). ``supports`` takes the arguments of ``fn``,
+    checks shapes, dtypes, settings, the device and the installed packages, and returns None or the
+    reason why ``fn`` cannot run. ``ref`` is its own definition where it differs from the op's: an
+    implementation that rounds arguments to fewer bits.
     """
 
     name: str
@@ -104,10 +120,10 @@ class Case(Protocol):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of an implementation: arrays (numpy) and static keywords."""
+    """Arguments of an implementation: a record of numpy arrays, or these and static keywords."""
 
     args: tuple[Any, ...]
-    static: dict[str, Any]
+    static: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,11 +141,11 @@ class KernelOp:
     ``ref`` is the definition in plain jnp. ``build`` makes a case's inputs from a seed, with NaN
     wherever the op must not read. ``tolerance`` maps a dtype's name to the largest accepted
     difference from ``ref``, relative to 1 + the reference's magnitude. ``observable`` keeps the
-    part of the outputs that the op defines. ``donate`` are the arguments updated in place.
-    ``feeds`` pairs an argument with the output (by index) that may be that argument of the next
-    call: updated pools, or the output of attention as queries; benchmarks chain calls this way.
-    ``refs`` are the arguments that implementations take as ``jax.Ref``; their contents are the same
-    after the call.
+    part of the outputs that the op defines. Arrays are counted as ``arrays_of`` lists them:
+    ``donate`` are those updated in place. ``feeds`` pairs an array with the output (by index) that
+    may be that array of the next call: updated pools, or the output of attention as queries;
+    benchmarks chain calls this way. ``refs`` are those that implementations take as ``jax.Ref``;
+    their contents are the same after the call.
     """
 
     name: str
@@ -145,8 +161,16 @@ class KernelOp:
     refs: tuple[int, ...] = ()
 
 
+def arrays_of(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """The arrays of a call, with None for each that is absent, and the structure of its arguments.
+
+    ``structure.unflatten(arrays)`` are the arguments again.
+    """
+    return jax.tree.flatten(args, is_leaf=lambda x: x is None)
+
+
 def with_refs(op: KernelOp, named: Mapping[int, Any]) -> dict[int, Any]:
-    """Arguments by index, in a trace; those of ``op.refs`` that are not None become Refs."""
+    """Arrays by index, in a trace; those of ``op.refs`` that are not None become Refs."""
     return {i: jax.new_ref(x) if i in op.refs and x is not None else x for i, x in named.items()}
 
 
@@ -204,7 +228,7 @@ def dispatch(
 ) -> Any:
     """Choose for the current platform, log the choice and call."""
     impl, refused = _select(op, current_platform(), args, static, pinned)
-    shapes = ", ".join(f"{arg.dtype}{list(arg.shape)}" for arg in args if arg is not None)
+    shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(args))
     passed_over = f"; {_listed(refused)}" if refused else ""
     _log_once(logging.INFO, f"{op.name}({shapes}) is {impl.name}{passed_over}")
     if NOT_INSTALLED in refused.values():

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, current_platform, with_refs
+from pallas_kernels.registry import (
+    Case,
+    Impl,
+    Inputs,
+    KernelOp,
+    arrays_of,
+    current_platform,
+    with_refs,
+)
 
 
 def runnable(impl: Impl, inputs: Inputs) -> str | None:
@@ -27,12 +35,13 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
     expected = op.observable((impl.ref or op.ref)(*inputs.args, **inputs.static))
 
     @jax.jit
-    def run(*args: Any) -> tuple[Any, list[jax.Array]]:
-        passed = with_refs(op, dict(enumerate(args)))
-        outputs = impl.fn(*passed.values(), **inputs.static)
+    def run(args: tuple[Any, ...]) -> tuple[Any, list[jax.Array]]:
+        arrays, structure = arrays_of(args)
+        passed = with_refs(op, dict(enumerate(arrays)))
+        outputs = impl.fn(*structure.unflatten(passed.values()), **inputs.static)
         return outputs, [passed[i][...] for i in op.refs if passed[i] is not None]
 
-    outputs, after = run(*jax.tree.map(jnp.asarray, inputs.args))
+    outputs, after = run(jax.tree.map(jnp.asarray, inputs.args))
     actual = op.observable(outputs)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for index, (result, reference) in enumerate(pairs):
@@ -48,7 +57,8 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN
             return f"{where}: off by {worst:.3g}, at most {bound:.3g} is accepted"
-    before = [inputs.args[i] for i in op.refs if inputs.args[i] is not None]
+    arrays, _ = arrays_of(inputs.args)
+    before = [arrays[i] for i in op.refs if arrays[i] is not None]
     if not all(np.array_equal(*pair) for pair in zip(before, after, strict=True)):
         return f"{op.name}/{impl.name}/{case.name} changes an argument that it takes as a Ref"
     return None

@@ -26,7 +26,7 @@ from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import is_matrix, quantised
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.quantised_mlp.api import quantised_mlp
-from pallas_kernels.residual_norm.api import residual_norm
+from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
@@ -112,8 +112,10 @@ def normalised(stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, ja
         x = stream.total()
         weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
         return Stream(x), layer_norm(x, weight, bias, norm.eps)
-    impl = ctx.pinned("residual_norm")
-    x, h = residual_norm(*stream, norm.weights, row=norm.row, eps=norm.eps, impl=impl)
+    args = NormArgs(
+        x=stream.x, partials=stream.delta, weights=norm.weights, row=norm.row, eps=norm.eps
+    )
+    x, h = residual_norm(args, ctx.pinned("residual_norm"))
     return Stream(x), h
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -17,11 +19,11 @@ _mosaic = imported_when_called(
 )
 
 
-def _mosaic_without_arrivals(*args: Any, **static: Any) -> Any:
+def _mosaic_without_arrivals(args: DecodeArgs) -> Any:
     """The Mosaic kernel without ``arrivals``, which it does not need: a call with a Ref would be
     lowered again for every layer.
     """
-    return _mosaic(*args[:8], None, *args[9:], **static)
+    return _mosaic(replace(args, arrivals=None))
 
 
 OP = KernelOp(
@@ -56,43 +58,27 @@ OP = KernelOp(
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
-    impl: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention [B, N, H] of each row's newest token, and the pools with that token in them.
+    args: DecodeArgs, impl: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+    """Attention of each row's newest token, and the pools with that token in them.
 
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
-    slot of each row's context, then ``attend_ref.attend``; ``seq_lens`` count the new token. Rows
-    of length 0 are padding and yield zeros; page 0 may be written for them. In place when the
-    caller donates the pools. A row's bits do not depend on the other rows. With ``xla`` they do not
-    depend on the number of rows either; the GPU kernels use more splits with fewer rows.
-    ``arrivals`` are counters by which the CTAs of a row find the last one to arrive. They are zero
-    before and after, so one array serves all layers of a step (None: allocated by this call).
-    ``sinks`` are those of ``attend_ref.attend``.
-    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    slot of each row's context, then ``attend_ref.attend``. Rows of length 0 are padding and yield
+    zeros; page 0 may be written for them. In place when the caller donates the pools. A row's bits
+    do not depend on the other rows. With ``xla`` they do not depend on the number of rows either;
+    the GPU kernels use more splits with fewer rows. ``impl`` pins an implementation. Raises
+    ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
     PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
     """
-    num_kv_heads, head_dim = k_pages.shape[2:]
-    rows = seq_lens.shape[0]
+    num_kv_heads, head_dim = args.k_pages.shape[2:]
+    rows, qkv = args.seq_lens.shape[0], args.qkv
     if qkv.ndim != 3 or qkv.shape[0] != rows or qkv.shape[1] <= 2 * num_kv_heads:
-        raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {k_pages.shape}")
-    queries = qkv[:, : qkv.shape[1] - 2 * num_kv_heads]
-    check_paged("append_decode", queries, k_pages, v_pages, page_table, seq_lens, window, sinks)
+        raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {args.k_pages.shape}")
+    context = args.page_table, args.seq_lens, args.window, args.sinks
+    check_paged("append_decode", args.queries, args.k_pages, args.v_pages, *context)
+    cos, sin, qk_norms, arrivals = args.cos, args.sin, args.qk_norms, args.arrivals
     if (cos is None) != (sin is None):
         raise ValueError("append_decode: cos and sin come together or not at all")
     if cos is not None and sin is not None and not cos.shape == sin.shape == (rows, head_dim // 2):
@@ -110,5 +96,4 @@ def append_decode(
             f"append_decode: arrivals {arrivals.shape} are fewer than {rows} rows times "
             f"{num_kv_heads} kv heads"
         )
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
-    return dispatch(OP, args, {"scale": scale, "eps": eps, "window": window}, impl)
+    return dispatch(OP, (args,), {}, impl)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import Heads, PagedCase, paged_arrays, sinks_of
 
@@ -214,13 +215,21 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     qkv = rng.standard_normal((rows, heads.num_heads + 2 * heads.num_kv_heads, h), np.float32)
     qkv[seq_lens == 0] = np.nan
     angles = rng.uniform(-np.pi, np.pi, (rows, h // 2)).astype(np.float32)
-    cos_sin = (np.cos(angles), np.sin(angles)) if case.rotary else (None, None)
     norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
-    pools = (arrays.k_pages, arrays.v_pages)
     arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
-    args = (qkv.astype(dtype), *cos_sin, norms, *pools, arrays.page_table, seq_lens, arrivals)
-    args = (*args, sinks_of(case, rng))
-    return Inputs(args, {"scale": h**-0.5, "eps": 1e-6, "window": case.window})
+    args: dict[str, Any] = {
+        "qkv": qkv.astype(dtype),
+        "cos": np.cos(angles) if case.rotary else None,
+        "sin": np.sin(angles) if case.rotary else None,
+        "qk_norms": norms,
+        "k_pages": arrays.k_pages,
+        "v_pages": arrays.v_pages,
+        "page_table": arrays.page_table,
+        "seq_lens": seq_lens,
+        "arrivals": arrivals,
+        "sinks": sinks_of(case, rng),
+    }
+    return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, window=case.window),))
 
 
 def observable(outputs: Any) -> Any:

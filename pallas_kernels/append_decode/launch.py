@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import jax
-
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.numerics import power_of_two
 from pallas_kernels.shapes import PagedCase
@@ -37,12 +36,6 @@ class TritonConfig:
     num_stages: int = 5
 
 
-def queries_of(qkv: jax.Array, k_pages: jax.Array) -> jax.ShapeDtypeStruct:  # [B, N, H]
-    """Shape and dtype of the queries in ``qkv``."""
-    rows, heads, head_dim = qkv.shape
-    return jax.ShapeDtypeStruct((rows, heads - 2 * k_pages.shape[2], head_dim), qkv.dtype)
-
-
 def shapes_of(case: PagedCase) -> Hashable:
     """The key of a case's tuned choice."""
     heads = case.heads
@@ -51,70 +44,42 @@ def shapes_of(case: PagedCase) -> Hashable:
     return (*sizes, case.dtype, case.kv_dtype or case.dtype, case.window)
 
 
-def most_keys(
-    page_table: jax.Array,  # int32[B, M]
-    page_size: int,
-    window: int | None,
-) -> int:
+def most_keys(args: DecodeArgs) -> int:
     """The largest number of keys in the pages that a row reads; some may be before its window."""
-    in_table = page_table.shape[1] * page_size
-    return in_table if window is None else min(in_table, window + page_size - 2)
+    page_size = args.k_pages.shape[1]
+    in_table = args.page_table.shape[1] * page_size
+    return in_table if args.window is None else min(in_table, args.window + page_size - 2)
 
 
-def call_shapes(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    window: int | None = None,
-) -> Hashable:
+def call_shapes(args: DecodeArgs) -> Hashable:
     """The key of a call's tuned choice, as ``shapes_of`` for a case."""
-    (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    return (b, n, num_kv_heads, h, page_size, str(qkv.dtype), str(k_pages.dtype), window)
+    (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
+    dtypes = str(args.qkv.dtype), str(args.k_pages.dtype)
+    return (b, n, num_kv_heads, h, page_size, *dtypes, args.window)
 
 
-def supports(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
-) -> str | None:
+def supports(args: DecodeArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del cos, sin, qk_norms, v_pages, page_table, seq_lens, arrivals, sinks, scale, eps, window
-    (_, n, h), num_kv_heads = queries_of(qkv, k_pages).shape, k_pages.shape[2]
+    (_, n, h), num_kv_heads = args.queries.shape, args.k_pages.shape[2]
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
     if n // num_kv_heads > MAX_GROUP:
         return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
-    return unfit_for_triton(qkv, k_pages)
+    return unfit_for_triton(args.qkv, args.k_pages)
 
 
-def heuristic_config(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    window: int | None = None,
-) -> TritonConfig:
+def heuristic_config(args: DecodeArgs) -> TritonConfig:
     """Splits enough to fill the GPU; blocks and stages such that three CTAs fit on an SM.
 
     Chosen from the compiler's report; tuned choices are up to 30 % faster on an H200.
     """
-    (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
-    row_bytes = power_of_two(h) * qkv.dtype.itemsize
+    (b, _, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
+    row_bytes = power_of_two(h) * args.qkv.dtype.itemsize
     block = min(max(BLOCK_BYTES // row_bytes, BLOCKS[0]), BLOCKS[1])
-    longest = most_keys(page_table, page_size, window)
-    splits = min(CTAS // (b * num_kv_heads), -(-longest // block), MAX_SPLITS)
+    splits = min(CTAS // (b * num_kv_heads), -(-most_keys(args) // block), MAX_SPLITS)
     # float32 does not use tensor cores. With the rotation of queries only the smallest block fits
     # in registers, and more than three stages would spill.
-    on_tensor_cores = qkv.dtype.itemsize <= 2
+    on_tensor_cores = args.qkv.dtype.itemsize <= 2
     return TritonConfig(
         splits=power_of_two(max(splits, 1) + 1) // 2,
         block=block if on_tensor_cores else BLOCKS[0],
@@ -123,12 +88,7 @@ def heuristic_config(
     )
 
 
-def choose_config(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    window: int | None = None,
-) -> TritonConfig:
+def choose_config(args: DecodeArgs) -> TritonConfig:
     """The tuned config for a call of these shapes on this device, else the heuristic one."""
-    choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(qkv, k_pages, window))
-    return TritonConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table, window)
+    choice = tuned.lookup("append_decode", CASES, shapes_of, call_shapes(args))
+    return TritonConfig(**choice) if choice else heuristic_config(args)

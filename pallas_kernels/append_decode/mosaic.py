@@ -31,7 +31,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.append_decode.launch import queries_of
 from pallas_kernels.append_decode.mosaic_launch import (
     GROUP_TILE,
     MMA_KEYS,
@@ -50,6 +49,7 @@ from pallas_kernels.append_decode.mosaic_plan import (
     stage_index,
     work_item,
 )
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
@@ -461,56 +461,29 @@ def _kernel(spec: DecodeSpec, gmem: GmemRefs, scratch: DecodeScratch) -> None:
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
+    args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    static = {"scale": scale, "eps": eps, "window": window}
-    config = choose_config(qkv, k_pages, page_table, window)
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
-    return launch_with(config, *args, **static)
+    return launch_with(choose_config(args), args)
 
 
 def launch_with(
-    config: MosaicConfig,
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None,
+    config: MosaicConfig, args: DecodeArgs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
-    """``append_decode`` with a given configuration; the tuner calls it too."""
-    del arrivals  # cluster barriers replace them
-    (b, n, h), (page_size, num_kv_heads) = queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    scale *= LOG2_E
-    sizes = (n, num_kv_heads, h, page_size, page_table.shape[1])
-    spec = DecodeSpec(*sizes, qkv.dtype, scale, eps, window, b * num_kv_heads, config)
+    """``append_decode`` with a given configuration; the tuner calls it too.
+
+    Cluster barriers replace ``arrivals``.
+    """
+    (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
+    sizes = (n, num_kv_heads, h, page_size, args.page_table.shape[1])
+    settings = (args.qkv.dtype, args.scale * LOG2_E, args.eps, args.window)
+    spec = DecodeSpec(*sizes, *settings, b * num_kv_heads, config)
+    sinks = args.sinks
     if sinks is not None:
         sinks = sinks.reshape(num_kv_heads, spec.group)
         sinks = jnp.pad(sinks, ((0, 0), (0, GROUP_TILE - spec.group)))
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # in place
-    optional = {"cos": cos, "sin": sin, "qk_norms": qk_norms, "sinks": sinks}
+    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)  # in place
+    optional = {"cos": args.cos, "sin": args.sin, "qk_norms": args.qk_norms, "sinks": sinks}
     present = {name: array for name, array in optional.items() if array is not None}
 
     def body(*refs: Ref) -> None:
@@ -524,7 +497,7 @@ def launch_with(
         cluster = {"cluster": (config.splits,), "cluster_names": ("split",)}
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
+        out_type=args.queries,
         scratch_types=(scratch_types(spec),),
         grid=(spec.clusters,),
         grid_names=("cluster",),
@@ -535,5 +508,5 @@ def launch_with(
         ),
         kernel_name="append_decode",
         **cluster,
-    )(qkv, k_ref, v_ref, page_table, seq_lens, *present.values())
+    )(args.qkv, k_ref, v_ref, args.page_table, args.seq_lens, *present.values())
     return out, jax.freeze(k_ref), jax.freeze(v_ref)

@@ -6,13 +6,13 @@ The configuration of a call is the tuned one, else that of a heuristic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
-from pallas_kernels.append_decode.launch import call_shapes, most_keys, queries_of, shapes_of
+from pallas_kernels.append_decode.launch import call_shapes, most_keys, shapes_of
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.numerics import power_of_two
@@ -46,30 +46,14 @@ class MosaicConfig:
     max_clusters: int
 
 
-def supports(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
-) -> str | None:
+def supports(args: DecodeArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del cos, sin, v_pages, page_table, seq_lens, arrivals, sinks, scale, eps, window
-    rows, n, h = queries_of(qkv, k_pages).shape
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    if str(qkv.dtype) not in DTYPES or k_pages.dtype != qkv.dtype:
-        return f"heads are {qkv.dtype} and pages {k_pages.dtype}, not the same 16-bit dtype"
-    if qk_norms is not None and qk_norms.dtype != qkv.dtype:
-        return f"heads are {qkv.dtype} and norms {qk_norms.dtype}"
+    (rows, n, h), dtype, norms = args.queries.shape, args.qkv.dtype, args.qk_norms
+    page_size, num_kv_heads = args.k_pages.shape[1:3]
+    if str(dtype) not in DTYPES or args.k_pages.dtype != dtype:
+        return f"heads are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
+    if norms is not None and norms.dtype != dtype:
+        return f"heads are {dtype} and norms {norms.dtype}"
     if h not in HEAD_DIMS:
         return f"head_dim {h} is neither 64 nor 128"
     if n // num_kv_heads > GROUP_TILE:
@@ -83,27 +67,13 @@ def supports(
     return not_hopper()
 
 
-def result_shapes(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    *_: Any,
-    **static: Any,
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def result_shapes(args: DecodeArgs) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The shapes of the results of a call."""
-    k_pool, v_pool = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_pages, v_pages))
-    return queries_of(qkv, k_pages), k_pool, v_pool
+    pools = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (args.k_pages, args.v_pages))
+    return args.queries, *pools
 
 
-def heuristic_config(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    window: int | None = None,
-) -> MosaicConfig:
+def heuristic_config(args: DecodeArgs) -> MosaicConfig:
     """Splits while each CTA has an SM for itself; then also larger blocks. For Qwen3-4B on an H200:
 
     With splits for two CTAs per SM, 8 rows took 17.7 us (12.2 with one). Blocks of 128 keys need
@@ -111,8 +81,8 @@ def heuristic_config(
     at 1,057. With more blocks in flight the next kernel does not fit on the SM: 63.8 us at 1,057
     keys. For 32 rows, two CTAs per SM, blocks of 128 keys took 44.9 us (40.9 with 64).
     """
-    (b, _, h), (page_size, num_kv_heads) = qkv.shape, k_pages.shape[1:3]
-    longest = most_keys(page_table, page_size, window)
+    (b, _, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
+    longest = most_keys(args)
     num_sms = current_device().num_sms
     fitting = num_sms // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // MMA_KEYS), MAX_SPLITS), 1)
@@ -121,17 +91,11 @@ def heuristic_config(
     block, budget = MMA_KEYS, IN_FLIGHT_BYTES // CTAS_PER_SM
     if one_cta_per_sm and longest >= 2 * MMA_KEYS * splits:
         block, budget = 2 * MMA_KEYS, LARGE_BLOCKS_BYTES
-    block_bytes = 2 * block * h * qkv.dtype.itemsize
+    block_bytes = 2 * block * h * args.qkv.dtype.itemsize
     return MosaicConfig(splits, block, budget // block_bytes, CTAS_PER_SM * num_sms)
 
 
-def choose_config(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    window: int | None = None,
-) -> MosaicConfig:
+def choose_config(args: DecodeArgs) -> MosaicConfig:
     """The tuned config for a call of these shapes on this device, else the heuristic one."""
-    shapes = call_shapes(qkv, k_pages, window)
-    choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, shapes)
-    return MosaicConfig(**choice) if choice else heuristic_config(qkv, k_pages, page_table, window)
+    choice = tuned.lookup("append_decode/mosaic", CASES, shapes_of, call_shapes(args))
+    return MosaicConfig(**choice) if choice else heuristic_config(args)

@@ -2,42 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.append_decode.attend_ref import attend
-from pallas_kernels.kv_append.ref import kv_append
+from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
 from pallas_kernels.numerics import split_heads
-from pallas_kernels.qk_rope_append.ref import qk_rope_append
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs, qk_rope_append
+from pallas_kernels.registry import STATIC
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeArgs:
+    """The arguments of ``append_decode``.
+
+    ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
+    last one to arrive. They are zero before and after, so one array serves all layers of a step
+    (None: allocated by the call). ``sinks`` are those of ``attend_ref.attend``.
+    """
+
+    qkv: jax.Array  # [B, N + 2K, H]
+    cos: jax.Array | None = None  # float32[B, H / 2]
+    sin: jax.Array | None = None  # float32[B, H / 2]
+    qk_norms: jax.Array | None = None  # [2, H]
+    k_pages: jax.Array  # [P, S, K, H]
+    v_pages: jax.Array  # [P, S, K, H]
+    page_table: jax.Array  # int32[B, M]
+    seq_lens: jax.Array  # int32[B]
+    arrivals: jax.Ref | None = None  # int32[>= B * K]
+    sinks: jax.Array | None = None  # [N]
+    scale: float = field(metadata=STATIC)
+    eps: float = field(metadata=STATIC)
+    window: int | None = field(default=None, metadata=STATIC)
+
+    @property
+    def queries(self) -> jax.ShapeDtypeStruct:  # [B, N, H]
+        """Shape and dtype of the queries in ``qkv``."""
+        rows, heads, head_dim = self.qkv.shape
+        num_heads = heads - 2 * self.k_pages.shape[2]
+        return jax.ShapeDtypeStruct((rows, num_heads, head_dim), self.qkv.dtype)
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
+    args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
-    del arrivals  # for kernels that split a row
-    lens, page_size = np.asarray(seq_lens), k_pages.shape[1]
+    lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
     last = np.maximum(lens - 1, 0)
-    page = np.asarray(page_table)[np.arange(len(lens)), last // page_size]
+    page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
     slots = jnp.asarray(np.where(lens > 0, page * page_size + last % page_size, 0))
-    if cos is None or sin is None:
-        q, k, v = split_heads(jnp.asarray(qkv), k_pages.shape[2])
-        pools = kv_append(k, v, k_pages, v_pages, slots)
+    pools = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    if args.cos is None or args.sin is None:
+        q, k, v = split_heads(jnp.asarray(args.qkv), args.k_pages.shape[2])
+        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **pools))
     else:
-        q, *pools = qk_rope_append(qkv, cos, sin, qk_norms, k_pages, v_pages, slots, eps=eps)
-    out = attend(q, *pools, page_table, lens, sinks, scale=scale, window=window)
-    return out, pools[0], pools[1]
+        rotated = RopeAppendArgs(
+            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **pools, eps=args.eps
+        )
+        q, k_pages, v_pages = qk_rope_append(rotated)
+    static = {"scale": args.scale, "window": args.window}
+    out = attend(q, k_pages, v_pages, args.page_table, lens, args.sinks, **static)
+    return out, k_pages, v_pages

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.append_decode import launch
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
@@ -221,80 +222,51 @@ def _append_and_attend(
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
+    args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    static = {"scale": scale, "eps": eps, "window": window}
-    config = launch.choose_config(qkv, k_pages, page_table, window)
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, page_table, seq_lens, arrivals, sinks)
-    return launch_with(config, *args, **static)
+    return launch_with(launch.choose_config(args), args)
 
 
 def launch_with(
-    config: launch.TritonConfig,
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array | None,  # float32[B, H / 2]
-    sin: jax.Array | None,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: jax.Ref | None = None,  # int32[>= B * K]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None,
+    config: launch.TritonConfig, args: DecodeArgs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """``append_decode`` with a given configuration; the tuner calls it too."""
-    (b, n, h), (page_size, num_kv_heads) = launch.queries_of(qkv, k_pages).shape, k_pages.shape[1:3]
-    group, splits = n // num_kv_heads, config.splits
+    (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
+    group, splits, arrivals = n // num_kv_heads, config.splits, args.arrivals
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
-    unused = seq_lens  # placeholder for an array that the kernel does not read
+    unused = args.seq_lens  # placeholder for an array that the kernel does not read
     partials = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
+    # jax-triton updates a Ref in place
+    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
     out, _, _ = jt.triton_call(
-        qkv,
-        unused if cos is None else cos,
-        unused if sin is None else sin,
-        unused if qk_norms is None else qk_norms,
+        args.qkv,
+        unused if args.cos is None else args.cos,
+        unused if args.sin is None else args.sin,
+        unused if args.qk_norms is None else args.qk_norms,
         k_ref,
         v_ref,
-        page_table,
-        seq_lens,
+        args.page_table,
+        args.seq_lens,
         arrivals,
-        unused if sinks is None else sinks,
+        unused if args.sinks is None else args.sinks,
         kernel=_append_and_attend,
         out_type=(
-            jax.ShapeDtypeStruct((b, n, h), qkv.dtype),
+            jax.ShapeDtypeStruct((b, n, h), args.qkv.dtype),
             jax.ShapeDtypeStruct((*partials, group, h) if splits > 1 else partials, jnp.float32),
             jax.ShapeDtypeStruct((*partials, 2, group) if splits > 1 else partials, jnp.float32),
         ),
         grid=(splits, num_kv_heads, b),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        SCALE=scale * LOG2_E.value,
-        EPS=eps,
-        HAS_NORMS=qk_norms is not None,
-        HAS_SINKS=sinks is not None,
-        ROTATE=cos is not None,
-        WINDOW=window or 0,
-        TABLE_WIDTH=page_table.shape[1],
+        SCALE=args.scale * LOG2_E.value,
+        EPS=args.eps,
+        HAS_NORMS=args.qk_norms is not None,
+        HAS_SINKS=args.sinks is not None,
+        ROTATE=args.cos is not None,
+        WINDOW=args.window or 0,
+        TABLE_WIDTH=args.page_table.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_TILE=max(MIN_TILE, power_of_two(group)),

@@ -6,16 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.experts import cases, launch, native, ref, xla
-from pallas_kernels.experts.stack import (
-    PLAIN,
-    SWIGLU,
-    Activation,
-    Stack,
-    StackArrays,
-    arrays_of,
-    size_of,
-)
+from pallas_kernels.experts.ref import ExpertsArgs
+from pallas_kernels.experts.stack import Stack, arrays_of, size_of
 from pallas_kernels.numerics import sum_partials
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _hopper = imported_when_called("pallas_kernels.experts.hopper", "experts")
@@ -39,17 +33,7 @@ OP = KernelOp(
 
 
 def experts(
-    x: jax.Array,  # [T, D]
-    choices: jax.Array,  # int32[T, k]
-    weights: jax.Array,  # float32[T, k]
-    gate_up: Stack,  # [E, 2F, D]: rows of the gate, then of up
-    down: Stack,  # [E, D, F]
-    *,
-    gate_up_bias: jax.Array | None = None,  # [E, 2F]
-    down_bias: jax.Array | None = None,  # [E, D]
-    activation: Activation = SWIGLU,
-    split: bool = False,
-    impl: str | None = None,
+    args: ExpertsArgs, impl: str | None = None
 ) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
     """The weighted sum of the outputs of each token's experts, in the dtype of ``x``.
 
@@ -66,21 +50,18 @@ def experts(
     the dtype of ``x`` or any form of ``quantised``; arranged stacks are matrices arranged one by
     one. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
-    (gate_kind, gate_arrays), (down_kind, down_arrays) = arrays_of(gate_up), arrays_of(down)
-    _check_tokens(x, choices, weights)
-    _check_stacks(x, gate_kind, gate_arrays, down_kind, down_arrays)
-    count, hidden, _ = size_of(gate_kind, gate_arrays)
+    _check_tokens(args.x, args.choices, args.weights)
+    _check_stacks(args.x, args.gate_up, args.down)
+    count, hidden, _ = size_of(args.gate_up)
     for name, bias, width in (
-        ("gate_up_bias", gate_up_bias, hidden),
-        ("down_bias", down_bias, x.shape[1]),
+        ("gate_up_bias", args.gate_up_bias, hidden),
+        ("down_bias", args.down_bias, args.x.shape[1]),
     ):
         if bias is not None and bias.shape != (count, width):
             raise ValueError(
                 f"experts: {name} {bias.shape} does not fit {count} experts of {width} outputs"
             )
-    args = (x, choices, weights, *gate_arrays, *down_arrays, gate_up_bias, down_bias)
-    static = {"kinds": (gate_kind, down_kind), "activation": activation, "split": split}
-    return dispatch(OP, args, static, impl)
+    return dispatch(OP, (args,), {}, impl)
 
 
 def _check_tokens(x: jax.Array, choices: jax.Array, weights: jax.Array) -> None:
@@ -94,21 +75,18 @@ def _check_tokens(x: jax.Array, choices: jax.Array, weights: jax.Array) -> None:
         )
 
 
-def _check_stacks(
-    x: jax.Array, gate_kind: str, gate_up: StackArrays, down_kind: str, down: StackArrays
-) -> None:
-    if gate_up[0].ndim != 3 or down[0].ndim != 3:
-        raise ValueError(
-            f"experts: weights {gate_up[0].shape} and {down[0].shape} are not stacks of matrices"
-        )
-    count, hidden, inputs = size_of(gate_kind, gate_up)
+def _check_stacks(x: jax.Array, gate_up: Stack, down: Stack) -> None:
+    shapes = [arrays_of(stack)[0].shape for stack in (gate_up, down)]
+    if any(len(shape) != 3 for shape in shapes):
+        raise ValueError(f"experts: weights {shapes[0]} and {shapes[1]} are not stacks of matrices")
+    count, hidden, inputs = size_of(gate_up)
     if hidden % 2 or inputs != x.shape[1]:
         raise ValueError(
             f"experts: {hidden} gates and ups of {inputs} inputs do not fit tokens {x.shape}"
         )
     expected = (count, inputs, hidden // 2)
-    if size_of(down_kind, down) != expected:
-        raise ValueError(f"experts: down is {size_of(down_kind, down)} instead of {expected}")
-    for kind, arrays in ((gate_kind, gate_up), (down_kind, down)):
-        if kind == PLAIN and arrays[0].dtype != x.dtype:
-            raise ValueError(f"experts: weights are {arrays[0].dtype} and tokens {x.dtype}")
+    if size_of(down) != expected:
+        raise ValueError(f"experts: down is {size_of(down)} instead of {expected}")
+    for stack in (gate_up, down):
+        if not isinstance(stack, Quantised) and stack.dtype != x.dtype:
+            raise ValueError(f"experts: weights are {stack.dtype} and tokens {x.dtype}")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.arrangements import LANES
-from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack, arrays_of
+from pallas_kernels.experts.ref import ExpertsArgs
+from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack
 from pallas_kernels.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.cases import BLOCK, KIND_OF_FORM, random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
@@ -199,13 +200,16 @@ def build(case: ExpertsCase, seed: int) -> Inputs:
     if case.biases:
         sizes = (2 * case.inner, case.width)
         biases = [normal(rng, (case.count, size), dtype, 0.3) for size in sizes]
-    (gate_kind, gate_arrays), (down_kind, down_arrays) = arrays_of(gate_up), arrays_of(down)
-    static = {
-        "kinds": (gate_kind, down_kind),
-        "activation": case.activation,
-        "split": case.split,
+    args: dict[str, Any] = {
+        "x": x,
+        "choices": choices,
+        "weights": weights,
+        "gate_up": gate_up,
+        "down": down,
+        "gate_up_bias": biases[0],
+        "down_bias": biases[1],
     }
-    return Inputs((x, choices, weights, *gate_arrays, *down_arrays, *biases), static)
+    return Inputs((ExpertsArgs(**args, activation=case.activation, split=case.split),))
 
 
 def _stack(

@@ -6,16 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.checks import not_hopper, without_triton
-from pallas_kernels.experts.ref import NUM_ARRAYS
-from pallas_kernels.experts.stack import PLAIN, Activation, StackArrays, size_of
+from pallas_kernels.experts.ref import ExpertsArgs
+from pallas_kernels.experts.stack import Activation, Stack, size_of
 from pallas_kernels.experts.tiles import max_tiles
-from pallas_kernels.quantised import PACKED
+from pallas_kernels.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
@@ -99,11 +99,11 @@ class Tiled(NamedTuple):
         return next(rows for group, rows in large_launch.MOST_TOKENS if self.group >= group)
 
     @classmethod
-    def of(cls, kind: str, arrays: StackArrays) -> Tiled | None:
-        """Of the arrays of a stack; None of a plain one."""
-        if kind == PLAIN:
+    def of(cls, stack: Stack) -> Tiled | None:
+        """The form of a stack's weights; None of a plain one."""
+        if not isinstance(stack, Quantised):
             return None
-        values, scales, zeros, offsets, supers = arrays
+        kind, (values, scales, zeros, offsets, supers) = stack.kind, stack.arrays
         inner = values.shape[2] * (2 if KIND_OF[kind] in PACKED else 1)
         super_group = 0 if supers is None else inner // supers.shape[2]
         group = inner // scales.shape[2]
@@ -161,55 +161,35 @@ class GemmSizes(NamedTuple):
         return jax.ShapeDtypeStruct((self.chosen, self.tokens, self.outer), jnp.float32)
 
 
-def sizes_of(
-    x: jax.Array,  # [T, D]
-    choices: jax.Array,  # int32[T, k]
-    *arrays: Any,  # of gate_up, of down, and both biases
-    kinds: tuple[str, str],
-    activation: Activation,
-) -> tuple[GemmSizes, GemmSizes]:
+def sizes_of(args: ExpertsArgs) -> tuple[GemmSizes, GemmSizes]:
     """The sizes of both GEMMs of a call of the op."""
-    (tokens, chosen), width = choices.shape, x.shape[1]
-    experts, hidden, _ = size_of(kinds[0], arrays[:NUM_ARRAYS])
-    forms = [
-        Tiled.of(kind, one)
-        for kind, one in zip(
-            kinds, (arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]), strict=True
-        )
-    ]
+    (tokens, chosen), width = args.choices.shape, args.x.shape[1]
+    experts, hidden, _ = size_of(args.gate_up)
+    forms = [Tiled.of(stack) for stack in (args.gate_up, args.down)]
     rows = width_of(tokens, chosen, experts, forms)
-    tiles = max_tiles(choices.size, experts, rows)
+    tiles = max_tiles(args.choices.size, experts, rows)
     common = (tokens, chosen, tiles, rows)
     most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
     all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
-    dtype = str(x.dtype)
+    dtype = str(args.x.dtype)
     gate_up = GemmSizes(
-        experts, width, hidden // 2, 2, *common, all_tokens, activation, dtype, forms[0]
+        experts, width, hidden // 2, 2, *common, all_tokens, args.activation, dtype, forms[0]
     )
     down = GemmSizes(experts, hidden // 2, width, 1, *common, False, None, dtype, forms[1])
     return gate_up, down
 
 
-def supports(
-    x: jax.Array,  # [T, D]
-    choices: jax.Array,  # int32[T, k]
-    weights: jax.Array,  # float32[T, k]
-    *arrays: Any,  # of gate_up, of down, and both biases
-    kinds: tuple[str, str],
-    activation: Activation,
-    split: bool,
-) -> str | None:
+def supports(args: ExpertsArgs) -> str | None:
     """Why the Hopper kernels cannot run the call, or None."""
-    del weights, split
-    if str(x.dtype) not in DTYPES:
-        return f"tokens are {x.dtype}, not one of {', '.join(DTYPES)}"
-    if not choices.size:
+    dtype = str(args.x.dtype)
+    if dtype not in DTYPES:
+        return f"tokens are {dtype}, not one of {', '.join(DTYPES)}"
+    if not args.choices.size:
         return "there are no tokens"
-    for i, kind in enumerate(kinds):
-        stack = arrays[NUM_ARRAYS * i : NUM_ARRAYS * (i + 1)]
-        if (reason := _unfit(kind, stack, str(x.dtype))) is not None:
+    for stack in (args.gate_up, args.down):
+        if isinstance(stack, Quantised) and (reason := _unfit(stack, dtype)) is not None:
             return reason
-    for sizes in sizes_of(x, choices, *arrays, kinds=kinds, activation=activation):
+    for sizes in sizes_of(args):
         if sizes.inner % TILE or sizes.outer % TILE:
             return f"{sizes.inner} or {sizes.outer} components are not a multiple of {TILE}"
         if sizes.form is None:
@@ -226,17 +206,15 @@ def supports(
     return without_triton() or not_hopper()
 
 
-def _unfit(kind: str, stack: StackArrays, dtype: str) -> str | None:
+def _unfit(stack: Quantised, dtype: str) -> str | None:
     """Why no kernel reads a stack of this form, or None."""
-    if kind == PLAIN:
-        return None
-    if kind not in KIND_OF:
-        return f"{kind} weights are not arranged in tiles"
+    if stack.kind not in KIND_OF:
+        return f"{stack.kind} weights are not arranged in tiles"
     if dtype != "bfloat16":
         return f"tokens are {dtype}, not bfloat16"
-    known = SCALE_DTYPES if stack[4] is None else SMALL_SCALE_DTYPES
-    if str(stack[1].dtype) not in known:
-        return f"scales are {stack[1].dtype}, not one of {', '.join(known)}"
+    known = SCALE_DTYPES if stack.supers is None else SMALL_SCALE_DTYPES
+    if str(stack.scales.dtype) not in known:
+        return f"scales are {stack.scales.dtype}, not one of {', '.join(known)}"
     return None
 
 

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts.stack import Activation, matrix_of
+from pallas_kernels.experts.stack import SWIGLU, Activation, Stack, matrix_of, size_of
+from pallas_kernels.registry import STATIC
 
-NUM_ARRAYS = 5  # of a stack
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ExpertsArgs:
+    """The arguments of ``experts``."""
+
+    x: jax.Array  # [T, D]
+    choices: jax.Array  # int32[T, k]
+    weights: jax.Array  # float32[T, k]
+    gate_up: Stack  # [E, 2F, D]: rows of the gate, then of up
+    down: Stack  # [E, D, F]
+    gate_up_bias: jax.Array | None = None  # [E, 2F]
+    down_bias: jax.Array | None = None  # [E, D]
+    activation: Activation = field(default=SWIGLU, metadata=STATIC)
+    split: bool = field(default=False, metadata=STATIC)
 
 
-def experts(
-    x: jax.Array,  # [T, D]
-    choices: jax.Array,  # int32[T, k]
-    weights: jax.Array,  # float32[T, k]
-    *arrays: Any,  # of gate_up, of down, and both biases
-    kinds: tuple[str, str],
-    activation: Activation,
-    split: bool,
-) -> jax.Array:  # [T, D]
+def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]; partials are defined by their sum
     """See ``experts.api``."""
-    del split  # partials are defined by their sum
-    gate_up, down = arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]
-    biases = arrays[2 * NUM_ARRAYS :]
-    x32, choices = jnp.asarray(x, jnp.float32), jnp.asarray(choices)
+    x32, choices = jnp.asarray(args.x, jnp.float32), jnp.asarray(args.choices)
 
     def add_expert(expert: jax.Array, found: jax.Array) -> jax.Array:  # float32[T, k, D]
-        hidden = jnp.matmul(x32, _transposed(kinds[0], gate_up, expert), precision="highest")
-        hidden = activation(*jnp.split(_with_bias(hidden, biases[0], expert), 2, axis=1))
-        y = jnp.matmul(hidden, _transposed(kinds[1], down, expert), precision="highest")
-        y = _with_bias(y, biases[1], expert)
+        hidden = jnp.matmul(x32, _transposed(args.gate_up, expert), precision="highest")
+        hidden = _with_bias(hidden, args.gate_up_bias, expert)
+        hidden = args.activation(*jnp.split(hidden, 2, axis=1))
+        y = jnp.matmul(hidden, _transposed(args.down, expert), precision="highest")
+        y = _with_bias(y, args.down_bias, expert)
         return jnp.where((choices == expert)[..., None], y[:, None], found)
 
-    none = jnp.zeros((*choices.shape, x.shape[1]), jnp.float32)
-    outputs = jax.lax.fori_loop(0, gate_up[0].shape[0], add_expert, none)
-    return jnp.sum(outputs * jnp.asarray(weights)[..., None], axis=1).astype(x.dtype)
+    none = jnp.zeros((*choices.shape, args.x.shape[1]), jnp.float32)
+    outputs = jax.lax.fori_loop(0, size_of(args.gate_up)[0], add_expert, none)
+    return jnp.sum(outputs * jnp.asarray(args.weights)[..., None], axis=1).astype(args.x.dtype)
 
 
-def _transposed(kind: str, arrays: Any, expert: jax.Array) -> jax.Array:  # float32[K, O]
-    as_jax = tuple(None if part is None else jnp.asarray(part) for part in arrays)
-    return matrix_of(kind, as_jax, expert).astype(jnp.float32).T  # type: ignore[arg-type]
+def _transposed(stack: Stack, expert: jax.Array) -> jax.Array:  # float32[K, O]
+    return matrix_of(jax.tree.map(jnp.asarray, stack), expert).astype(jnp.float32).T
 
 
 def _with_bias(y: jax.Array, bias: Any, expert: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,30 +38,29 @@ class Activation(NamedTuple):
 SWIGLU = Activation()
 
 
-def arrays_of(stack: Stack) -> tuple[str, StackArrays]:
-    """The kind of a stack and its arrays."""
+def kind_of(stack: Stack) -> str:
+    """The kind of a stack."""
+    return stack.kind if isinstance(stack, Quantised) else PLAIN
+
+
+def arrays_of(stack: Stack) -> StackArrays:
+    """The arrays of a stack."""
     if isinstance(stack, Quantised):
-        return stack.kind, stack.arrays  # type: ignore[return-value]
-    return PLAIN, (stack, None, None, None, None)
+        return stack.arrays  # type: ignore[return-value]
+    return stack, None, None, None, None
 
 
-def size_of(kind: str, arrays: StackArrays) -> tuple[int, int, int]:
+def size_of(stack: Stack) -> tuple[int, int, int]:
     """Experts, outputs and inputs of a stack."""
-    values = arrays[0]
-    if kind == PLAIN:
-        return values.shape
-    w = Quantised(kind, *arrays)
-    return values.shape[0], w.num_outputs, w.num_inputs
+    if isinstance(stack, Quantised):
+        return stack.values.shape[0], stack.num_outputs, stack.num_inputs
+    return stack.shape  # type: ignore[return-value]
 
 
-def matrix_of(kind: str, arrays: StackArrays, expert: jax.Array) -> jax.Array:  # [O, K]
+def matrix_of(stack: Stack, expert: jax.Array) -> jax.Array:  # [O, K]
     """One expert's matrix, in float32 if it was quantised."""
-    own = [
-        None if part is None else jax.lax.dynamic_index_in_dim(part, expert, keepdims=False)
-        for part in arrays
-    ]
-    if kind == PLAIN:
-        assert own[0] is not None
-        return own[0]
-    w, arrangement = Quantised(kind, *own), arrangement_of(kind)
-    return dequantised(w if arrangement is None else arrangement.restore(w))
+    own = jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=expert, keepdims=False), stack)
+    if not isinstance(own, Quantised):
+        return own
+    arrangement = arrangement_of(own.kind)
+    return dequantised(own if arrangement is None else arrangement.restore(own))

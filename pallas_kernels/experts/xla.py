@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts.ref import NUM_ARRAYS
-from pallas_kernels.experts.stack import Activation, matrix_of
+from pallas_kernels.experts.ref import ExpertsArgs
+from pallas_kernels.experts.stack import Stack, matrix_of, size_of
 from pallas_kernels.experts.tiles import tiles_of
 from pallas_kernels.numerics import power_of_two
 
@@ -24,28 +24,17 @@ def rows_of_tile(tokens: int, chosen: int, num_experts: int) -> int:
     return min(tokens, max(FEWEST_ROWS, power_of_two(tokens * chosen // num_experts)))
 
 
-def experts(
-    x: jax.Array,  # [T, D]
-    choices: jax.Array,  # int32[T, k]
-    weights: jax.Array,  # float32[T, k]
-    *arrays: Any,  # of gate_up, of down, and both biases
-    kinds: tuple[str, str],
-    activation: Activation,
-    split: bool,
-) -> jax.Array:  # [T, D]
+def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]; the sum of partials costs little here
     """See ``experts.api``."""
-    del split  # the sum costs little here
-    gate_up, down = arrays[:NUM_ARRAYS], arrays[NUM_ARRAYS : 2 * NUM_ARRAYS]
-    gate_up_bias, down_bias = arrays[2 * NUM_ARRAYS :]
-    tokens, per_token = choices.shape
-    num_experts = gate_up[0].shape[0]
+    x, (tokens, per_token) = args.x, args.choices.shape
+    num_experts, _, _ = size_of(args.gate_up)
     width = rows_of_tile(tokens, per_token, num_experts)
-    tiles = tiles_of(choices, num_experts, width)
+    tiles = tiles_of(args.choices, num_experts, width)
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
     precision = "highest" if x.dtype == jnp.float32 else None
 
-    def product(rows: jax.Array, kind: str, stack: Any, bias: Any, expert: jax.Array) -> jax.Array:
-        w = matrix_of(kind, stack, expert).astype(x.dtype)
+    def product(rows: jax.Array, stack: Stack, bias: Any, expert: jax.Array) -> jax.Array:
+        w = matrix_of(stack, expert).astype(x.dtype)
         y = jnp.matmul(rows, w.T, precision=precision, preferred_element_type=jnp.float32)
         if bias is None:
             return y
@@ -54,9 +43,9 @@ def experts(
 
     def computed(expert: jax.Array, pairs: jax.Array) -> jax.Array:  # float32[width, D]
         rows = x[pairs // per_token]
-        hidden = product(rows, kinds[0], gate_up, gate_up_bias, expert)
-        hidden = activation(*jnp.split(hidden, 2, axis=1)).astype(x.dtype)
-        return product(hidden, kinds[1], down, down_bias, expert)
+        hidden = product(rows, args.gate_up, args.gate_up_bias, expert)
+        hidden = args.activation(*jnp.split(hidden, 2, axis=1)).astype(x.dtype)
+        return product(hidden, args.down, args.down_bias, expert)
 
     @jax.checkpoint
     def tile(expert: jax.Array, rows: jax.Array, pairs: jax.Array) -> jax.Array:
@@ -67,4 +56,4 @@ def experts(
 
     outputs = jax.lax.map(lambda one: tile(*one), (tiles.expert, tiles.rows, tiles.pairs))
     outputs = outputs.reshape(-1, x.shape[1]).at[tiles.place].get(mode="fill", fill_value=0.0)
-    return jnp.sum(outputs * weights[..., None], axis=1).astype(x.dtype)
+    return jnp.sum(outputs * args.weights[..., None], axis=1).astype(x.dtype)

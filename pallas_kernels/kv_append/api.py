@@ -6,20 +6,14 @@ import jax
 
 from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.kv_append import cases, ref, xla
+from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.kv_append.triton", "kv_append")
 
 
-def _triton_supports(
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-) -> str | None:
-    del v, v_pages, slot_mapping
-    return unfit_for_triton(k, k_pages)
+def _triton_supports(args: KvAppendArgs) -> str | None:
+    return unfit_for_triton(args.k, args.k_pages)
 
 
 OP = KernelOp(
@@ -39,29 +33,21 @@ OP = KernelOp(
 )
 
 
-def kv_append(
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def kv_append(args: KvAppendArgs, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
     """The pools with token t's K and V at slot ``slot_mapping[t]`` = page * page_size + offset.
 
     Padding tokens have a slot of page 0, the sink, which is never read; no other slot may occur
     twice. In place when the caller donates the pools. Values take the pools' dtype.
     ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
-    if k.shape != v.shape or k_pages.shape != v_pages.shape:
+    if args.k.shape != args.v.shape or args.k_pages.shape != args.v_pages.shape:
         raise ValueError(
-            f"kv_append: K and V differ in shape: {k.shape} and {v.shape}, "
-            f"pages {k_pages.shape} and {v_pages.shape}"
+            f"kv_append: K and V differ in shape: {args.k.shape} and {args.v.shape}, "
+            f"pages {args.k_pages.shape} and {args.v_pages.shape}"
         )
-    if k.shape[1:] != k_pages.shape[2:] or slot_mapping.shape != k.shape[:1]:
+    if args.k.shape[1:] != args.k_pages.shape[2:] or args.slot_mapping.shape != args.k.shape[:1]:
         raise ValueError(
-            f"kv_append: tokens {k.shape} and slot_mapping {slot_mapping.shape} "
-            f"do not fit pages {k_pages.shape}"
+            f"kv_append: tokens {args.k.shape} and slot_mapping {args.slot_mapping.shape} "
+            f"do not fit pages {args.k_pages.shape}"
         )
-    return dispatch(OP, (k, v, k_pages, v_pages, slot_mapping), {}, impl)
+    return dispatch(OP, (args,), {}, impl)

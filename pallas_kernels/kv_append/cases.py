@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import Heads
 
@@ -61,7 +63,14 @@ def build(case: KvAppendCase, seed: int) -> Inputs:
     slots = np.arange(case.num_tokens + case.padding) % case.page_size
     slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
     slots[max(case.num_tokens - 1, 0) : case.num_tokens] = last
-    return Inputs((*news, *pools, slots.astype(np.int32)), {})
+    args: dict[str, Any] = {
+        "k": news[0],
+        "v": news[1],
+        "k_pages": pools[0],
+        "v_pages": pools[1],
+        "slot_mapping": slots.astype(np.int32),
+    }
+    return Inputs((KvAppendArgs(**args),))
 
 
 def cost(case: KvAppendCase) -> Cost:

@@ -7,6 +7,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.numerics import power_of_two
 
 MAX_TILE = 1024  # components of a CTA
@@ -34,24 +35,19 @@ def _append(
     tl.store(v_pages + target, value.to(v_pages.dtype.element_ty), mask=inside)
 
 
-def kv_append(
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-) -> tuple[jax.Array, jax.Array]:
+def kv_append(args: KvAppendArgs) -> tuple[jax.Array, jax.Array]:
     """See ``kv_append.api``."""
-    tokens, num_kv_heads, h = k.shape
+    tokens, num_kv_heads, h = args.k.shape
     width = num_kv_heads * h
     tile = min(power_of_two(width), MAX_TILE)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
+    # jax-triton updates a Ref in place
+    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
     jt.triton_call(
-        k,
-        v,
+        args.k,
+        args.v,
         k_ref,
         v_ref,
-        slot_mapping,
+        args.slot_mapping,
         kernel=_append,
         out_type=(),
         grid=(tokens, -(-width // tile)),

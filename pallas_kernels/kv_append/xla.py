@@ -3,18 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_append.ref import KvAppendArgs
+
 
 @jax.jit  # one trace serves every layer of a step
-def kv_append(
-    k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-) -> tuple[jax.Array, jax.Array]:
+def kv_append(args: KvAppendArgs) -> tuple[jax.Array, jax.Array]:
     """See ``kv_append.api``."""
+    slots = args.slot_mapping
     # Without the barrier XLA may fuse the write into a reader, and then copies the pool for it.
-    pools = (written(k_pages, k, slot_mapping), written(v_pages, v, slot_mapping))
+    pools = written(args.k_pages, args.k, slots), written(args.v_pages, args.v, slots)
     return jax.lax.optimization_barrier(pools)
 
 

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.checks import check_latent
 from pallas_kernels.latent_decode import cases, launch, ref, xla
+from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.latent_decode.triton", "latent_decode")
@@ -27,17 +28,7 @@ OP = KernelOp(
 )
 
 
-def latent_decode(
-    q_latent: jax.Array,  # [B, N, C]
-    q_rope: jax.Array,  # [B, N, R]
-    entries: jax.Array,  # [B, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    *,
-    scale: float,
-    impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def latent_decode(args: LatentDecodeArgs, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
     """The weighted sums of latents [B, N, C] for each row's newest token, and the pool with it.
 
     Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024, arXiv:2405.04434): an entry
@@ -50,12 +41,12 @@ def latent_decode(
     dtypes are as in ``append_decode``. In place when the caller donates the pool. ``impl`` pins an
     implementation. Raises ValueError on arguments that do not fit together.
     """
-    rows, heads, rank = q_latent.shape
-    check_latent("latent_decode", entries, pages, page_table, seq_lens)
-    if q_rope.shape != (rows, heads, pages.shape[2] - rank) or seq_lens.shape[0] != rows:
+    (rows, heads, rank), pages = args.q_latent.shape, args.pages
+    check_latent("latent_decode", args.entries, pages, args.page_table, args.seq_lens)
+    num_lens, rope = args.seq_lens.shape[0], pages.shape[2] - rank
+    if args.q_rope.shape != (rows, heads, rope) or num_lens != rows:
         raise ValueError(
-            f"latent_decode: queries {q_latent.shape} and {q_rope.shape} do not fit pages "
-            f"{pages.shape} and {seq_lens.shape[0]} rows"
+            f"latent_decode: queries {args.q_latent.shape} and {args.q_rope.shape} do not fit "
+            f"pages {pages.shape} and {num_lens} rows"
         )
-    args = (q_latent, q_rope, entries, pages, page_table, seq_lens)
-    return dispatch(OP, args, {"scale": scale}, impl)
+    return dispatch(OP, (args,), {}, impl)

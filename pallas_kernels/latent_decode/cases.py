@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import LatentCase, LatentHeads, paged_arrays
 
@@ -81,9 +82,15 @@ def build(case: LatentCase, seed: int) -> Inputs:
     entries = rng.standard_normal((rows, sizes.entry), np.float32)
     queries[seq_lens == 0] = entries[seq_lens == 0] = np.nan
     queries = queries.astype(dtype)
-    split = (queries[..., : sizes.rank], queries[..., sizes.rank :])
-    args = (*split, entries.astype(dtype), pages, arrays.page_table, seq_lens)
-    return Inputs(args, {"scale": sizes.scale})
+    args: dict[str, Any] = {
+        "q_latent": queries[..., : sizes.rank],
+        "q_rope": queries[..., sizes.rank :],
+        "entries": entries.astype(dtype),
+        "pages": pages,
+        "page_table": arrays.page_table,
+        "seq_lens": seq_lens,
+    }
+    return Inputs((LatentDecodeArgs(**args, scale=sizes.scale),))
 
 
 def observable(outputs: Any) -> Any:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.device import current_device
+from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
@@ -47,42 +46,28 @@ class MergeConfig:
         return cls(splits, min(rank, max(128, 2048 // splits)))
 
 
-def supports(
-    q_latent: jax.Array,  # [B, N, C]
-    q_rope: jax.Array,  # [B, N, R]
-    entries: jax.Array,  # [B, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    *,
-    scale: float,
-) -> str | None:
+def supports(args: LatentDecodeArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del entries, page_table, seq_lens, scale
-    rank, rope = q_latent.shape[2], q_rope.shape[2]
+    rank, rope = args.q_latent.shape[2], args.q_rope.shape[2]
     for name, size, most in (("latents", rank, MAX_RANK), ("rotated keys", rope, MAX_ROPE)):
         if power_of_two(size) != size or not MIN_TILE <= size <= most:
             return f"{name} have {size} components, not a power of two from {MIN_TILE} to {most}"
-    return unfit_for_triton(q_latent, pages)
+    return unfit_for_triton(args.q_latent, args.pages)
 
 
-def choose_config(
-    q_latent: jax.Array,  # [B, N, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-) -> TritonConfig:
+def choose_config(args: LatentDecodeArgs) -> TritonConfig:
     """As many splits as fill the GPU with one CTA an SM; blocks such that the stages fit in it."""
-    (rows, heads, _), page_size = q_latent.shape, pages.shape[1]
+    (rows, heads, _), page_size = args.q_latent.shape, args.pages.shape[1]
     # The queries of 32 heads would not fit in registers. Two CTAs that read the same entries at the
     # same time read most of them from the L2 cache.
     tile = MIN_TILE if heads <= 2 * MIN_TILE else MAX_HEADS
-    if q_latent.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
+    if args.q_latent.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
         tile, block, num_warps, num_stages = MIN_TILE, 16, 8, 2
     elif tile == MIN_TILE:  # bound by memory
         block, num_warps, num_stages = 32, 8, 6
     else:  # queries and two blocks of 64 keys fill the shared memory
         block, num_warps, num_stages = 64, 8, 3
     ctas = rows * -(-heads // tile)
-    longest = page_table.shape[1] * page_size
+    longest = args.page_table.shape[1] * page_size
     splits = min(current_device().num_sms // ctas, -(-longest // block))
     return TritonConfig(tile, max(splits, 1), block, num_warps, num_stages)

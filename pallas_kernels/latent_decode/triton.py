@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.latent_decode import launch
+from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 
 
 @triton.jit
@@ -184,59 +185,43 @@ def _merge_splits(
 
 
 def latent_decode(
-    q_latent: jax.Array,  # [B, N, C]
-    q_rope: jax.Array,  # [B, N, R]
-    entries: jax.Array,  # [B, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    *,
-    scale: float,
+    args: LatentDecodeArgs,
 ) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
     """See ``latent_decode.api``."""
-    config = launch.choose_config(q_latent, pages, page_table)
-    args = (q_latent, q_rope, entries, pages, page_table, seq_lens)
-    return launch_with(config, *args, scale=scale)
+    return launch_with(launch.choose_config(args), args)
 
 
 def launch_with(
     config: launch.TritonConfig,
-    q_latent: jax.Array,  # [B, N, C]
-    q_rope: jax.Array,  # [B, N, R]
-    entries: jax.Array,  # [B, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    *,
-    scale: float,
+    args: LatentDecodeArgs,
 ) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
     """``latent_decode`` with a given configuration; the tuner calls it too."""
-    (b, n, rank), splits = q_latent.shape, config.splits
+    (b, n, rank), splits = args.q_latent.shape, config.splits
     is_split = splits > 1
     partials = jax.ShapeDtypeStruct((b, splits, n, rank), jnp.float32)
-    pages_ref = jax.new_ref(pages)  # jax-triton updates a Ref in place
+    pages_ref = jax.new_ref(args.pages)  # jax-triton updates a Ref in place
     out, m_l = jt.triton_call(
-        q_latent,
-        q_rope,
-        entries,
+        args.q_latent,
+        args.q_rope,
+        args.entries,
         pages_ref,
-        page_table,
-        seq_lens,
+        args.page_table,
+        args.seq_lens,
         kernel=_append_and_attend,
         out_type=(
-            partials if is_split else q_latent,
+            partials if is_split else args.q_latent,
             jax.ShapeDtypeStruct((b, splits, 2, n) if is_split else (1,), jnp.float32),
         ),
         grid=(splits, -(-n // config.heads), b),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        table_width=page_table.shape[1],
-        SCALE=scale * math.log2(math.e),
+        table_width=args.page_table.shape[1],
+        SCALE=args.scale * math.log2(math.e),
         NUM_HEADS=n,
         HEADS=config.heads,
         RANK=rank,
-        ROPE=q_rope.shape[2],
-        PAGE_SIZE=pages.shape[1],
+        ROPE=args.q_rope.shape[2],
+        PAGE_SIZE=args.pages.shape[1],
         SPLITS=splits,
         BLOCK=config.block,
     )
@@ -245,9 +230,9 @@ def launch_with(
         out = jt.triton_call(
             out,
             m_l,
-            seq_lens,
+            args.seq_lens,
             kernel=_merge_splits,
-            out_type=q_latent,
+            out_type=args.q_latent,
             grid=(n, rank // merge.components, b),
             num_warps=4,
             num_stages=1,

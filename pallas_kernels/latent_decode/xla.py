@@ -6,40 +6,30 @@ number.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
 from pallas_kernels.kv_append.xla import written
+from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.softmax import SoftmaxState
 
 
-@partial(jax.jit, static_argnames=("scale",))  # one trace serves every layer
-def latent_decode(
-    q_latent: jax.Array,  # [B, N, C]
-    q_rope: jax.Array,  # [B, N, R]
-    entries: jax.Array,  # [B, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
+@jax.jit  # one trace serves every layer
+def latent_decode(args: LatentDecodeArgs) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
     """See ``latent_decode.api``."""
-    page_size, rank = pages.shape[1], q_latent.shape[2]
-    last = jnp.maximum(seq_lens - 1, 0)
-    page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]
-    slots = jnp.where(seq_lens > 0, page * page_size + last % page_size, 0)
-    pages = jax.lax.optimization_barrier(written(pages, entries, slots))
+    page_size, rank = args.pages.shape[1], args.q_latent.shape[2]
+    last = jnp.maximum(args.seq_lens - 1, 0)
+    page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
+    slots = jnp.where(args.seq_lens > 0, page * page_size + last % page_size, 0)
+    pages = jax.lax.optimization_barrier(written(args.pages, args.entries, slots))
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    queries = jnp.concatenate((q_latent, q_rope), axis=2).astype(jnp.float32) * scale
+    table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % block_pages)))
+    queries = jnp.concatenate((args.q_latent, args.q_rope), axis=2).astype(jnp.float32) * args.scale
 
     def row_body(row: jax.Array, out: jax.Array) -> jax.Array:
-        length, query = seq_lens[row], queries[row]  # query: [N, C + R]
+        length, query = args.seq_lens[row], queries[row]  # query: [N, C + R]
 
         def block_body(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
             ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
@@ -59,4 +49,4 @@ def latent_decode(
         result = softmax.attention_output(state).astype(out.dtype)
         return jax.lax.dynamic_update_index_in_dim(out, result, row, axis=0)
 
-    return jax.lax.fori_loop(0, len(seq_lens), row_body, jnp.zeros_like(q_latent)), pages
+    return jax.lax.fori_loop(0, len(args.seq_lens), row_body, jnp.zeros_like(args.q_latent)), pages

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.checks import check_latent
 from pallas_kernels.latent_prefill import cases, launch, ref, xla
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.latent_prefill.triton", "latent_prefill")
@@ -25,19 +26,7 @@ OP = KernelOp(
 )
 
 
-def latent_prefill(
-    q: jax.Array,  # [T, N, D + R]
-    entries: jax.Array,  # [T, C + R]
-    k_up: jax.Array,  # [N * D, C]
-    v_up: jax.Array,  # [N * V, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-    impl: str | None = None,
-) -> jax.Array:  # [T, N, V]
+def latent_prefill(args: LatentPrefillArgs, impl: str | None = None) -> jax.Array:  # [T, N, V]
     """Multi-head latent attention of prompts (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last tokens
@@ -49,20 +38,19 @@ def latent_prefill(
     ``append_decode``. ``impl`` pins an implementation. Raises ValueError on arguments that do not
     fit together.
     """
-    tokens, heads, width = q.shape
-    check_latent("latent_prefill", entries, pages, page_table, seq_lens)
+    (tokens, heads, width), k_up, v_up = args.q.shape, args.k_up, args.v_up
+    check_latent("latent_prefill", args.entries, args.pages, args.page_table, args.seq_lens)
     rank = k_up.shape[1]
-    nope = width - (pages.shape[2] - rank)
+    nope = width - (args.pages.shape[2] - rank)
     fits = k_up.shape[0] == heads * nope and v_up.shape[1] == rank and not v_up.shape[0] % heads
-    if not fits or entries.shape[0] != tokens:
+    if not fits or args.entries.shape[0] != tokens:
         raise ValueError(
-            f"latent_prefill: queries {q.shape} do not fit weights {k_up.shape} and {v_up.shape}, "
-            f"entries {entries.shape} and pages {pages.shape}"
+            f"latent_prefill: queries {args.q.shape} do not fit weights {k_up.shape} and "
+            f"{v_up.shape}, entries {args.entries.shape} and pages {args.pages.shape}"
         )
-    if query_start_loc.shape != (seq_lens.shape[0] + 1,):
+    if args.query_start_loc.shape != (args.seq_lens.shape[0] + 1,):
         raise ValueError(
-            f"latent_prefill: query_start_loc {query_start_loc.shape} must hold one entry more "
-            f"than the {seq_lens.shape[0]} rows"
+            f"latent_prefill: query_start_loc {args.query_start_loc.shape} must hold one entry "
+            f"more than the {args.seq_lens.shape[0]} rows"
         )
-    args = (q, entries, k_up, v_up, pages, page_table, seq_lens, query_start_loc)
-    return dispatch(OP, args, {"scale": scale}, impl)
+    return dispatch(OP, (args,), {}, impl)

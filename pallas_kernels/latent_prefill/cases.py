@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import LatentCase, LatentHeads, paged_arrays
 
@@ -87,9 +90,17 @@ def build(case: LatentCase, seed: int) -> Inputs:
         shape = (sizes.num_heads * head_dim, sizes.rank)
         return shapes.normal(rng, shape, dtype, sizes.rank**-0.5)
 
-    weights = (weight(sizes.nope_dim), weight(sizes.value_dim))
-    context = (pages, arrays.page_table, np.asarray(case.seq_lens, np.int32), starts)
-    return Inputs((q.astype(dtype), entries, *weights, *context), {"scale": sizes.scale})
+    args: dict[str, Any] = {
+        "q": q.astype(dtype),
+        "entries": entries,
+        "k_up": weight(sizes.nope_dim),
+        "v_up": weight(sizes.value_dim),
+        "pages": pages,
+        "page_table": arrays.page_table,
+        "seq_lens": np.asarray(case.seq_lens, np.int32),
+        "query_start_loc": starts,
+    }
+    return Inputs((LatentPrefillArgs(**args, scale=sizes.scale),))
 
 
 def cost(case: LatentCase) -> Cost:

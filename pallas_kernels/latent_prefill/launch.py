@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
@@ -36,33 +37,21 @@ class TritonConfigs:
     context: TritonConfig
 
 
-def supports(
-    q: jax.Array,  # [T, N, D + R]
-    entries: jax.Array,  # [T, C + R]
-    k_up: jax.Array,  # [N * D, C]
-    v_up: jax.Array,  # [N * V, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-) -> str | None:
+def supports(args: LatentPrefillArgs) -> str | None:
     """Why the Triton kernels cannot run the call, or None."""
-    del page_table, seq_lens, query_start_loc
-    heads, rank = q.shape[1], k_up.shape[1]
+    heads, rank = args.q.shape[1], args.k_up.shape[1]
     sizes = {
-        "keys without rope": (k_up.shape[0] // heads, MAX_DIM),
-        "rotated keys": (entries.shape[1] - rank, MAX_DIM),
-        "values": (v_up.shape[0] // heads, MAX_DIM),
+        "keys without rope": (args.k_up.shape[0] // heads, MAX_DIM),
+        "rotated keys": (args.entries.shape[1] - rank, MAX_DIM),
+        "values": (args.v_up.shape[0] // heads, MAX_DIM),
         "latents": (rank, MAX_RANK),
     }
     for name, (size, most) in sizes.items():
         if power_of_two(size) != size or not MIN_TILE <= size <= most:
             return f"{name} have {size} components, not a power of two from {MIN_TILE} to {most}"
-    if scale <= 0.0:
-        return f"scale {scale} is not positive"
-    return unfit_for_triton(q, pages)
+    if args.scale <= 0.0:
+        return f"scale {args.scale} is not positive"
+    return unfit_for_triton(args.q, args.pages)
 
 
 def choose_configs(q: jax.Array) -> TritonConfigs:  # [T, N, D + R]

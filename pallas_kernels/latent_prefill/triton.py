@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.latent_prefill import launch
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.numerics import power_of_two
 
 
@@ -302,66 +303,41 @@ def _attend_context(
     tl.store(at_out, merged.to(out.dtype.element_ty), mask=inside)
 
 
-def latent_prefill(
-    q: jax.Array,  # [T, N, D + R]
-    entries: jax.Array,  # [T, C + R]
-    k_up: jax.Array,  # [N * D, C]
-    v_up: jax.Array,  # [N * V, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-) -> jax.Array:  # [T, N, V]
+def latent_prefill(args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """See ``latent_prefill.api``."""
-    configs = launch.choose_configs(q)
-    args = (q, entries, k_up, v_up, pages, page_table, seq_lens, query_start_loc)
-    return launch_with(configs, *args, scale=scale)
+    return launch_with(launch.choose_configs(args.q), args)
 
 
-def launch_with(
-    configs: launch.TritonConfigs,
-    q: jax.Array,  # [T, N, D + R]
-    entries: jax.Array,  # [T, C + R]
-    k_up: jax.Array,  # [N * D, C]
-    v_up: jax.Array,  # [N * V, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-) -> jax.Array:  # [T, N, V]
+def launch_with(configs: launch.TritonConfigs, args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """``latent_prefill`` with given configurations."""
-    (t, n, _), rank = q.shape, k_up.shape[1]
-    num_starts = query_start_loc.shape[0]
-    latents = entries[:, :rank].astype(q.dtype)
+    (t, n, _), rank = args.q.shape, args.k_up.shape[1]
+    num_starts = args.query_start_loc.shape[0]
+    latents = args.entries[:, :rank].astype(args.q.dtype)
     # float32 as in the kernels, not rounded to tf32
-    precision = "highest" if q.dtype == jnp.float32 else None
-    k_nope, v = (jnp.matmul(latents, w.T, precision=precision) for w in (k_up, v_up))
-    value_dim = v_up.shape[0] // n
+    precision = "highest" if args.q.dtype == jnp.float32 else None
+    k_nope, v = (jnp.matmul(latents, w.T, precision=precision) for w in (args.k_up, args.v_up))
+    value_dim = args.v_up.shape[0] // n
     sizes = {
         "num_tokens": t,
         "num_starts": num_starts,
-        "SCALE": scale * math.log2(math.e),
+        "SCALE": args.scale * math.log2(math.e),
         "STARTS_TILE": max(launch.STARTS_TILE, power_of_two(num_starts)),
         "NUM_HEADS": n,
-        "NOPE": k_up.shape[0] // n,
-        "ROPE": entries.shape[1] - rank,
+        "NOPE": args.k_up.shape[0] // n,
+        "ROPE": args.entries.shape[1] - rank,
         "VALUE": value_dim,
         "RANK": rank,
     }
     chunk, context = configs.chunk, configs.context
     out, lse = jt.triton_call(
-        q,
+        args.q,
         k_nope,
-        entries,
+        args.entries,
         v,
-        query_start_loc,
+        args.query_start_loc,
         kernel=_attend_chunk,
         out_type=(
-            jax.ShapeDtypeStruct((t, n, value_dim), q.dtype),
+            jax.ShapeDtypeStruct((t, n, value_dim), args.q.dtype),
             jax.ShapeDtypeStruct((t, n), jnp.float32),
         ),
         grid=(n, t // chunk.tokens + num_starts),
@@ -373,13 +349,13 @@ def launch_with(
     )
     merged = jax.new_ref(out)  # jax-triton updates a Ref in place
     jt.triton_call(
-        q,
-        k_up,
-        v_up,
-        pages,
-        page_table,
-        seq_lens,
-        query_start_loc,
+        args.q,
+        args.k_up,
+        args.v_up,
+        args.pages,
+        args.page_table,
+        args.seq_lens,
+        args.query_start_loc,
         lse,
         merged,
         kernel=_attend_context,
@@ -387,8 +363,8 @@ def launch_with(
         grid=(n, t // context.tokens + num_starts),
         num_warps=context.num_warps,
         num_stages=context.num_stages,
-        table_width=page_table.shape[1],
-        PAGE_SIZE=pages.shape[1],
+        table_width=args.page_table.shape[1],
+        PAGE_SIZE=args.pages.shape[1],
         TOKENS=context.tokens,
         BLOCK=context.block,
         STEP=launch.MIN_TILE,

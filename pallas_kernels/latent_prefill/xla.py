@@ -8,49 +8,36 @@ their log-sum-exp. The numbers of blocks and tiles are data, not shapes, as in
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
 
 
-@partial(jax.jit, static_argnames=("scale",))  # one trace serves every layer
-def latent_prefill(
-    q: jax.Array,  # [T, N, D + R]
-    entries: jax.Array,  # [T, C + R]
-    k_up: jax.Array,  # [N * D, C]
-    v_up: jax.Array,  # [N * V, C]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    *,
-    scale: float,
-) -> jax.Array:  # [T, N, V]
+@jax.jit  # one trace serves every layer
+def latent_prefill(args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """See ``latent_prefill.api``."""
-    del entries  # the pages have them
-    (t, n, _), rank = q.shape, k_up.shape[1]
+    (t, n, _), rank, starts = args.q.shape, args.k_up.shape[1], args.query_start_loc
     width = min(QUERIES_PER_TILE, t)
-    block_pages = softmax.pages_per_block(pages.shape[1])
-    block = block_pages * pages.shape[1]
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    queries = jnp.pad(q.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0)))
-    k_heads, v_heads = (w.astype(jnp.float32).reshape(n, -1, rank) for w in (k_up, v_up))
+    block_pages = softmax.pages_per_block(args.pages.shape[1])
+    block = block_pages * args.pages.shape[1]
+    table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % block_pages)))
+    queries = jnp.pad(args.q.astype(jnp.float32) * args.scale, ((0, width), (0, 0), (0, 0)))
+    k_heads, v_heads = (w.astype(jnp.float32).reshape(n, -1, rank) for w in (args.k_up, args.v_up))
 
     def row_body(row: jax.Array, state: SoftmaxState) -> SoftmaxState:
-        start, count = query_start_loc[row], query_start_loc[row + 1] - query_start_loc[row]
-        length, position = seq_lens[row], seq_lens[row] - count  # of the first query
+        start, count = starts[row], starts[row + 1] - starts[row]
+        length, position = args.seq_lens[row], args.seq_lens[row] - count  # of the first query
 
         def block_body(i: jax.Array, state: SoftmaxState) -> SoftmaxState:
             ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
             key = i * block + jnp.arange(block)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked entries become 0.
-            entries = jnp.where((key < length)[:, None], softmax.read_block(pages, ids), 0.0)
+            entries = jnp.where((key < length)[:, None], softmax.read_block(args.pages, ids), 0.0)
             k, v = _expanded(entries, k_heads, v_heads)
 
             def tile_body(j: jax.Array, state: SoftmaxState) -> SoftmaxState:
@@ -66,8 +53,8 @@ def latent_prefill(
         return jax.lax.fori_loop(0, blocks, block_body, state)
 
     state = softmax.init_state((t + width, n), v_heads.shape[1])
-    state = jax.lax.fori_loop(0, len(seq_lens), row_body, state)
-    return softmax.attention_output(state)[:t].astype(q.dtype)
+    state = jax.lax.fori_loop(0, len(args.seq_lens), row_body, state)
+    return softmax.attention_output(state)[:t].astype(args.q.dtype)
 
 
 def _expanded(

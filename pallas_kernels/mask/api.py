@@ -10,24 +10,16 @@ import jax
 
 from pallas_kernels.checks import without_triton
 from pallas_kernels.mask import cases, native, ref
+from pallas_kernels.mask.ref import MaskArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.mask.triton", "mask")
 
 
-def _triton_supports(
-    logits: jax.Array,  # float32[B, V]
-    finite: jax.Array,  # int32[B]
-    wanted: jax.Array,  # int32[B]
-    slots: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-    *,
-    num_slots: int,
-) -> str | None:
-    del finite, wanted, slots, place, num_slots
-    if logits.dtype != "float32":
-        return f"the logits are {logits.dtype}, not one of bfloat16 or float32"
-    return without_triton() if logits.size else "there are no rows"
+def _triton_supports(args: MaskArgs) -> str | None:
+    if args.logits.dtype != "float32":
+        return f"the logits are {args.logits.dtype}, not one of bfloat16 or float32"
+    return without_triton() if args.logits.size else "there are no rows"
 
 
 def reads_board(platform: str, impl: str | None) -> bool:
@@ -55,13 +47,7 @@ OP = KernelOp(
 
 
 def mask(
-    logits: jax.Array,  # float32[B, V]
-    finite: jax.Array,  # int32[B]: computed from the logits, and so before they are overwritten
-    wanted: jax.Array,  # int32[B]: 0 for rows without a mask
-    slots: jax.Array,  # int32[B]: the row's place on the board
-    place: jax.Array,  # int32[3]
-    *,
-    num_slots: int,  # S
+    args: MaskArgs,
     impl: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
     """The logits, in place, with -inf for each token that a row's mask forbids; and whether the
@@ -75,10 +61,10 @@ def mask(
     there no mask comes in time. ``impl`` pins an implementation. Raises ValueError on arguments
     that do not fit together.
     """
-    rows = logits.shape[0] if logits.ndim == 2 else -1
-    for name, array in (("finite", finite), ("wanted", wanted), ("slots", slots)):
+    rows = args.logits.shape[0] if args.logits.ndim == 2 else -1
+    for name, array in (("finite", args.finite), ("wanted", args.wanted), ("slots", args.slots)):
         if array.shape != (rows,) or array.dtype != "int32":
             raise ValueError(f"mask: {name} is {array.dtype}{array.shape}, not int32[B]")
-    if place.shape != (3,) or place.dtype != "int32":
-        raise ValueError(f"mask: the place is {place.dtype}{place.shape}, not int32[3]")
-    return dispatch(OP, (logits, finite, wanted, slots, place), {"num_slots": num_slots}, impl)
+    if args.place.shape != (3,) or args.place.dtype != "int32":
+        raise ValueError(f"mask: the place is {args.place.dtype}{args.place.shape}, not int32[3]")
+    return dispatch(OP, (args,), {}, impl)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from pallas_kernels.mask.ref import MaskArgs
 from pallas_kernels.registry import Cost, Inputs
 
 
@@ -31,9 +33,14 @@ def build(case: MaskCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((case.rows, case.vocab), np.float32)
     ones, slots = np.ones(case.rows, np.int32), np.arange(case.rows, dtype=np.int32)
-    return Inputs(
-        (logits, ones, 0 * ones, slots, np.array([0, 0, 7], np.int32)), {"num_slots": case.rows}
-    )
+    args: dict[str, Any] = {
+        "logits": logits,
+        "finite": ones,
+        "wanted": 0 * ones,
+        "slots": slots,
+        "place": np.array([0, 0, 7], np.int32),
+    }
+    return Inputs((MaskArgs(**args, num_slots=case.rows),))
 
 
 def cost(case: MaskCase) -> Cost:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.registry import STATIC
 
-def mask(
-    logits: jax.Array,  # float32[B, V]
-    finite: jax.Array,  # int32[B]
-    wanted: jax.Array,  # int32[B]
-    slots: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-    *,
-    num_slots: int,
-) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MaskArgs:
+    """The arguments of ``mask``."""
+
+    logits: jax.Array  # float32[B, V]
+    finite: jax.Array  # int32[B]: computed from the logits, and so before they are overwritten
+    wanted: jax.Array  # int32[B]: 0 for rows without a mask
+    slots: jax.Array  # int32[B]: the row's place on the board
+    place: jax.Array  # int32[3]
+    num_slots: int = field(metadata=STATIC)  # S
+
+
+def mask(args: MaskArgs) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
     """See ``mask.api``; it masks nothing, so rows that want a mask do not get it in time."""
-    del finite, slots, place, num_slots
-    return logits, (wanted == 0).astype(jnp.int32)
+    return args.logits, (args.wanted == 0).astype(jnp.int32)

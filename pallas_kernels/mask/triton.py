@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.mask.board import mask_words
+from pallas_kernels.mask.ref import MaskArgs
 
 TILE = 1024  # words of an iteration, 32,768 tokens; each thread has four reads in flight
 # A read takes about 0.6 us, so these are some seconds. A mask comes within milliseconds, unless the
@@ -60,32 +61,24 @@ def _mask(
     tl.store(in_time + row, came)
 
 
-def mask(
-    logits: jax.Array,  # float32[B, V]
-    finite: jax.Array,  # int32[B]
-    wanted: jax.Array,  # int32[B]
-    slots: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-    *,
-    num_slots: int,
-) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
+def mask(args: MaskArgs) -> tuple[jax.Array, jax.Array]:  # float32[B, V], int32[B]
     """See ``mask.api``."""
-    rows, vocab = logits.shape
-    ref = jax.new_ref(logits)  # jax-triton updates a Ref in place
+    rows, vocab = args.logits.shape
+    ref = jax.new_ref(args.logits)  # jax-triton updates a Ref in place
     in_time = jt.triton_call(
-        finite,
-        wanted,
-        slots,
-        place,
+        args.finite,
+        args.wanted,
+        args.slots,
+        args.place,
         ref,
         kernel=_mask,
-        out_type=jax.ShapeDtypeStruct((rows,), finite.dtype),
+        out_type=jax.ShapeDtypeStruct((rows,), args.finite.dtype),
         grid=(rows,),
         num_warps=8,
         num_stages=1,
         vocab=vocab,
         words=mask_words(vocab),
-        num_slots=num_slots,
+        num_slots=args.num_slots,
         TILE=TILE,
         MAX_READS=MAX_READS,
     )

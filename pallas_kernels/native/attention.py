@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
+from pallas_kernels.paged_prefill.ref import PrefillArgs
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 LANES, MOST = 16, 256  # head_dim is a multiple of the one, up to the other: ``attend.inc``
 
@@ -28,24 +31,21 @@ def _supports(queries: jax.Array, pages: jax.Array) -> str | None:
     return None
 
 
-def rope_append_supports(*args: Any, **static: Any) -> str | None:
+def rope_append_supports(args: RopeAppendArgs) -> str | None:
     """Why ``qk_rope_append`` cannot run, or None."""
-    del static
-    return _supports(args[0], args[4])
+    return _supports(args.qkv, args.k_pages)
 
 
-def append_decode_supports(*args: Any, **static: Any) -> str | None:
+def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    del static
-    if args[1] is None:
+    if args.cos is None:
         return missing() or "there is no rope"
-    return _supports(args[0], args[4])
+    return _supports(args.qkv, args.k_pages)
 
 
-def prefill_supports(*args: Any, **static: Any) -> str | None:
+def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    del static
-    return _supports(args[0], args[1])
+    return _supports(args.q, args.k_pages)
 
 
 def _append(
@@ -90,56 +90,29 @@ def _nothing() -> jax.Array:
 
 
 def qk_rope_append(
-    qkv: jax.Array,  # [T, N + 2K, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    eps: float,
+    args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
-    where = (slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
-    return tuple(_append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps))
+    where = (args.slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
+    rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
+    return tuple(_append(args.qkv, *rotation, *pools, where, args.eps))
 
 
 def append_decode(
-    qkv: jax.Array,  # [B, N + 2K, H]
-    cos: jax.Array,  # float32[B, H / 2]
-    sin: jax.Array,  # float32[B, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[B, M]
-    seq_lens: jax.Array,  # int32[B]
-    arrivals: Any = None,
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    eps: float,
-    window: int | None = None,
+    args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    del arrivals  # for kernels that split a row
-    where = (_nothing(), page_table, seq_lens)
-    q, k_pages, v_pages = _append(qkv, cos, sin, qk_norms, k_pages, v_pages, where, eps)
-    out = _attend(q, k_pages, v_pages, page_table, seq_lens, _nothing(), sinks, scale, window)
+    assert args.cos is not None and args.sin is not None
+    rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
+    context = args.page_table, args.seq_lens
+    where = (_nothing(), *context)
+    q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
+    settings = args.sinks, args.scale, args.window
+    out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
     return out, k_pages, v_pages
 
 
-def paged_prefill(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    return _attend(q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks, scale, window)
+    rows, settings = (args.page_table, args.seq_lens), (args.sinks, args.scale, args.window)
+    return _attend(args.q, args.k_pages, args.v_pages, *rows, args.query_start_loc, *settings)

@@ -19,7 +19,7 @@ from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
 from pallas_kernels.residual_norm import ref as norm_ref
 from pallas_kernels.residual_norm import xla as norm_xla
-from pallas_kernels.residual_norm.api import residual_norm
+from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 from pallas_kernels.skinny_gemm import ref as gemm_ref
 from pallas_kernels.skinny_gemm import xla as gemm_xla
 from pallas_kernels.skinny_gemm.api import skinny_gemm
@@ -39,7 +39,8 @@ def reference(
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """The definition of norm_gemm: the definitions of both ops."""
     del pins
-    total, normed = norm_ref.residual_norm(x, partials, norms, row=row, eps=eps)
+    norm = NormArgs(x=x, partials=partials, weights=norms, row=row, eps=eps)
+    total, normed = norm_ref.residual_norm(norm)
     if kind is None:
         return total, gemm_ref.skinny_gemm(normed, *w, swiglu=swiglu, split=False)
     gemm = of_either_order(quantised_ref.quantised_gemm)
@@ -59,7 +60,8 @@ def reference_fp8(
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
     """The definition where the normed token is quantised, too."""
     del pins
-    total, normed = norm_ref.residual_norm(x, partials, norms, row=row, eps=eps)
+    norm = NormArgs(x=x, partials=partials, weights=norms, row=row, eps=eps)
+    total, normed = norm_ref.residual_norm(norm)
     return total, fp8_tokens.quantised_gemm(normed, *w, kind=kind, swiglu=swiglu, split=False)
 
 
@@ -76,7 +78,8 @@ def plain_xla(
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """Both ops in plain XLA; supports differentiation and vmap."""
     del pins
-    total, normed = norm_xla.residual_norm(x, partials, norms, row=row, eps=eps)
+    norm = NormArgs(x=x, partials=partials, weights=norms, row=row, eps=eps)
+    total, normed = norm_xla.residual_norm(norm)
     if kind is None:
         return total, gemm_xla.skinny_gemm(normed, *w, swiglu=swiglu, split=False)
     gemm = of_either_order(quantised_xla.quantised_gemm)
@@ -95,8 +98,8 @@ def unfused(
     pins: Pins,
 ) -> tuple[jax.Array, jax.Array]:  # [T, D], [T, O]
     """Each op in the implementation that ``pins`` or ``registry.select`` chooses."""
-    impl = pins.of("residual_norm")
-    total, normed = residual_norm(x, partials, norms, row=row, eps=eps, impl=impl)
+    norm = NormArgs(x=x, partials=partials, weights=norms, row=row, eps=eps)
+    total, normed = residual_norm(norm, pins.of("residual_norm"))
     if kind is not None:
         matrix = Quantised(kind, *w)
         return total, quantised_gemm(normed, matrix, swiglu=swiglu, impl=pins.of("quantised_gemm"))

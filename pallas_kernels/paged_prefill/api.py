@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic = imported_when_called(
@@ -36,19 +37,7 @@ OP = KernelOp(
 )
 
 
-def paged_prefill(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-    impl: str | None = None,
-) -> jax.Array:  # [T, N, H]
+def paged_prefill(args: PrefillArgs, impl: str | None = None) -> jax.Array:  # [T, N, H]
     """Each row's queries attend causally to the last ``window`` tokens of context (None: all).
 
     Row r's queries are ``q[query_start_loc[r] : query_start_loc[r + 1]]``; they are the last
@@ -60,11 +49,11 @@ def paged_prefill(
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691).
     """
-    check_paged("paged_prefill", q, k_pages, v_pages, page_table, seq_lens, window, sinks)
-    if query_start_loc.shape != (seq_lens.shape[0] + 1,):
+    context = args.page_table, args.seq_lens, args.window, args.sinks
+    check_paged("paged_prefill", args.q, args.k_pages, args.v_pages, *context)
+    if args.query_start_loc.shape != (args.seq_lens.shape[0] + 1,):
         raise ValueError(
-            f"paged_prefill: query_start_loc {query_start_loc.shape} must hold one entry more than "
-            f"the {seq_lens.shape[0]} rows"
+            f"paged_prefill: query_start_loc {args.query_start_loc.shape} must hold one entry more "
+            f"than the {args.seq_lens.shape[0]} rows"
         )
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks)
-    return dispatch(OP, args, {"scale": scale, "window": window}, impl)
+    return dispatch(OP, (args,), {}, impl)

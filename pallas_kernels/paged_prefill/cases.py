@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import PagedCase, paged_arrays, sinks_of
 
@@ -173,10 +176,16 @@ def build(case: PagedCase, seed: int) -> Inputs:
     q = rng.standard_normal(shape, np.float32)
     q[real:] = np.nan
     starts = np.cumsum((0, *case.query_lens)).astype(np.int32)
-    args = (q.astype(jnp.dtype(case.dtype)), arrays.k_pages, arrays.v_pages, arrays.page_table)
-    seq_lens = np.asarray(case.seq_lens, np.int32)
-    static = {"scale": heads.head_dim**-0.5, "window": case.window}
-    return Inputs((*args, seq_lens, starts, sinks_of(case, rng)), static)
+    args: dict[str, Any] = {
+        "q": q.astype(jnp.dtype(case.dtype)),
+        "k_pages": arrays.k_pages,
+        "v_pages": arrays.v_pages,
+        "page_table": arrays.page_table,
+        "seq_lens": np.asarray(case.seq_lens, np.int32),
+        "query_start_loc": starts,
+        "sinks": sinks_of(case, rng),
+    }
+    return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, window=case.window),))
 
 
 def cost(case: PagedCase) -> Cost:

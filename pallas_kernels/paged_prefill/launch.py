@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -17,6 +16,7 @@ from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper, unfit_for_triton
 from pallas_kernels.device import current_device
 from pallas_kernels.paged_prefill.cases import CASES
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
@@ -85,65 +85,37 @@ def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
     return 3 if head_dim == 64 and window is None and num_tokens >= MANY_TOKENS else 2
 
 
-def mosaic_supports(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> str | None:
+def mosaic_supports(args: PrefillArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del v_pages, page_table, seq_lens, query_start_loc, sinks, window
-    (t, _, h), page_size = q.shape, k_pages.shape[1]
-    if str(q.dtype) not in MOSAIC_DTYPES or k_pages.dtype != q.dtype:
-        return f"queries are {q.dtype} and pages {k_pages.dtype}, not the same 16-bit dtype"
+    (t, _, h), dtype, page_size = args.q.shape, args.q.dtype, args.k_pages.shape[1]
+    if str(dtype) not in MOSAIC_DTYPES or args.k_pages.dtype != dtype:
+        return f"queries are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
     if h not in MOSAIC_HEAD_DIMS:
         return f"head_dim {h} is neither 64 nor 128"
     if page_size % 8 or BLOCK % page_size:
         return f"page_size {page_size} is not 8, 16, 32, 64 or 128"
     if t < MMA_QUERIES:
         return f"{t} queries are fewer than the {MMA_QUERIES} of a tile"
-    if scale <= 0.0:
-        return f"scale {scale} is not positive"
+    if args.scale <= 0.0:
+        return f"scale {args.scale} is not positive"
     return not_hopper()
 
 
-def result_shapes(
-    q: jax.Array,  # [T, N, H]
-    *_: Any,
-    **static: Any,
-) -> jax.ShapeDtypeStruct:
+def result_shapes(args: PrefillArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    return jax.ShapeDtypeStruct(q.shape, q.dtype)
+    return jax.ShapeDtypeStruct(args.q.shape, args.q.dtype)
 
 
-def triton_supports(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> str | None:
+def triton_supports(args: PrefillArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del v_pages, page_table, seq_lens, query_start_loc, sinks, window
-    (_, n, h), num_kv_heads = q.shape, k_pages.shape[2]
+    (_, n, h), num_kv_heads = args.q.shape, args.k_pages.shape[2]
     if not HEAD_DIMS[0] <= h <= HEAD_DIMS[1]:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
     if n // num_kv_heads > MAX_GROUP:
         return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
-    if scale <= 0.0:
-        return f"scale {scale} is not positive"
-    return unfit_for_triton(q, k_pages)
+    if args.scale <= 0.0:
+        return f"scale {args.scale} is not positive"
+    return unfit_for_triton(args.q, args.k_pages)
 
 
 def heuristic_config(q: jax.Array) -> TritonConfig:  # [T, N, H]
@@ -171,14 +143,10 @@ def shapes_of(case: PagedCase) -> Hashable:
     return (*sizes, case.page_size, case.dtype, case.kv_dtype or case.dtype)
 
 
-def choose_config(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    seq_lens: jax.Array,  # int32[R]
-) -> TritonConfig:
+def choose_config(args: PrefillArgs) -> TritonConfig:
     """The tuned config for a call of these shapes on this device, else the heuristic one."""
-    (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
-    sizes = (t, seq_lens.shape[0], n, num_kv_heads, h, page_size)
-    shapes = (*sizes, str(q.dtype), str(k_pages.dtype))
+    (t, n, h), (page_size, num_kv_heads) = args.q.shape, args.k_pages.shape[1:3]
+    sizes = (t, args.seq_lens.shape[0], n, num_kv_heads, h, page_size)
+    shapes = (*sizes, str(args.q.dtype), str(args.k_pages.dtype))
     choice = tuned.lookup("paged_prefill", CASES, shapes_of, shapes)
-    return TritonConfig(**choice) if choice else heuristic_config(q)
+    return TritonConfig(**choice) if choice else heuristic_config(args.q)

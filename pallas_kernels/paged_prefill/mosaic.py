@@ -49,6 +49,7 @@ from pallas_kernels.paged_prefill.mosaic_plan import (
     tile_table,
     warpgroup_offsets,
 )
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 # Of a thread of a compute warpgroup and of one that copies, by the number of compute warpgroups:
 # 504 and 512 of the 512 that an SM has for them.
@@ -414,30 +415,19 @@ def _kernel(spec: PrefillSpec, gmem: GmemRefs, scratch: PrefillScratch) -> None:
         _memory_warpgroup(spec, gmem, scratch)
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))  # one trace, one kernel for all layers
-def paged_prefill(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
+@jax.jit  # one trace, one kernel for all layers
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    num_tokens = q.shape[0]
-    q = jnp.pad(q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
-    (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
-    group, scale = n // num_kv_heads, scale * LOG2_E
-    warpgroups = num_warpgroups(h, window, num_tokens)
-    spec = PrefillSpec(h, page_size, n, group, scale, window, warpgroups)
-    tiles, num_tiles = tile_table(query_start_loc, seq_lens, t, spec.tile_tokens)
+    num_tokens = args.q.shape[0]
+    q = jnp.pad(args.q, ((0, -num_tokens % TOKEN_ALIGNMENT), (0, 0), (0, 0)))
+    (t, n, h), (page_size, num_kv_heads) = q.shape, args.k_pages.shape[1:3]
+    group, scale = n // num_kv_heads, args.scale * LOG2_E
+    warpgroups = num_warpgroups(h, args.window, num_tokens)
+    spec = PrefillSpec(h, page_size, n, group, scale, args.window, warpgroups)
+    tiles, num_tiles = tile_table(args.query_start_loc, args.seq_lens, t, spec.tile_tokens)
     spec = replace(spec, num_tiles=tiles.shape[0])
 
-    optional = () if sinks is None else (sinks,)
+    optional = () if args.sinks is None else (args.sinks,)
 
     def body(*refs: Ref) -> None:
         q, k_pages, v_pages, page_table, tiles, num_tiles, *sinks, out, scratch = refs
@@ -456,5 +446,5 @@ def paged_prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_prefill",
-    )(q, k_pages, v_pages, page_table, tiles, num_tiles, *optional)
+    )(q, args.k_pages, args.v_pages, args.page_table, tiles, num_tiles, *optional)
     return out[:num_tokens]

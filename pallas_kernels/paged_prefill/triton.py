@@ -18,6 +18,7 @@ import triton.language as tl
 
 from pallas_kernels.numerics import power_of_two
 from pallas_kernels.paged_prefill import launch
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -185,59 +186,34 @@ def _attend_tile(
     tl.store(out + at_tile + at_query, result.to(out.dtype.element_ty), mask=inside)
 
 
-def paged_prefill(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    args = (q, k_pages, v_pages, page_table, seq_lens, query_start_loc, sinks)
-    config = launch.choose_config(q, k_pages, seq_lens)
-    return launch_with(config, *args, scale=scale, window=window)
+    return launch_with(launch.choose_config(args), args)
 
 
-def launch_with(
-    config: launch.TritonConfig,
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
+def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """``paged_prefill`` with a given configuration; the tuner calls it too."""
-    (t, n, h), (page_size, num_kv_heads) = q.shape, k_pages.shape[1:3]
-    num_seqs, table_width = page_table.shape
+    (t, n, h), (page_size, num_kv_heads) = args.q.shape, args.k_pages.shape[1:3]
+    num_seqs, table_width = args.page_table.shape
     num_starts = num_seqs + 1
     group = n // num_kv_heads
     tokens = config.rows // group
     return jt.triton_call(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens,
-        query_start_loc,
-        seq_lens if sinks is None else sinks,
+        args.q,
+        args.k_pages,
+        args.v_pages,
+        args.page_table,
+        args.seq_lens,
+        args.query_start_loc,
+        args.seq_lens if args.sinks is None else args.sinks,
         kernel=_attend_tile,
-        out_type=q,
+        out_type=args.q,
         grid=(num_kv_heads, t // tokens + num_starts),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        SCALE=scale * LOG2_E.value,
-        WINDOW=window or 0,
-        HAS_SINKS=sinks is not None,
+        SCALE=args.scale * LOG2_E.value,
+        WINDOW=args.window or 0,
+        HAS_SINKS=args.sinks is not None,
         num_tokens=t,
         num_starts=num_starts,
         table_width=table_width,

@@ -6,13 +6,13 @@ contexts, not the size of the bucket. Blocks are those of ``append_decode.attend
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import softmax
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
@@ -27,27 +27,16 @@ class _Tile(NamedTuple):
     position: jax.Array  # of the first query in its context
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
-def paged_prefill(
-    q: jax.Array,  # [T, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-    query_start_loc: jax.Array,  # int32[R + 1]
-    sinks: jax.Array | None = None,  # [N]
-    *,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:  # [T, N, H]
+@jax.jit  # one trace serves every layer
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     """See ``paged_prefill.api``."""
-    t, n, h = q.shape
-    num_kv_heads = k_pages.shape[2]
+    t, n, h = args.q.shape
+    num_kv_heads = args.k_pages.shape[2]
     width = min(QUERIES_PER_TILE, t)
-    block_pages = softmax.pages_per_block(k_pages.shape[1])
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    padded = jnp.pad(q, ((0, width), (0, 0), (0, 0)))  # the last tile may extend past the end
-    query_lens = jnp.diff(query_start_loc)
+    block_pages = softmax.pages_per_block(args.k_pages.shape[1])
+    table = jnp.pad(args.page_table, ((0, 0), (0, -args.page_table.shape[1] % block_pages)))
+    padded = jnp.pad(args.q, ((0, width), (0, 0), (0, 0)))  # the last tile may extend past the end
+    query_lens = jnp.diff(args.query_start_loc)
     row_tiles = jax.lax.div(query_lens + (width - 1), width)
     tile_ends = jnp.cumsum(row_tiles)
 
@@ -56,15 +45,17 @@ def paged_prefill(
         offset = (i - (tile_ends[row] - row_tiles[row])) * width
         tile = _Tile(
             row=row,
-            start=query_start_loc[row] + offset,
+            start=args.query_start_loc[row] + offset,
             count=jnp.minimum(width, query_lens[row] - offset),
-            position=seq_lens[row] - query_lens[row] + offset,
+            position=args.seq_lens[row] - query_lens[row] + offset,
         )
         queries = jax.lax.dynamic_slice_in_dim(padded, tile.start, width).astype(jnp.float32)
-        grouped = (queries * scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
+        grouped = (queries * args.scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
-        result = _attend_tile(grouped, k_pages, v_pages, table[row], tile, window, sinks)
-        result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(q.dtype)
+        result = _attend_tile(
+            grouped, args.k_pages, args.v_pages, table[row], tile, args.window, args.sinks
+        )
+        result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(args.q.dtype)
         # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
         return jax.lax.dynamic_update_slice_in_dim(out, result, tile.start, axis=0)
 

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.native import attention
 from pallas_kernels.qk_rope_append import cases, launch, ref, xla
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.qk_rope_append.triton", "qk_rope_append")
@@ -35,18 +36,9 @@ OP = KernelOp(
 
 
 def qk_rope_append(
-    qkv: jax.Array,  # [T, N + 2K, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    eps: float,
-    impl: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [T, N, H] ready for attention, and the pools with the step's keys and values.
+    args: RopeAppendArgs, impl: str | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+    """Queries ready for attention, and the pools with the step's keys and values.
 
     ``qkv`` holds a token's heads: N of queries, K of keys, K of values. Queries and keys are
     normalised over H by their root mean square (``qk_norms``: weights of queries, of keys; None
@@ -57,6 +49,8 @@ def qk_rope_append(
 
     Rotary embedding: Su et al., 2021 (arXiv:2104.09864); RMS norm: Zhang and Sennrich, 2019.
     """
+    qkv, cos, sin, slots = args.qkv, args.cos, args.sin, args.slot_mapping
+    k_pages, v_pages = args.k_pages, args.v_pages
     num_kv_heads, head_dim = k_pages.shape[2:]
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
@@ -65,14 +59,13 @@ def qk_rope_append(
     if qkv.ndim != 3 or qkv.shape[1] <= 2 * num_kv_heads or qkv.shape[2] != head_dim:
         raise ValueError(f"qk_rope_append: heads {qkv.shape} do not fit pages {k_pages.shape}")
     tokens = qkv.shape[0]
-    if not cos.shape == sin.shape == (tokens, head_dim // 2) or slot_mapping.shape != (tokens,):
+    if not cos.shape == sin.shape == (tokens, head_dim // 2) or slots.shape != (tokens,):
         raise ValueError(
-            f"qk_rope_append: cos {cos.shape}, sin {sin.shape} and slot_mapping "
-            f"{slot_mapping.shape} do not fit {tokens} tokens of head_dim {head_dim}"
+            f"qk_rope_append: cos {cos.shape}, sin {sin.shape} and slot_mapping {slots.shape} do "
+            f"not fit {tokens} tokens of head_dim {head_dim}"
         )
-    if qk_norms is not None and qk_norms.shape != (2, head_dim):
+    if args.qk_norms is not None and args.qk_norms.shape != (2, head_dim):
         raise ValueError(
-            f"qk_rope_append: qk_norms {qk_norms.shape} are not two of head_dim {head_dim}"
+            f"qk_rope_append: qk_norms {args.qk_norms.shape} are not two of head_dim {head_dim}"
         )
-    args = (qkv, cos, sin, qk_norms, k_pages, v_pages, slot_mapping)
-    return dispatch(OP, args, {"eps": eps}, impl)
+    return dispatch(OP, (args,), {}, impl)

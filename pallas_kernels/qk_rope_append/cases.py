@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import shapes
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import Heads
 
@@ -86,8 +88,16 @@ def build(case: RopeCase, seed: int) -> Inputs:
     slots = np.arange(tokens) % case.page_size
     slots[: case.num_tokens] = rng.choice(owned, case.num_tokens, replace=False)
     slots[max(case.num_tokens - 1, 0) : case.num_tokens] = last
-    args = (qkv, np.cos(angles), np.sin(angles), norms, *pools, slots.astype(np.int32))
-    return Inputs(args, {"eps": 1e-6})
+    args: dict[str, Any] = {
+        "qkv": qkv,
+        "cos": np.cos(angles),
+        "sin": np.sin(angles),
+        "qk_norms": norms,
+        "k_pages": pools[0],
+        "v_pages": pools[1],
+        "slot_mapping": slots.astype(np.int32),
+    }
+    return Inputs((RopeAppendArgs(**args, eps=1e-6),))
 
 
 def cost(case: RopeCase) -> Cost:

@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_append.ref import kv_append
+from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
+from pallas_kernels.registry import STATIC
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RopeAppendArgs:
+    """The arguments of ``qk_rope_append``."""
+
+    qkv: jax.Array  # [T, N + 2K, H]
+    cos: jax.Array  # float32[T, H / 2]
+    sin: jax.Array  # float32[T, H / 2]
+    qk_norms: jax.Array | None = None  # [2, H]
+    k_pages: jax.Array  # [P, S, K, H]
+    v_pages: jax.Array  # [P, S, K, H]
+    slot_mapping: jax.Array  # int32[T]
+    eps: float = field(metadata=STATIC)
+
+    def appended(self, k: jax.Array, v: jax.Array) -> KvAppendArgs:  # [T, K, H] each
+        """The arguments of ``kv_append`` for rotated keys, and values."""
+        pools = {"k_pages": self.k_pages, "v_pages": self.v_pages}
+        return KvAppendArgs(k=k, v=v, **pools, slot_mapping=self.slot_mapping)
 
 
 def qk_rope_append(
-    qkv: jax.Array,  # [T, N + 2K, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    eps: float,
+    args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """Normalised heads are rounded to their dtype before the rotation, as in models."""
-    num_kv_heads = k_pages.shape[2]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    rotation = jax.lax.complex(jnp.asarray(cos), jnp.asarray(sin))  # [T, H / 2]
+    num_kv_heads = args.k_pages.shape[2]
+    num_heads = args.qkv.shape[1] - 2 * num_kv_heads
+    rotation = jax.lax.complex(jnp.asarray(args.cos), jnp.asarray(args.sin))  # [T, H / 2]
 
     def rotated_head(head: int) -> jax.Array:  # [T, H]
-        x = jnp.asarray(qkv[:, head])
-        if qk_norms is not None:
+        x = jnp.asarray(args.qkv[:, head])
+        if args.qk_norms is not None:
             x32 = x.astype(jnp.float32)
-            rms = jnp.sqrt((x32 * x32).mean(-1) + eps)[:, None]
-            weight = jnp.asarray(qk_norms[int(head >= num_heads)], jnp.float32)
+            rms = jnp.sqrt((x32 * x32).mean(-1) + args.eps)[:, None]
+            weight = jnp.asarray(args.qk_norms[int(head >= num_heads)], jnp.float32)
             x = (x32 / rms * weight).astype(x.dtype)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         product = jax.lax.complex(first, second) * rotation
         return jnp.concatenate([product.real, product.imag], axis=-1).astype(x.dtype)
 
     heads = jnp.stack([rotated_head(head) for head in range(num_heads + num_kv_heads)], axis=1)
-    k, v = heads[:, num_heads:], jnp.asarray(qkv)[:, num_heads + num_kv_heads :]
-    return heads[:, :num_heads], *kv_append(k, v, k_pages, v_pages, slot_mapping)
+    k, v = heads[:, num_heads:], jnp.asarray(args.qkv)[:, num_heads + num_kv_heads :]
+    return heads[:, :num_heads], *kv_append(args.appended(k, v))

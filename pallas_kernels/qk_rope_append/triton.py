@@ -12,6 +12,7 @@ import triton.language as tl
 
 from pallas_kernels.numerics import power_of_two
 from pallas_kernels.qk_rope_append import launch
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 
 @triton.jit
@@ -82,37 +83,30 @@ def _turn_and_append(
 
 
 def qk_rope_append(
-    qkv: jax.Array,  # [T, N + 2K, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    eps: float,
+    args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
-    (t, heads, h), num_kv_heads = qkv.shape, k_pages.shape[2]
+    (t, heads, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
     num_heads = heads - 2 * num_kv_heads
     tile = launch.heads_per_cta(t, heads)
     tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
-    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)  # jax-triton updates a Ref in place
+    # jax-triton updates a Ref in place
+    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
     q = jt.triton_call(
-        qkv,
-        cos,
-        sin,
-        cos if qk_norms is None else qk_norms,
+        args.qkv,
+        args.cos,
+        args.sin,
+        args.cos if args.qk_norms is None else args.qk_norms,
         k_ref,
         v_ref,
-        slot_mapping,
+        args.slot_mapping,
         kernel=_turn_and_append,
-        out_type=jax.ShapeDtypeStruct((t, num_heads, h), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((t, num_heads, h), args.qkv.dtype),
         grid=(t, tiles),
         num_warps=max(1, tile // 2),
         num_stages=1,
-        EPS=eps,
-        HAS_NORMS=qk_norms is not None,
+        EPS=args.eps,
+        HAS_NORMS=args.qk_norms is not None,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=h // 2,

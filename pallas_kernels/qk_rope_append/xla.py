@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 
 from pallas_kernels.kv_append.xla import kv_append
 from pallas_kernels.numerics import split_and_rotate
+from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 
-@partial(jax.jit, static_argnames="eps")  # one trace serves every layer of a step
+@jax.jit  # one trace serves every layer of a step
 def qk_rope_append(
-    qkv: jax.Array,  # [T, N + 2K, H]
-    cos: jax.Array,  # float32[T, H / 2]
-    sin: jax.Array,  # float32[T, H / 2]
-    qk_norms: jax.Array | None,  # [2, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
-    slot_mapping: jax.Array,  # int32[T]
-    *,
-    eps: float,
+    args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
-    q, k, v = split_and_rotate(qkv, cos, sin, qk_norms, k_pages.shape[2], eps)
-    return q, *kv_append(k, v, k_pages, v_pages, slot_mapping)
+    rotation, num_kv_heads = (args.cos, args.sin, args.qk_norms), args.k_pages.shape[2]
+    q, k, v = split_and_rotate(args.qkv, *rotation, num_kv_heads, args.eps)
+    return q, *kv_append(args.appended(k, v))

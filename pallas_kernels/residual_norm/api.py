@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.checks import check_partials
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.residual_norm import cases, launch, mosaic_launch, native, ref, xla
+from pallas_kernels.residual_norm.ref import NormArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.residual_norm.mosaic", "residual_norm", mosaic_launch.result_shapes
@@ -31,15 +32,7 @@ OP = KernelOp(
 )
 
 
-def residual_norm(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-    impl: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def residual_norm(args: NormArgs, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
     """The sum of ``x`` and all partials, and that sum normalised; both [T, D] in x's dtype.
 
     ``partials`` is the output of a GEMM, or the split-K partials of one. The sum is computed in
@@ -50,9 +43,10 @@ def residual_norm(
 
     RMS norm: Zhang and Sennrich, 2019 (arXiv:1910.07467).
     """
+    x, weights = args.x, args.weights
     if x.ndim != 2 or weights.ndim != 2 or x.shape[1] != weights.shape[1]:
         raise ValueError(f"residual_norm: tokens {x.shape} do not fit weights {weights.shape}")
-    if not 0 <= row < weights.shape[0]:
-        raise ValueError(f"residual_norm: there is no row {row} in weights {weights.shape}")
-    check_partials("residual_norm", x, partials)
-    return dispatch(OP, (x, partials, weights), {"row": row, "eps": eps}, impl)
+    if not 0 <= args.row < weights.shape[0]:
+        raise ValueError(f"residual_norm: there is no row {args.row} in weights {weights.shape}")
+    check_partials("residual_norm", x, args.partials)
+    return dispatch(OP, (args,), {}, impl)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.shapes import normal
 
 
@@ -56,7 +58,12 @@ def build(case: NormCase, seed: int) -> Inputs:
         partials = normal(rng, (case.partials, *size), np.dtype(np.float32))
     weights = np.full((3, case.width), np.nan, dtype)
     weights[row] = rng.uniform(0.5, 1.5, case.width)
-    return Inputs((normal(rng, size, dtype), partials, weights), {"row": row, "eps": 1e-6})
+    args: dict[str, Any] = {
+        "x": normal(rng, size, dtype),
+        "partials": partials,
+        "weights": weights,
+    }
+    return Inputs((NormArgs(**args, row=row, eps=1e-6),))
 
 
 def cost(case: NormCase) -> Cost:

@@ -5,9 +5,8 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-import jax
-
 from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.residual_norm.ref import NormArgs
 
 MAX_WIDTH = 8192  # wider rows would spill registers
 COMPONENTS_PER_WARP = 256  # 16 bytes a thread of 16-bit values
@@ -15,20 +14,13 @@ MAX_WARPS = 16
 MAX_VALUES_IN_FLIGHT = 64  # of partials a thread, each in a register
 
 
-def supports(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-) -> str | None:
+def supports(args: NormArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
-    del partials, row, eps
+    x = args.x
     if (reason := unfit_for_triton(x, x)) is not None:
         return reason
-    if weights.dtype != x.dtype:
-        return f"the weights are {weights.dtype}, not {x.dtype}"
+    if args.weights.dtype != x.dtype:
+        return f"the weights are {args.weights.dtype}, not {x.dtype}"
     tokens, width = x.shape
     if not tokens:
         return "there are no tokens"

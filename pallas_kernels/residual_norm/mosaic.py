@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import launch_dependents
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS
+from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.residual_norm.token import add_and_norm
 
 type Ref = Any
@@ -38,26 +39,21 @@ def _kernel(
         normed[token, span] = token_normed
 
 
-@partial(jax.jit, static_argnames=("row", "eps"))  # one trace, one kernel for all layers
-def residual_norm(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
+@jax.jit  # one trace, one kernel for all layers
+def residual_norm(args: NormArgs) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
     """See ``residual_norm.api``."""
+    x, partials = args.x, args.partials
+    assert partials is not None  # ``supports`` has refused the call
     tokens, width = x.shape
     tiles = (width // COLUMNS, COLUMNS)
     out = jax.ShapeDtypeStruct((tokens, *tiles), x.dtype)
     total, normed = plgpu.kernel(
-        partial(_kernel, row, eps),
+        partial(_kernel, args.row, args.eps),
         out_type=(out, out),
         grid=(tokens,),
         grid_names=("token",),
         # The automatic barriers would make all threads wait around each load and store.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="residual_norm",
-    )(x.reshape(out.shape), partials.reshape(-1, *out.shape), weights.reshape(-1, *tiles))
+    )(x.reshape(out.shape), partials.reshape(-1, *out.shape), args.weights.reshape(-1, *tiles))
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.checks import not_hopper
+from pallas_kernels.residual_norm.ref import NormArgs
 
 DTYPES = ("bfloat16", "float16")
 MAX_TOKENS = 256  # of a decode step; steps with prompts have more, and their kernels are not linked
@@ -17,19 +18,12 @@ MAX_WIDTH = 4096  # components; a wider row with four partials would spill regis
 MAX_PARTIAL_COMPONENTS = 4 * MAX_WIDTH  # components of all partials of a token
 
 
-def supports(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-) -> str | None:
+def supports(args: NormArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    del row, eps
-    if str(x.dtype) not in DTYPES or weights.dtype != x.dtype:
-        return f"tokens are {x.dtype} and weights {weights.dtype}, not the same 16-bit dtype"
-    if partials is None or partials.size > MAX_PARTIAL_COMPONENTS * x.shape[0]:
+    x = args.x
+    if str(x.dtype) not in DTYPES or args.weights.dtype != x.dtype:
+        return f"tokens are {x.dtype} and weights {args.weights.dtype}, not the same 16-bit dtype"
+    if args.partials is None or args.partials.size > MAX_PARTIAL_COMPONENTS * x.shape[0]:
         return f"there are no partials to add, or more than {MAX_PARTIAL_COMPONENTS} components"
     tokens, width = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
@@ -39,15 +33,7 @@ def supports(
     return not_hopper()
 
 
-def result_shapes(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def result_shapes(args: NormArgs) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The shapes of the results of a call."""
-    del partials, weights, row, eps
-    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    result = jax.ShapeDtypeStruct(args.x.shape, args.x.dtype)
     return result, result

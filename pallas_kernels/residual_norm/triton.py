@@ -15,6 +15,7 @@ import triton.language as tl
 
 from pallas_kernels.numerics import power_of_two
 from pallas_kernels.residual_norm import launch
+from pallas_kernels.residual_norm.ref import NormArgs
 
 
 @triton.jit
@@ -54,15 +55,9 @@ def _add_and_norm(
     tl.store(normed + at, (x32 * scale * weight.to(tl.float32)).to(x_row.dtype), mask=inside)
 
 
-def residual_norm(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    weights: jax.Array,  # [W, D]
-    *,
-    row: int,
-    eps: float,
-) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
+def residual_norm(args: NormArgs) -> tuple[jax.Array, jax.Array]:  # 2 * [T, D]
     """See ``residual_norm.api``."""
+    x, partials = args.x, args.partials
     tokens, width = x.shape
     tile = power_of_two(width)
     count = 0 if partials is None else partials.size // x.size
@@ -70,14 +65,14 @@ def residual_norm(
     total, normed = jt.triton_call(
         x,
         x if partials is None else partials,
-        weights,
+        args.weights,
         kernel=_add_and_norm,
         out_type=(jax.ShapeDtypeStruct((1,), x.dtype) if partials is None else result, result),
         grid=(tokens,),
         num_warps=launch.num_warps(tile),
         num_stages=1,
-        EPS=eps,
-        ROW=row,
+        EPS=args.eps,
+        ROW=args.row,
         PARTIALS=count,
         WIDTH=width,
         TILE=tile,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.route.ref import RouteArgs
 from pallas_kernels.route.routing import Groups, Routing
 from pallas_kernels.shapes import normal
 
@@ -78,7 +80,14 @@ def build(case: RouteCase, seed: int) -> Inputs:
     bias = normal(rng, (case.count,), dtype, 0.3) if case.bias else None
     choice_bias = rng.uniform(0, 0.5, case.count).astype(np.float32) if case.choice_bias else None
     is_token = np.arange(case.tokens) % 3 < 2 if case.padded else None
-    return Inputs((x, w, bias, choice_bias, is_token), {"routing": case.routing})
+    args: dict[str, Any] = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "choice_bias": choice_bias,
+        "is_token": is_token,
+    }
+    return Inputs((RouteArgs(**args, routing=case.routing),))
 
 
 def cost(case: RouteCase) -> Cost:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.registry import STATIC
 from pallas_kernels.route.routing import Routing
 
 SMALLEST = 1e-20  # added to a sum of weights, which may be 0 (DeepSeek-V3)
 
 
-def route(
-    x: jax.Array,  # [T, D]
-    w: jax.Array,  # [E, D]
-    bias: jax.Array | None,  # [E]
-    choice_bias: jax.Array | None,  # float32[E]
-    is_token: jax.Array | None,  # bool[T]
-    *,
-    routing: Routing,
-) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RouteArgs:
+    """The arguments of ``route``."""
+
+    x: jax.Array  # [T, D]
+    w: jax.Array  # [E, D]
+    bias: jax.Array | None = None  # [E], of the logits
+    choice_bias: jax.Array | None = None  # float32[E], of the scores that choose
+    is_token: jax.Array | None = None  # bool[T]: False for padding, which chooses -1
+    routing: Routing = field(metadata=STATIC)
+
+
+def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
+    x, w, routing = args.x, args.w, args.routing
     x, w = (jnp.asarray(array, jnp.float32) for array in (x, w))
     logits = jnp.matmul(x, w.T, precision="highest")
-    if bias is not None:
-        logits = logits + jnp.asarray(bias, jnp.float32)
+    if args.bias is not None:
+        logits = logits + jnp.asarray(args.bias, jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
-    ranks = scores if choice_bias is None else scores + jnp.asarray(choice_bias, jnp.float32)
+    ranks = (
+        scores if args.choice_bias is None else scores + jnp.asarray(args.choice_bias, jnp.float32)
+    )
     if routing.groups is not None:
         count, chosen, score = routing.groups
         grouped = jnp.sort(ranks.reshape(len(ranks), count, -1), axis=2, descending=True)
@@ -38,6 +49,6 @@ def route(
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
-    if is_token is not None:
-        choices = jnp.where(jnp.asarray(is_token)[:, None], choices, -1)
+    if args.is_token is not None:
+        choices = jnp.where(jnp.asarray(args.is_token)[:, None], choices, -1)
     return choices, weights * routing.scale

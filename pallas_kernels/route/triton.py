@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.numerics import power_of_two
-from pallas_kernels.route.ref import SMALLEST
-from pallas_kernels.route.routing import Routing
+from pallas_kernels.route.ref import SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
 
 VALUES_OF_WARP = 256  # scores of experts, 8 of each thread
@@ -103,24 +102,17 @@ def _choose(
     tl.store(weights + at, weight * SCALE, mask=number < CHOSEN)
 
 
-def route(
-    x: jax.Array,  # [T, D]
-    w: jax.Array,  # [E, D]
-    bias: jax.Array | None,  # [E]
-    choice_bias: jax.Array | None,  # float32[E]
-    is_token: jax.Array | None,  # bool[T]
-    *,
-    routing: Routing,
-) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
-    logits = logits_of(x, w)
+    routing = args.routing
+    logits = logits_of(args.x, args.w)
     tokens, experts = logits.shape
     tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
     choices, weights = jt.triton_call(
         logits,
-        logits if bias is None else bias,
-        logits if choice_bias is None else choice_bias,
-        logits if is_token is None else is_token.astype(jnp.int32),
+        logits if args.bias is None else args.bias,
+        logits if args.choice_bias is None else args.choice_bias,
+        logits if args.is_token is None else args.is_token.astype(jnp.int32),
         kernel=_choose,
         out_type=(
             jax.ShapeDtypeStruct(results, jnp.int32),
@@ -140,8 +132,8 @@ def route(
         NUM_GROUPS=0 if groups is None else groups.count,
         GROUPS_CHOSEN=0 if groups is None else groups.chosen,
         BEST_TWO=groups is not None and groups.score == "best_two",
-        BIAS=bias is not None,
-        CHOICE_BIAS=choice_bias is not None,
-        PADDED=is_token is not None,
+        BIAS=args.bias is not None,
+        CHOICE_BIAS=args.choice_bias is not None,
+        PADDED=args.is_token is not None,
     )
     return choices, weights

@@ -5,33 +5,26 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.route.ref import SMALLEST
-from pallas_kernels.route.routing import Groups, Routing
+from pallas_kernels.route.ref import SMALLEST, RouteArgs
+from pallas_kernels.route.routing import Groups
 
 
-def route(
-    x: jax.Array,  # [T, D]
-    w: jax.Array,  # [E, D]
-    bias: jax.Array | None,  # [E]
-    choice_bias: jax.Array | None,  # float32[E]
-    is_token: jax.Array | None,  # bool[T]
-    *,
-    routing: Routing,
-) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
-    logits = logits_of(x, w)
-    if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
+    routing = args.routing
+    logits = logits_of(args.x, args.w)
+    if args.bias is not None:
+        logits = logits + args.bias.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
-    ranks = scores if choice_bias is None else scores + choice_bias
+    ranks = scores if args.choice_bias is None else scores + args.choice_bias
     if routing.groups is not None:
         ranks = _of_best_groups(ranks, routing.groups)
     _, choices = jax.lax.top_k(ranks, routing.chosen)  # of equal ones the lower
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
-    if is_token is not None:
-        choices = jnp.where(is_token[:, None], choices, -1)
+    if args.is_token is not None:
+        choices = jnp.where(args.is_token[:, None], choices, -1)
     return choices, weights * routing.scale
 
 

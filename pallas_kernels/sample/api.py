@@ -9,11 +9,14 @@ boundaries: about 1e-3 per token over 50,000 entries.)
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.sample import cases, launch, native, ref, xla
+from pallas_kernels.sample.ref import SampleArgs
 
 _triton = imported_when_called("pallas_kernels.sample.triton", "sample")
 
@@ -33,19 +36,7 @@ OP = KernelOp(
 )
 
 
-def sample(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    masks: jax.Array | None = None,  # uint32[B, W]
-    *,
-    impl: str | None = None,
-) -> jax.Array:  # int32[B]
+def sample(args: SampleArgs, impl: str | None = None) -> jax.Array:  # int32[B]
     """The next token of each row, an id in [0, V) for any logits, NaN included.
 
     A row of temperature 0 takes the first of its largest logits; its other parameters may be junk.
@@ -67,21 +58,14 @@ def sample(
     min_p: Nguyen et al., 2024 (arXiv:2407.01082); the Gumbel maximum: Maddison et al., 2014
     (arXiv:1411.0030).
     """
+    logits, masks = args.logits, args.masks
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"sample: logits are {logits.dtype}{logits.shape}, not float32[B, V]")
-    rows = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed_low": seed_low,
-        "seed_high": seed_high,
-        "positions": positions,
-    }
-    for name, values in rows.items():
-        if values.shape != logits.shape[:1]:
-            raise ValueError(f"sample: {name} {values.shape} does not fit logits {logits.shape}")
+    for field in fields(args):
+        if field.name in ("logits", "masks"):
+            continue
+        if (shape := getattr(args, field.name).shape) != logits.shape[:1]:
+            raise ValueError(f"sample: {field.name} {shape} does not fit logits {logits.shape}")
     if masks is not None and (len(masks) != len(logits) or 32 * masks.shape[1] < logits.shape[1]):
         raise ValueError(f"sample: masks {masks.shape} do not fit logits {logits.shape}")
-    given = () if masks is None else (masks,)
-    return dispatch(OP, (logits, *rows.values(), *given), {}, impl)
+    return dispatch(OP, (args,), {}, impl)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.sample.ref import SampleArgs
 
 QWEN3, SMOLLM2 = 151_936, 49_152
 
@@ -116,7 +117,14 @@ def build(case: SampleCase, seed: int) -> Inputs:
     draws = [np.array(column, kind) for column, kind in zip(columns, types, strict=True)]
     seeds = rng.integers(-(2**31), 2**31, (2, case.batch)).astype(np.int32)
     positions = rng.integers(0, 40_960, case.batch).astype(np.int32)
-    return Inputs((logits, *draws, *seeds, positions), {})
+    args: dict[str, Any] = {
+        "logits": logits,
+        **dict(zip(("temperature", "top_k", "top_p", "min_p"), draws, strict=True)),
+        "seed_low": seeds[0],
+        "seed_high": seeds[1],
+        "positions": positions,
+    }
+    return Inputs((SampleArgs(**args),))
 
 
 def cost(case: SampleCase) -> Cost:

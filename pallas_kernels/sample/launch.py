@@ -5,10 +5,9 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-import jax
-
 from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.device import current_device
+from pallas_kernels.sample.ref import SampleArgs
 
 # Logits of a block, whose largest decides whether a later launch reads it. As small as one load of
 # a warp (16 bytes a thread), since a launch reads about as many blocks as it needs logits.
@@ -35,24 +34,13 @@ SEARCH_PIVOTS = 4  # sums are 64 bits wide; with more pivots one CTA fits on an 
 MAX_VOCAB = 1 << 20
 
 
-def supports(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    masks: jax.Array | None = None,  # uint32[B, W]
-) -> str | None:
+def supports(args: SampleArgs) -> str | None:
     """Why the Triton kernels cannot run the call, or None."""
-    if masks is not None:
+    if args.masks is not None:
         return "there are masks"
-    del temperature, top_k, top_p, min_p, seed_low, seed_high, positions
-    if logits.shape[1] > MAX_VOCAB:
-        return f"a vocabulary of {logits.shape[1]} is above {MAX_VOCAB}"
-    return unfit_for_triton(logits, logits)
+    if args.logits.shape[1] > MAX_VOCAB:
+        return f"a vocabulary of {args.logits.shape[1]} is above {MAX_VOCAB}"
+    return unfit_for_triton(args.logits, args.logits)
 
 
 def _max_ctas() -> int:

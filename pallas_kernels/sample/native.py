@@ -7,31 +7,20 @@ step of 32 rows of 49,152, which glibc maps anew for each call. To fill their pa
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.native.library import SAMPLE, call, missing
+from pallas_kernels.sample.ref import SampleArgs
 
 
-def supports(*args: Any) -> str | None:
-    """Why the native kernel cannot run, or None."""
+def supports(args: SampleArgs | None = None) -> str | None:
+    """Why the native kernel cannot run, or None; it depends on no argument."""
     del args
     return missing()
 
 
-def sample(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    masks: jax.Array | None = None,  # uint32[B, W]
-) -> jax.Array:  # int32[B]
+def sample(args: SampleArgs) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
-    arrays = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions, masks)
-    return call(SAMPLE, jax.ShapeDtypeStruct(positions.shape, jnp.int32), *arrays)  # type: ignore[no-any-return]
+    arrays = (args.logits, *args.filters, *args.noise, args.masks)
+    return call(SAMPLE, jax.ShapeDtypeStruct(args.positions.shape, jnp.int32), *arrays)  # type: ignore[no-any-return]

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SampleArgs:
+    """The arguments of ``sample``."""
+
+    logits: jax.Array  # float32[B, V]
+    temperature: jax.Array  # float32[B]
+    top_k: jax.Array  # int32[B]
+    top_p: jax.Array  # float32[B]
+    min_p: jax.Array  # float32[B]
+    seed_low: jax.Array  # int32[B]
+    seed_high: jax.Array  # int32[B]
+    positions: jax.Array  # int32[B]
+    masks: jax.Array | None = None  # uint32[B, W]
+
+    @property
+    def filters(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The temperature, top_k, top_p and min_p of each row."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @property
+    def noise(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What a row's noise depends on: its seed in two halves, and its position."""
+        return self.seed_low, self.seed_high, self.positions
+
+
 @jax.jit
-def sample(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    masks: jax.Array | None = None,  # uint32[B, W]
-) -> jax.Array:  # int32[B]
+def sample(args: SampleArgs) -> jax.Array:  # int32[B]
     """See ``sample.api``; computed row by row."""
-    if masks is not None:
+    logits = args.logits
+    if args.masks is not None:
         tokens = jnp.arange(logits.shape[1])
-        bits = masks[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32)
+        bits = args.masks[:, tokens // 32] >> (tokens % 32).astype(jnp.uint32)
         logits = jnp.where(bits & 1, logits, -jnp.inf)
-    rows = (logits, temperature, top_k, top_p, min_p, seed_low, seed_high, positions)
-    return jax.lax.map(lambda row: _sample_row(*row), rows)
+    return jax.lax.map(_sample_row, replace(args, logits=logits, masks=None))
 
 
-def _sample_row(
-    logits: jax.Array,  # float32[V]
-    temperature: jax.Array,  # float32[], as all that follow
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    seed_low: jax.Array,
-    seed_high: jax.Array,
-    position: jax.Array,
-) -> jax.Array:  # int32[]
+def _sample_row(row: SampleArgs) -> jax.Array:  # int32[]; the arrays without their first axis
+    logits, (temperature, top_k, top_p, min_p) = row.logits, row.filters
     vocab = logits.size
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     descending = -jnp.sort(-scaled)
@@ -47,7 +57,7 @@ def _sample_row(
     mass = jnp.cumsum(jnp.where(descending >= threshold, weights, 0.0))
     nucleus = descending[jnp.argmax(mass >= top_p * mass[-1])]
     threshold = jnp.where(top_p < 1, jnp.maximum(threshold, nucleus), threshold)
-    noisy = scaled + _gumbel(jnp.stack([seed_low, seed_high]), position, vocab)
+    noisy = scaled + _gumbel(jnp.stack([row.seed_low, row.seed_high]), row.positions, vocab)
     sampled = jnp.argmax(jnp.where(scaled >= threshold, noisy, -jnp.inf))
     return jnp.where(temperature > 0, sampled, jnp.argmax(logits)).astype(jnp.int32)
 

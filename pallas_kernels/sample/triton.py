@@ -36,6 +36,7 @@ from pallas_kernels.sample.few import BOUNDS, choose_among_few
 from pallas_kernels.sample.levels import inverse, least_of, nucleus_alone, scale, scaled_at
 from pallas_kernels.sample.listed import BRACKET, find_threshold
 from pallas_kernels.sample.noise import can_exceed, row_key, take_better, threefry, uniform
+from pallas_kernels.sample.ref import SampleArgs
 
 FEW_OF_TILE = tl.constexpr(4)  # a smaller part of a tile is deferred until a tile is full
 
@@ -435,24 +436,15 @@ def _take(
     tl.store(token_ids + row, token)
 
 
-def sample(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-) -> jax.Array:  # int32[B]
+def sample(args: SampleArgs) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
-    rows, vocab = logits.shape
+    rows, vocab = args.logits.shape
     num_blocks, num_tiles = math.ceil(vocab / launch.BLOCK), math.ceil(vocab / launch.TILE)
     segments = launch.ctas_per_row(rows, num_tiles)
     threads = 32 * launch.NUM_WARPS
     per_thread = launch.candidates_per_thread(math.ceil(vocab / threads / launch.VECTOR), segments)
     capacity = per_thread * threads
-    filters, noise = (temperature, top_k, top_p, min_p), (seed_low, seed_high, positions)
+    filters, noise = args.filters, args.noise
     blocks = launch.blocks_per_cta(rows, num_blocks)
 
     sizes: dict[str, Any] = {
@@ -486,7 +478,7 @@ def sample(
     f32, i32 = jnp.float32, jnp.int32
     block_max, block_sums = call(
         _summarize,
-        (logits, *filters),
+        (args.logits, *filters),
         (((num_blocks,), f32), ((num_blocks,), f32)),
         num_warps=max(1, blocks // 8),
         grid=(math.ceil(num_blocks / blocks), rows),
@@ -494,7 +486,7 @@ def sample(
     )
     chosen, bounds, *_ = call(
         choose_among_few,
-        (logits, *filters, *noise, block_max, block_sums),
+        (args.logits, *filters, *noise, block_max, block_sums),
         (
             ((), i32),
             ((BOUNDS.value,), f32),
@@ -506,14 +498,14 @@ def sample(
     )
     (masses,) = call(
         _weigh_levels,
-        (logits, *filters, chosen, bounds),
+        (args.logits, *filters, chosen, bounds),
         (((num_tiles, launch.LEVELS), f32),),
         num_warps=launch.WEIGH_NUM_WARPS,
         grid=(max(segments, min(num_tiles, launch.WEIGH_MIN_CTAS)), rows),
     )
     *collected, _ = call(
         _collect,
-        (logits, *filters, chosen, bounds, masses),
+        (args.logits, *filters, chosen, bounds, masses),
         (
             ((BRACKET.value,), f32),
             ((segments, capacity), f32),
@@ -528,7 +520,7 @@ def sample(
     )
     thresholds, tokens = call(
         find_threshold,
-        (logits, *filters, *noise, chosen, bounds, *collected),
+        (args.logits, *filters, *noise, chosen, bounds, *collected),
         (((), f32), ((), i32)),
         grid=(rows,),
         STEP=launch.SEARCH_STEP,
@@ -536,7 +528,7 @@ def sample(
     )
     *sampled, _ = call(
         _draw,
-        (logits, temperature, *noise, block_max, tokens, thresholds),
+        (args.logits, args.temperature, *noise, block_max, tokens, thresholds),
         (((segments,), f32), ((segments,), i32), ((segments, launch.TILE // 2), i32)),
         TILE=launch.TILE // 2,
     )

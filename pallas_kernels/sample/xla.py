@@ -10,28 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.sample.ref import SampleArgs
+
 
 @jax.jit  # one trace (0.5 s) serves all steps with the same number of rows
-def sample(
-    logits: jax.Array,  # float32[B, V]
-    temperature: jax.Array,  # float32[B]
-    top_k: jax.Array,  # int32[B]
-    top_p: jax.Array,  # float32[B]
-    min_p: jax.Array,  # float32[B]
-    seed_low: jax.Array,  # int32[B]
-    seed_high: jax.Array,  # int32[B]
-    positions: jax.Array,  # int32[B]
-    masks: jax.Array | None = None,  # uint32[B, W]
-) -> jax.Array:  # int32[B]
+def sample(args: SampleArgs) -> jax.Array:  # int32[B]
     """See ``sample.api``."""
-    if masks is not None:
-        logits = jnp.where(allowed_tokens(masks, logits.shape[1]), logits, -jnp.inf)
-    random = temperature > 0
+    logits = args.logits
+    if args.masks is not None:
+        logits = jnp.where(allowed_tokens(args.masks, logits.shape[1]), logits, -jnp.inf)
+    random = args.temperature > 0
 
     def draw(logits: jax.Array) -> jax.Array:
-        scaled = logits / jnp.where(random, temperature, 1.0)[:, None]
-        threshold = _filter_threshold(scaled, random, top_k, top_p, min_p)
-        noise = gumbel(seed_low, seed_high, positions, logits.shape[1])
+        scaled = logits / jnp.where(random, args.temperature, 1.0)[:, None]
+        threshold = _filter_threshold(scaled, random, args.top_k, args.top_p, args.min_p)
+        noise = gumbel(args.seed_low, args.seed_high, args.positions, logits.shape[1])
         noisy = jnp.where(scaled >= threshold[:, None], scaled + noise, -jnp.inf)
         return argmax(jnp.where(random[:, None], noisy, logits))
 

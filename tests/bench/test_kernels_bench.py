@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +16,27 @@ import pytest
 from jax.experimental import io_callback
 
 from bench import kernels
-from pallas_kernels.registry import Cost, Inputs, KernelOp, all_ops
+from pallas_kernels.registry import Cost, Inputs, KernelOp, all_ops, arrays_of
 
 
 def _op(name: str) -> KernelOp:
     return next(op for op in all_ops() if op.name == name)
 
 
+def _of_arrays(op: KernelOp, case: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """The last implementation as a function of the arrays of a case, and these arrays."""
+    inputs = kernels.on_device(op.build(case, 0))
+    arrays, structure = arrays_of(inputs.args)
+    fn = partial(op.impls[-1].fn, **inputs.static)
+    return lambda *x: fn(*structure.unflatten(x)), arrays
+
+
 def test_attention_feeds_its_result_to_the_next_call() -> None:
     op = _op("paged_prefill")
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
-    inputs = op.build(case, 0)
-    function = partial(op.impls[-1].fn, **inputs.static)
-    q, *others = kernels.on_device(inputs).args
+    function, (q, *others) = _of_arrays(op, case)
     fixed = [{1: others[0], 2: others[1]}, {1: -others[0], 2: -others[1]}]
-    rest = {0: q, 3: others[2], 4: others[3], 5: others[4]}
+    rest = {0: q, 3: others[2], 4: others[3], 5: others[4], 6: others[5]}
     _, fed = kernels.chained(op, function, 3)([{}, {}], fixed, rest)
     for pools in (fixed[0], fixed[1], fixed[0]):
         q = function(q, pools[1], pools[2], *others[2:])
@@ -38,10 +46,10 @@ def test_attention_feeds_its_result_to_the_next_call() -> None:
 def test_appends_update_each_set_in_place() -> None:
     op = _op("kv_append")
     case = next(case for case in op.cases if case.name == "smollm2_one_token")
-    k, v, k_pages, v_pages, slots = map(jnp.asarray, op.build(case, 0).args)
+    function, (k, v, k_pages, v_pages, slots) = _of_arrays(op, case)
     sets = [{2: jnp.copy(k_pages), 3: jnp.copy(v_pages)} for _ in range(2)]
-    updated, fed = kernels.chained(op, op.impls[-1].fn, 2)(sets, [{}, {}], {0: k, 1: v, 4: slots})
-    expected = op.ref(k, v, k_pages, v_pages, slots)
+    updated, fed = kernels.chained(op, function, 2)(sets, [{}, {}], {0: k, 1: v, 4: slots})
+    expected = op.ref(*op.build(case, 0).args)
     for pools in updated:
         assert (pools[2] == expected[0]).all() and (pools[3] == expected[1]).all()
     assert fed == []
@@ -69,12 +77,11 @@ def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LARGE_BYTES", 0)
     op = _op("paged_prefill")
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
-    inputs = kernels.on_device(op.build(case, 0))
-    updated, fixed, rest = kernels.parts(op, inputs.args)
+    function, arrays = _of_arrays(op, case)
+    updated, fixed, rest = kernels.parts(op, arrays)
     assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4, 5}, {0, 6})
-    function = partial(op.impls[-1].fn, **inputs.static)
     _, fed = kernels.chained(op, function, 2)([{}], [fixed], rest)
-    again = function(function(*inputs.args), *inputs.args[1:])
+    again = function(function(*arrays), *arrays[1:])
     np.testing.assert_allclose(fed[0], again, rtol=1e-5, atol=1e-6)
 
 

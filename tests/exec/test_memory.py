@@ -53,7 +53,7 @@ from kit.quantised_models import quantised_tensors
 from kit.residency import resident_pages
 from kit.tiny_models import tiny_config, tiny_model
 from pallas_kernels.experts import launch
-from pallas_kernels.experts.stack import PLAIN, SWIGLU
+from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.pins import Pins
 
 DEVICE = 4 << 30
@@ -144,10 +144,14 @@ def test_bound_of_rows_that_fill_up_tiles(tokens: int, monkeypatch: pytest.Monke
     config = {**tiny_config("qwen3_moe"), "hidden_size": width, "moe_intermediate_size": inner}
     config |= {"num_experts": count, "num_experts_per_tok": chosen}
     model, of = build_model(config, "bfloat16"), jax.ShapeDtypeStruct
-    stacks = (of((count, 2 * inner, width), jnp.bfloat16), of((count, width, inner), jnp.bfloat16))
-    args = (of((tokens, width), jnp.bfloat16), of((tokens, chosen), jnp.int32))
-    args += tuple(array for stack in stacks for array in (stack, None, None, None, None))
-    sizes, _ = launch.sizes_of(*args, kinds=(PLAIN, PLAIN), activation=SWIGLU)
+    call: dict[str, Any] = {
+        "x": of((tokens, width), jnp.bfloat16),
+        "choices": of((tokens, chosen), jnp.int32),
+        "weights": of((tokens, chosen), jnp.float32),
+        "gate_up": of((count, 2 * inner, width), jnp.bfloat16),
+        "down": of((count, width, inner), jnp.bfloat16),
+    }
+    sizes, _ = launch.sizes_of(ExpertsArgs(**call))
     needed = 2 * sizes.tiles * sizes.width * (width + inner)  # hidden values, and rows or outputs
     bound = experts_bytes(model, tokens, platform="gpu")
     assert needed <= bound

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 8
 ANGLES = jnp.zeros((ROWS, HEAD_DIM // 2))
@@ -21,11 +21,13 @@ FITTING: dict[str, Any] = {
     "v_pages": PAGES,
     "page_table": jnp.zeros((ROWS, 2), jnp.int32),
     "seq_lens": jnp.ones(ROWS, jnp.int32),
+    "scale": 1.0,
+    "eps": 1e-6,
 }
 
 
 def test_arguments_that_fit() -> None:
-    out, k_pages, _ = append_decode(**FITTING, scale=1.0, eps=1e-6)
+    out, k_pages, _ = append_decode(DecodeArgs(**FITTING))
     assert (out.shape, k_pages.shape) == ((ROWS, HEADS, HEAD_DIM), PAGES.shape)
 
 
@@ -48,4 +50,4 @@ def test_arguments_that_fit() -> None:
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        append_decode(**{**FITTING, "scale": 1.0, "eps": 1e-6, **change})
+        append_decode(DecodeArgs(**FITTING | change))

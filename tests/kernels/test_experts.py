@@ -17,10 +17,10 @@ from jaxinfer.core.host_memory import release_zeros
 from jaxinfer.nn.ffn.experts import _shifted
 from kit.residency import resident_pages
 from pallas_kernels.experts import cases, native, ref, xla
-from pallas_kernels.experts.api import experts
+from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
 from pallas_kernels.native.library import library, variants
-from pallas_kernels.route.api import route
+from pallas_kernels.route.api import RouteArgs, route
 from pallas_kernels.route.routing import Groups, Routing
 
 T, COUNT, CHOSEN, D, F = 40, 7, 3, 64, 96
@@ -39,45 +39,54 @@ def case(name: str) -> Any:
     return next(one for one in cases.CASES if one.name == name)
 
 
+def _without_nan(one: cases.ExpertsCase) -> ExpertsArgs:
+    """The arguments of a case, with numbers in the weights of experts that no token chose."""
+    (args,) = cases.build(one, seed=0).args
+    stacks = jax.tree.map(np.nan_to_num, {"gate_up": args.gate_up, "down": args.down})
+    return replace(args, **stacks)
+
+
+def _with_tokens(args: ExpertsArgs, x: Any, choices: Any, weights: Any) -> ExpertsArgs:
+    return replace(args, x=x, choices=choices, weights=weights)
+
+
 @pytest.mark.parametrize("name", ["seven_experts", "int4_lanes", "fp4_lanes", "fp8_blocks_lanes"])
 def test_native_bits_do_not_depend_on_the_other_tokens(name: str, variant: int) -> None:
-    inputs = cases.build(case(name), seed=0)
-    run = jax.jit(lambda *args: native.experts(*args, **inputs.static))
+    args = _without_nan(case(name))
+    run = jax.jit(lambda *tokens: native.experts(_with_tokens(args, *tokens)))
     rng = np.random.default_rng(1)
-    stacks = [np.nan_to_num(a) if a is not None else a for a in inputs.args[3:]]
-    x = rng.standard_normal((T, inputs.args[0].shape[1]), np.float32)
+    x = rng.standard_normal((T, args.x.shape[1]), np.float32)
     choices = np.argsort(rng.random((T, COUNT)), axis=1)[:, :CHOSEN].astype(np.int32)
     weights = rng.random((T, CHOSEN), np.float32)
-    whole = np.asarray(run(x, choices, weights, *stacks))
+    whole = np.asarray(run(x, choices, weights))
     order = rng.permutation(T)
-    shuffled = np.asarray(run(x[order], choices[order], weights[order], *stacks))
+    shuffled = np.asarray(run(x[order], choices[order], weights[order]))
     np.testing.assert_array_equal(shuffled, whole[order])
     for some in (slice(1), slice(3, 8)):
-        alone = np.asarray(run(x[some], choices[some], weights[some], *stacks))
+        alone = np.asarray(run(x[some], choices[some], weights[some]))
         np.testing.assert_array_equal(alone, whole[some])
 
 
 def test_xla_bits_depend_on_no_other_token() -> None:
     """In another order, or with others. All choose expert 2, whose tokens fill two tiles."""
-    inputs = cases.build(case("seven_experts"), seed=0)
-    run = jax.jit(lambda *args: xla.experts(*args, **inputs.static))
+    args = _without_nan(case("seven_experts"))
+    run = jax.jit(lambda *tokens: xla.experts(_with_tokens(args, *tokens)))
     rng = np.random.default_rng(1)
-    stacks = [np.nan_to_num(a) if a is not None else a for a in inputs.args[3:]]
 
     def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scores = rng.random((T, COUNT))
         scores[:, 2] = -1
         choices = np.argsort(scores, axis=1)[:, :CHOSEN].astype(np.int32)
-        x = rng.standard_normal((T, inputs.args[0].shape[1]), np.float32)
+        x = rng.standard_normal((T, args.x.shape[1]), np.float32)
         return x, choices, rng.random((T, CHOSEN), np.float32)
 
     own, others, order = tokens(), tokens(), rng.permutation(T)
-    whole = np.asarray(run(*own, *stacks))
-    shuffled = np.asarray(run(*(part[order] for part in own), *stacks))
+    whole = np.asarray(run(*own))
+    shuffled = np.asarray(run(*(part[order] for part in own)))
     np.testing.assert_array_equal(shuffled, whole[order])
     for mine, other in zip(own, others, strict=True):
         other[5:8] = mine[5:8]
-    np.testing.assert_array_equal(np.asarray(run(*others, *stacks))[5:8], whole[5:8])
+    np.testing.assert_array_equal(np.asarray(run(*others))[5:8], whole[5:8])
 
 
 @pytest.mark.parametrize(
@@ -88,12 +97,11 @@ def test_xla_bits_depend_on_no_other_token() -> None:
     ],
 )
 def test_native_experts_with_quantised_weights(name: str, tolerance: float) -> None:
-    inputs = cases.build(case(name), seed=0)
-    assert native.supports(*inputs.args, **inputs.static) is None
-    found = np.asarray(jax.jit(lambda *args: native.experts(*args, **inputs.static))(*inputs.args))
+    (args,) = cases.build(case(name), seed=0).args
+    assert native.supports(args) is None
+    found = np.asarray(jax.jit(native.experts)(args))
     by_rows = replace(case(name), lanes=False)
-    plain = cases.build(by_rows, seed=0)
-    expected = np.asarray(ref.experts(*plain.args, **plain.static))
+    expected = np.asarray(ref.experts(*cases.build(by_rows, seed=0).args))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
@@ -107,9 +115,9 @@ def test_only_the_chosen_experts_are_read(impl: str) -> None:
     choices = jnp.array([[1, 5], [5, 1]], jnp.int32)
 
     @jax.jit
-    def run(*stacks: jax.Array) -> jax.Array:
-        x, weights = jnp.ones((2, width)), jnp.ones((2, 2))
-        return experts(x, choices, weights, *stacks, impl=impl)
+    def run(gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        tokens = {"x": jnp.ones((2, width)), "choices": choices, "weights": jnp.ones((2, 2))}
+        return experts(ExpertsArgs(**tokens, gate_up=gate_up, down=down), impl)
 
     run(gate_up, down).block_until_ready()
     for stack in (gate_up, down):
@@ -147,19 +155,19 @@ def test_a_router_of_two_groups_by_hand() -> None:
     expected = {"best": [0, 1], "best_two": [2, 3]}
     for score, experts_chosen in expected.items():
         routing = Routing(2, "sigmoid", True, 2.0, Groups(2, 1, score))  # type: ignore[arg-type]
-        choices, weights = route(x, w, routing=routing)
+        choices, weights = route(RouteArgs(x=x, w=w, routing=routing))
         assert choices.tolist() == [experts_chosen]
         own = sigmoid[experts_chosen]
         np.testing.assert_allclose(weights[0], 2 * own / own.sum(), rtol=1e-6)
     # a bias changes who is chosen, not the weights
     bias = jnp.array([0.0, 9.0, 0.0, 0.0])
-    choices, weights = route(x, w, routing=Routing(1, "sigmoid"), choice_bias=bias)
+    choices, weights = route(RouteArgs(x=x, w=w, routing=Routing(1, "sigmoid"), choice_bias=bias))
     assert choices.tolist() == [[1]]
     np.testing.assert_allclose(weights[0], sigmoid[[1]], rtol=1e-6)
 
 
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
-    choices, weights = route(jnp.ones((2, 3)), jnp.zeros((5, 3)), routing=Routing(3))
+    choices, weights = route(RouteArgs(x=jnp.ones((2, 3)), w=jnp.zeros((5, 3)), routing=Routing(3)))
     assert choices.tolist() == [[0, 1, 2]] * 2
     np.testing.assert_allclose(weights, 0.2)
 
@@ -193,9 +201,11 @@ GATE_UP, DOWN = jnp.ones((COUNT, 2 * F, D)), jnp.ones((COUNT, D, F))
     ],
 )
 def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> None:
-    given = {"choices": CHOICES, "weights": WEIGHTS, "gate_up": GATE_UP, "down": DOWN} | change
+    tokens: dict[str, Any] = {"x": X, "choices": CHOICES, "weights": WEIGHTS}
+    given = {**tokens, "gate_up": GATE_UP, "down": DOWN, **change}
+    impl = given.pop("impl", None)
     with pytest.raises(ValueError, match=message):
-        experts(X, **given)
+        experts(ExpertsArgs(**given), impl)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +219,6 @@ def test_wrong_arguments_of_experts(change: dict[str, Any], message: str) -> Non
     ],
 )
 def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
-    given = {"w": jnp.zeros((5, 3)), "routing": Routing(2)} | change
+    given: dict[str, Any] = {"w": jnp.zeros((5, 3)), "routing": Routing(2)}
     with pytest.raises(ValueError, match=message):
-        route(jnp.ones((2, 3)), given.pop("w"), **given)
+        route(RouteArgs(x=jnp.ones((2, 3)), **given | change))

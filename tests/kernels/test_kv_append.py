@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.append_decode.attend_xla import attend
-from pallas_kernels.kv_append.api import kv_append
-from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 
 TOKENS, POOL = (4, 3, 64), (512, 16, 3, 64)
 POOL_BYTES = 4 * 512 * 16 * 3 * 64
+
+
+def _args(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> KvAppendArgs:
+    return KvAppendArgs(k=k, v=v, k_pages=k_pages, v_pages=v_pages, slot_mapping=slots)
 
 
 def _decode(q: jax.Array, *pools: jax.Array) -> jax.Array:
@@ -21,17 +26,24 @@ def _decode(q: jax.Array, *pools: jax.Array) -> jax.Array:
     return attend(q, *pools, table, jnp.ones(4, jnp.int32), scale=1.0)
 
 
-def _prefill(q: jax.Array, *pools: jax.Array) -> jax.Array:
-    table = jnp.zeros((1, 8), jnp.int32)
-    starts = jnp.array([0, 4], jnp.int32)
-    return paged_prefill(q, *pools, table, jnp.full(1, 4, jnp.int32), starts, scale=1.0)
+def _prefill(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:
+    args = PrefillArgs(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=jnp.zeros((1, 8), jnp.int32),
+        seq_lens=jnp.full(1, 4, jnp.int32),
+        query_start_loc=jnp.array([0, 4], jnp.int32),
+        scale=1.0,
+    )
+    return paged_prefill(args)
 
 
 @pytest.mark.parametrize("read", [None, _decode, _prefill], ids=["alone", "decode", "prefill"])
 def test_in_place(read) -> None:
     @partial(jax.jit, donate_argnums=(2, 3))
     def step(k, v, k_pages, v_pages, slots):
-        pools = kv_append(k, v, k_pages, v_pages, slots)
+        pools = kv_append(_args(k, v, k_pages, v_pages, slots))
         return pools, read(k, *pools) if read else None
 
     token, pool = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (TOKENS, POOL))
@@ -46,7 +58,7 @@ def test_in_place(read) -> None:
 def test_values_take_the_dtype_of_the_pages() -> None:
     k = jnp.full((1, 2, 8), 1 / 3, jnp.float32)
     pages = jnp.zeros((2, 4, 2, 8), jnp.bfloat16)
-    k_pages, _ = kv_append(k, k, pages, pages, jnp.array([6]))
+    k_pages, _ = kv_append(_args(k, k, pages, pages, jnp.array([6])))
     assert k_pages.dtype == jnp.bfloat16
     assert (k_pages[1, 2] == jnp.bfloat16(1 / 3)).all()
 
@@ -62,4 +74,6 @@ def test_values_take_the_dtype_of_the_pages() -> None:
 def test_arguments_that_do_not_fit(k_shape, v_shape, slots, message) -> None:
     pages = jnp.zeros((2, 16, 3, 64))
     with pytest.raises(ValueError, match=message):
-        kv_append(jnp.zeros(k_shape), jnp.zeros(v_shape), pages, pages, jnp.zeros(slots, int))
+        kv_append(
+            _args(jnp.zeros(k_shape), jnp.zeros(v_shape), pages, pages, jnp.zeros(slots, int))
+        )

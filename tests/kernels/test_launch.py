@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import shapes, tuned
 from pallas_kernels.append_decode import launch, mosaic_launch
 from pallas_kernels.append_decode.cases import CASES
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
@@ -27,19 +28,20 @@ from pallas_kernels.swiglu_gemm.cases import CASES as SWIGLU_CASES
 STEP = next(case for case in CASES if case.name == "qwen3_4b_step_b64_ctx1056_page16")
 
 
-class Call(NamedTuple):
+def call_of(
+    rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "bfloat16"
+) -> DecodeArgs:
     """Shapes of a call, on which its configuration depends."""
-
-    qkv: jax.ShapeDtypeStruct
-    k_pages: jax.ShapeDtypeStruct
-    page_table: jax.ShapeDtypeStruct
-
-
-def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "bfloat16") -> Call:
-    return Call(
-        jax.ShapeDtypeStruct((rows, 6 * kv_heads, head_dim), jnp.dtype(dtype)),
-        jax.ShapeDtypeStruct((100, 16, kv_heads, head_dim), jnp.dtype(dtype)),
-        jax.ShapeDtypeStruct((rows, pages), jnp.int32),
+    array: Any = jax.ShapeDtypeStruct
+    pool = array((100, 16, kv_heads, head_dim), jnp.dtype(dtype))
+    return DecodeArgs(
+        qkv=array((rows, 6 * kv_heads, head_dim), jnp.dtype(dtype)),
+        k_pages=pool,
+        v_pages=pool,
+        page_table=array((rows, pages), jnp.int32),
+        seq_lens=array((rows,), jnp.int32),
+        scale=1.0,
+        eps=1e-6,
     )
 
 
@@ -58,8 +60,8 @@ def call_of(rows: int, kv_heads: int, head_dim: int, pages: int, dtype: str = "b
         pytest.param(call_of(8, 8, 128, 64, "float32"), 4, 16, id="float32"),
     ],
 )
-def test_heuristic(call: Call, splits: int, block: int) -> None:
-    choice = launch.heuristic_config(*call)
+def test_heuristic(call: DecodeArgs, splits: int, block: int) -> None:
+    choice = launch.heuristic_config(call)
     assert (choice.splits, choice.block) == (splits, block)
 
 
@@ -91,9 +93,9 @@ def test_a_tuned_choice_wins_over_the_heuristic(tmp_path: Path, monkeypatch) -> 
     choice = {"splits": 2, "block": 32, "num_warps": 8, "num_stages": 2}
     file.write_text(json.dumps({STEP.name: choice}))
     monkeypatch.setattr(tuned, "tuned_file", lambda op, device_kind: file)
-    assert launch.choose_config(*call_of(64, 8, 128, 2048)) == launch.TritonConfig(**choice)
+    assert launch.choose_config(call_of(64, 8, 128, 2048)) == launch.TritonConfig(**choice)
     other = call_of(32, 8, 128, 2048)
-    assert launch.choose_config(*other) == launch.heuristic_config(*other)
+    assert launch.choose_config(other) == launch.heuristic_config(other)
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kit.interpreted_process import interpreted
 from pallas_kernels.mask import native
-from pallas_kernels.mask.api import mask
+from pallas_kernels.mask.api import MaskArgs, mask
 from pallas_kernels.mask.board import board_words, mask_words
 
 SLOTS = 4
 
 LOGITS, ROWS, PLACE = jnp.zeros((3, 40)), jnp.ones(3, jnp.int32), jnp.zeros(3, jnp.int32)
+ARGS = MaskArgs(logits=LOGITS, finite=ROWS, wanted=ROWS, slots=ROWS, place=PLACE, num_slots=4)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
@@ -41,8 +44,9 @@ def test_the_native_kernel(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = rng.standard_normal((4, vocab), np.float32)
     wanted, slots = np.array([1, 0, 1, 1], np.int32), np.array([2, 3, 1, 0], np.int32)
     ones = np.ones(4, np.int32)
-    arguments = map(jnp.asarray, (logits, ones, wanted, slots, place))
-    masked, in_time = mask(*arguments, num_slots=SLOTS, impl="native")
+    given = {"logits": logits, "finite": ones, "wanted": wanted, "slots": slots, "place": place}
+    args = MaskArgs(**jax.tree.map(jnp.asarray, given), num_slots=SLOTS)
+    masked, in_time = mask(args, "native")
     allowed = np.unpackbits(bits[slots].view(np.uint8), axis=1, bitorder="little")[:, :vocab] > 0
     allowed[1], allowed[2] = True, False
     assert in_time.tolist() == [1, 1, 0, 1]
@@ -51,13 +55,13 @@ def test_the_native_kernel(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(native.supports() is not None, reason="the library is not built")
 def test_without_a_board_no_mask_comes_in_time() -> None:
-    logits, in_time = mask(LOGITS, ROWS, ROWS, ROWS, PLACE, num_slots=4, impl="native")
+    logits, in_time = mask(ARGS, "native")
     assert in_time.tolist() == [0, 0, 0] and (logits == -jnp.inf).all()
 
 
 def test_without_a_kernel_no_mask_comes_in_time() -> None:
     wanted = jnp.array([1, 0, 1], jnp.int32)
-    logits, in_time = mask(LOGITS, ROWS, wanted, ROWS, PLACE, num_slots=4, impl="xla")
+    logits, in_time = mask(replace(ARGS, wanted=wanted), "xla")
     assert in_time.tolist() == [0, 1, 0] and (logits == LOGITS).all()
 
 
@@ -72,6 +76,5 @@ def test_without_a_kernel_no_mask_comes_in_time() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    arguments = {"logits": LOGITS, "finite": ROWS, "wanted": ROWS, "slots": ROWS, "place": PLACE}
     with pytest.raises(ValueError, match=message):
-        mask(**(arguments | change), num_slots=4)
+        mask(replace(ARGS, **change))

@@ -8,7 +8,6 @@ waited for.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kit.lowering import lowered_in_place
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
@@ -115,8 +115,7 @@ def test_three_compute_warpgroups(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_chosen_and_lowered_for_hopper(name: str) -> None:
     inputs = OP.build(CASES[name], 0)
     assert select(OP, "gpu", inputs.args, inputs.static).name == "mosaic"
-    step = jax.jit(partial(MOSAIC.fn, **inputs.static))
-    text = step.trace(*inputs.args).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_in_place(OP, MOSAIC, inputs)
     assert "@mosaic_gpu" in text
     assert "stablehlo.while" not in text and "stablehlo.sort" not in text, "XLA adds control flow"
 

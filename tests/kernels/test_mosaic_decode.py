@@ -29,12 +29,14 @@ from jax.experimental.mosaic.gpu.launch_context import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kit.lowering import lowered_in_place
 from pallas_kernels.append_decode import cases as append_decode
 from pallas_kernels.append_decode import mosaic, mosaic_launch
 from pallas_kernels.append_decode.api import OP
 from pallas_kernels.append_decode.cases import DecodeCase
 from pallas_kernels.append_decode.mosaic_launch import MosaicConfig
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.registry import Impl, Inputs, select
 from pallas_kernels.shapes import (
     GPT_OSS_20B_TP8,
     LLAMA3_2_3B,
@@ -142,18 +144,27 @@ def test_the_interpreter_agrees_with_the_definition(
     assert len(table.states) == rows * case.heads.num_kv_heads * splits
 
 
-def _call(case: DecodeCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(case: DecodeCase) -> DecodeArgs:
     """A case's arguments as shapes, since its pools are slow to build."""
     rows, (n, k, h) = len(case.seq_lens), vars(case.heads).values()
-    array = jax.ShapeDtypeStruct
+    array: Any = jax.ShapeDtypeStruct
     dtype, width = jnp.dtype(case.dtype), -(-max(case.seq_lens) // case.page_size)
     angles = array((rows, h // 2), jnp.float32)
     pool = array((rows * width + 1, case.page_size, k, h), dtype)
-    tables = array((rows, width), jnp.int32), array((rows,), jnp.int32)
-    norms = array((2, h), dtype) if case.norms else None
-    sinks = array((n,), dtype) if case.sinks else None
-    args = (array((rows, n + 2 * k, h), dtype), angles, angles, norms, pool, pool)
-    return (*args, *tables, None, sinks), {"scale": h**-0.5, "eps": 1e-6, "window": case.window}
+    return DecodeArgs(
+        qkv=array((rows, n + 2 * k, h), dtype),
+        cos=angles,
+        sin=angles,
+        qk_norms=array((2, h), dtype) if case.norms else None,
+        k_pages=pool,
+        v_pages=pool,
+        page_table=array((rows, width), jnp.int32),
+        seq_lens=array((rows,), jnp.int32),
+        sinks=array((n,), dtype) if case.sinks else None,
+        scale=h**-0.5,
+        eps=1e-6,
+        window=case.window,
+    )
 
 
 UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, GPT_OSS_20B_TP8]
@@ -171,10 +182,9 @@ OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page64")
 )
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper_in_place(case: DecodeCase) -> None:
-    args, static = _call(case)
-    assert select(OP, "gpu", args, static).name == "mosaic"
-    step = jax.jit(partial(MOSAIC.fn, **static), donate_argnums=OP.donate)
-    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    args = (_call(case),)
+    assert select(OP, "gpu", args, {}).name == "mosaic"
+    text = lowered_in_place(OP, MOSAIC, Inputs(args))
     assert "@mosaic_gpu" in text
     aliases = r"output_operand_alias<output_tuple_indices = \[(\d)\], operand_index = (\d)"
     assert sorted(re.findall(aliases, text)) == [("1", "1"), ("2", "2")]
@@ -194,9 +204,9 @@ def test_heads_are_not_swizzled(heads: Heads, monkeypatch: pytest.MonkeyPatch) -
         copy(self, **copied)
 
     monkeypatch.setattr(LaunchContext, "async_copy", recorded)
-    args, static = _call(DecodeCase("heads", heads, (70, 5), dtype="bfloat16"))
-    step = partial(mosaic.launch_with, MosaicConfig(1, 64, 2, 4), **static)
-    jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",))
+    args = _call(DecodeCase("heads", heads, (70, 5), dtype="bfloat16"))
+    step = partial(mosaic.launch_with, MosaicConfig(1, 64, 2, 4))
+    jax.jit(step).trace(args).lower(lowering_platforms=("cuda",))
     of_pages, of_heads = (dialect.SwizzlingMode.k128ByteSwizzle, (8, 64)), ()
     assert found == {of_pages, (dialect.SwizzlingMode.kNoSwizzle, of_heads)}
 
@@ -224,6 +234,11 @@ def test_refusals(case: DecodeCase, reason: str) -> None:
     assert reason in (MOSAIC.refuses("gpu", inputs.args, inputs.static) or "")
 
 
+def _with_table(args: DecodeArgs, width: int) -> DecodeArgs:
+    table: Any = jax.ShapeDtypeStruct((args.qkv.shape[0], width), jnp.int32)
+    return replace(args, page_table=table)
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "config"),
     [
@@ -234,9 +249,8 @@ def test_refusals(case: DecodeCase, reason: str) -> None:
     ],
 )
 def test_heuristic(rows: int, width: int, config: MosaicConfig) -> None:
-    (qkv, _, _, _, pool, *_), _ = _call(replace(QWEN_STEPS[0], seq_lens=(1057,) * rows))
-    page_table = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    assert mosaic_launch.heuristic_config(qkv, pool, page_table) == config  # type: ignore[arg-type]
+    args = _with_table(_call(replace(QWEN_STEPS[0], seq_lens=(1057,) * rows)), width)
+    assert mosaic_launch.heuristic_config(args) == config
 
 
 @pytest.mark.parametrize(
@@ -244,9 +258,8 @@ def test_heuristic(rows: int, width: int, config: MosaicConfig) -> None:
     [(1, 1, 64), (128, 2, 64), (256, 4, 64), (1024, 8, 128), (None, 8, 128)],
 )
 def test_splits_follow_the_window(window: int | None, splits: int, block: int) -> None:
-    (qkv, _, _, _, pool, *_), _ = _call(replace(QWEN_STEPS[0], seq_lens=(1057,) * 2))
-    page_table = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
-    config = mosaic_launch.heuristic_config(qkv, pool, page_table, window)  # type: ignore[arg-type]
+    case = replace(QWEN_STEPS[0], seq_lens=(1057,) * 2, window=window)
+    config = mosaic_launch.heuristic_config(_with_table(_call(case), 2048))
     assert (config.splits, config.block) == (splits, block)
 
 
@@ -259,7 +272,7 @@ def test_a_tuned_choice_from_its_own_file(monkeypatch: pytest.MonkeyPatch) -> No
         return {case.name: config}
 
     monkeypatch.setattr(mosaic_launch.tuned, "read_choices", read)
-    (qkv, _, _, _, pool, _, page_table, *_), _ = _call(case)
-    assert mosaic_launch.choose_config(qkv, pool, page_table) == MosaicConfig(**config)
-    assert mosaic_launch.choose_config(qkv, pool, page_table, window=64) != MosaicConfig(**config)
+    args = _call(case)
+    assert mosaic_launch.choose_config(args) == MosaicConfig(**config)
+    assert mosaic_launch.choose_config(replace(args, window=64)) != MosaicConfig(**config)
     assert files[0].endswith("append_decode/tuned/mosaic/cpu.json")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,9 @@ from kit.tiled_shims import replace_registers
 from pallas_kernels.experts import cases, decode, hopper, launch, prompt, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
+from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.cases import BLOCK
 from pallas_kernels.quantised_gemm.tiled import step
 from pallas_kernels.registry import Impl, select
@@ -141,46 +142,53 @@ def test_the_interpreter_agrees_with_the_definition(name: str) -> None:
 @pytest.mark.usefixtures("sorted_by_definition", "replaced", "on_hopper")
 def test_a_tokens_bits_do_not_depend_on_the_order() -> None:
     """It is in another row of its tile."""
-    inputs = OP.build(INTERPRETED["biases"], 0)
-    x, choices, weights, *arrays = inputs.args
-    run = jax.jit(lambda *tokens: hopper.experts(*tokens, *arrays, **inputs.static))
-    order = np.random.default_rng(1).permutation(len(x))
+    (args,) = OP.build(INTERPRETED["biases"], 0).args
+    run = jax.jit(hopper.experts)
+    order = np.random.default_rng(1).permutation(len(args.x))
+    tokens = {name: getattr(args, name)[order] for name in ("x", "choices", "weights")}
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        whole = np.asarray(run(x, choices, weights))  # [T, D], or by choices [k, T, D]
-        shuffled = np.asarray(run(x[order], choices[order], weights[order]))
+        whole = np.asarray(run(args))  # [T, D], or by choices [k, T, D]
+        shuffled = np.asarray(run(replace(args, **tokens)))
     np.testing.assert_array_equal(shuffled, whole[..., order, :])
 
 
-def _shapes(case: ExpertsCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _shapes(case: ExpertsCase) -> ExpertsArgs:
     """The arguments of a case's call, without their values."""
     tokens, count, d, f = case.tokens, case.count, case.width, case.inner
     of, dtype = jax.ShapeDtypeStruct, jnp.dtype(case.dtype)
+    kind = case.kind + "_tiles" * (case.form != PLAIN)
 
-    def stack(outer: int, inner: int) -> tuple[Any, ...]:
+    def stack(outer: int, inner: int) -> Any:
         if case.form == PLAIN:
-            return (of((count, outer, inner), dtype), None, None, None, None)
+            return of((count, outer, inner), dtype)
         if case.kind == "fp8":
             scales = (count, outer // BLOCK, inner // BLOCK)
             values = of((count, outer, inner), jnp.float8_e4m3fn)
-            return (values, of(scales, jnp.float32), None, None, None)
+            return Quantised(kind, values, of(scales, jnp.float32))
         values = of((count, outer, inner // 2), jnp.uint8)
         scale = jnp.bfloat16 if case.form == "mxfp4" else jnp.float16
-        return (values, of((count, outer, inner // case.group), scale), None, None, None)
+        return Quantised(kind, values, of((count, outer, inner // case.group), scale))
 
     bias = [of((count, size), dtype) if case.biases else None for size in (2 * f, d)]
     choices = [of((tokens, case.chosen), kind) for kind in (jnp.int32, jnp.float32)]
-    kind = case.kind + "_tiles" * (case.form != PLAIN)
-    static = {"kinds": (kind, kind), "activation": case.activation, "split": case.split}
-    return (of((tokens, d), dtype), *choices, *stack(2 * f, d), *stack(d, f), *bias), static
+    args: dict[str, Any] = {
+        "x": of((tokens, d), dtype),
+        "choices": choices[0],
+        "weights": choices[1],
+        "gate_up": stack(2 * f, d),
+        "down": stack(d, f),
+        "gate_up_bias": bias[0],
+        "down_bias": bias[1],
+    }
+    return ExpertsArgs(**args, activation=case.activation, split=case.split)
 
 
 @pytest.mark.parametrize("name", _marked(LOWERED))
 @pytest.mark.usefixtures("sorted_by_definition", "on_hopper")
 def test_chosen_and_lowered_for_hopper(name: str) -> None:
-    args, static = _shapes(CASES[name])
-    assert select(OP, "gpu", args, static).name == "hopper"
-    step = jax.jit(partial(hopper.experts, **static))
-    text = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    args = _shapes(CASES[name])
+    assert select(OP, "gpu", (args,), {}).name == "hopper"
+    text = jax.jit(hopper.experts).trace(args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
 
 
@@ -200,8 +208,8 @@ def test_factors_are_loaded_before_the_matmuls(monkeypatch: pytest.MonkeyPatch) 
     for name in ("factor", "given"):
         monkeypatch.setattr(step.Step, name, noted(name, getattr(step.Step, name)))
     for tokens in (40, 200):  # sizes that no other test has traced
-        args, static = _shapes(replace(CASES["qwen3_30b_int4_t64"], tokens=tokens))
-        jax.jit(partial(hopper.experts, **static)).trace(*args)
+        args = _shapes(replace(CASES["qwen3_30b_int4_t64"], tokens=tokens))
+        jax.jit(hopper.experts).trace(args)
         assert calls.count("matmuls") >= 2
         assert re.fullmatch("((factor )+matmuls )+", "".join(f"{name} " for name in calls))
         calls.clear()

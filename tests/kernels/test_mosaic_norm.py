@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from pallas_kernels.registry import Impl, select
 from pallas_kernels.residual_norm import mosaic, mosaic_launch
 from pallas_kernels.residual_norm.api import OP
 from pallas_kernels.residual_norm.cases import CASES, NormCase
+from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
@@ -45,27 +45,26 @@ def test_the_interpreter_agrees_with_the_definition(case: NormCase) -> None:
     assert problem is None, problem
 
 
-def _call(case: NormCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(case: NormCase) -> NormArgs:
     """A case's arguments as shapes."""
-    inputs = OP.build(case, 0)
-    args = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs.args)
-    return args, inputs.static
+    (args,) = OP.build(case, 0).args
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 
 
 @pytest.mark.parametrize("case", [*INTERPRETED, *GEMM_OUTPUTS], ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormCase) -> None:
-    args, static = _call(case)
-    assert select(OP, "gpu", args, static).name == "mosaic"
-    step = jax.jit(partial(MOSAIC.fn, **static))
-    assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    args = _call(case)
+    assert select(OP, "gpu", (args,), {}).name == "mosaic"
+    traced = jax.jit(MOSAIC.fn).trace(args)
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("case", [*INTERPRETED, *GEMM_OUTPUTS], ids=lambda case: case.name)
 def test_declared_result_shapes_are_right(case: NormCase) -> None:
-    args, static = _call(case)
-    returned = jax.eval_shape(partial(mosaic.residual_norm, **static), *args)
-    declared = mosaic_launch.result_shapes(*args, **static)
+    args = _call(case)
+    returned = jax.eval_shape(mosaic.residual_norm, args)
+    declared = mosaic_launch.result_shapes(args)
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in returned]
 
 
@@ -87,6 +86,6 @@ def test_refusals(change: Mapping[str, Any], reason: str) -> None:
 
 
 def test_weights_of_another_dtype_are_refused() -> None:
-    x, partials, weights = OP.build(SMALL, 0).args
-    found = mosaic_launch.supports(x, partials, weights.astype("float16"), row=1, eps=1e-6)
+    (args,) = OP.build(SMALL, 0).args
+    found = mosaic_launch.supports(replace(args, weights=args.weights.astype("float16")))
     assert found == "tokens are bfloat16 and weights float16, not the same 16-bit dtype"

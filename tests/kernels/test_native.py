@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
 from pallas_kernels.sample import native, ref
@@ -54,8 +56,9 @@ def test_pools_are_changed_in_place() -> None:
     angles = jnp.ones((2, 16), jnp.float32)
 
     def step(qkv, k, v):
-        static = {"scale": 0.2, "eps": 1e-6}
-        return append_decode(qkv, angles, angles, None, k, v, table, lens, **static)
+        rotation = {"cos": angles, "sin": angles}
+        context = {"k_pages": k, "v_pages": v, "page_table": table, "seq_lens": lens}
+        return append_decode(DecodeArgs(qkv=qkv, **rotation, **context, scale=0.2, eps=1e-6))
 
     pools = (jnp.asarray(k), jnp.asarray(v))
     compiled = jax.jit(step, donate_argnums=(1, 2)).lower(qkv, *pools).compile()
@@ -70,11 +73,11 @@ def test_each_variant_draws_the_tokens_of_the_definition(variant: int, spread: f
     both = tuple(Draw(3.0, top_k=k, top_p=p) for k in (300, 700, 900) for p in (0.3, 0.6))
     rows = (*MIXED, *HARD, *both)
     case = SampleCase("many", 1001, rows, 200, spread, grid=spread / 12, masked=0.02)
-    arrays = [jnp.asarray(array) for array in build(case, 5).args]
-    np.testing.assert_array_equal(jax.jit(native.sample)(*arrays), ref.sample(*arrays))
+    (args,) = jax.tree.map(jnp.asarray, build(case, 5).args)
+    np.testing.assert_array_equal(jax.jit(native.sample)(args), ref.sample(args))
     rng = np.random.default_rng(6)  # the last bits are of no token
     for share in (0.5, 0.01):
         bits = rng.random((200, 1024)) < share
         masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
-        expected = ref.sample(*arrays, masks)
-        np.testing.assert_array_equal(jax.jit(native.sample)(*arrays, masks), expected)
+        masked = replace(args, masks=masks)
+        np.testing.assert_array_equal(jax.jit(native.sample)(masked), ref.sample(masked))

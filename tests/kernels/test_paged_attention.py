@@ -3,6 +3,7 @@ depend on each other, chunks that add up to the whole, checked arguments."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels import shapes
 from pallas_kernels.append_decode import attend_ref
 from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.paged_prefill import cases as prefill_cases
-from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.paged_prefill.xla import QUERIES_PER_TILE
 from pallas_kernels.shapes import PagedCase, paged_arrays
 from pallas_kernels.softmax import KEYS_PER_BLOCK
@@ -110,19 +111,20 @@ CHUNKINGS = (
 def test_chunks_agree_with_decode(window: int | None) -> None:
     """However a prompt is split into chunks, every token has the result of decoding it."""
     case = PagedCase("prompt", SMOL, (200,), (200,), window=window)
-    inputs = prefill_cases.build(case, 0)
-    q, k_pages, v_pages, table, *_ = jax.tree.map(jnp.asarray, inputs.args)
-    decode = jax.jit(partial(attend, **inputs.static))
+    (args,) = jax.tree.map(jnp.asarray, prefill_cases.build(case, 0).args)
+    q, table = args.q, args.page_table
+    decode = jax.jit(partial(attend, scale=args.scale, window=window))
     rows = jnp.broadcast_to(table, (200, table.shape[1]))
-    expected = decode(q, k_pages, v_pages, rows, jnp.arange(1, 201, dtype=jnp.int32))
-    prefill = jax.jit(partial(paged_prefill, **inputs.static))
+    lens = jnp.arange(1, 201, dtype=jnp.int32)
+    expected = decode(q, args.k_pages, args.v_pages, rows, lens)
+    prefill = jax.jit(paged_prefill)
     for chunks in CHUNKINGS:
         end = 0
         for chunk in chunks:
             start, end = end, end + chunk
             padded = jnp.full_like(q, jnp.nan).at[:chunk].set(q[start:end])
             lens, starts = jnp.array([end], jnp.int32), jnp.array([0, chunk], jnp.int32)
-            out = prefill(padded, k_pages, v_pages, table, lens, starts)
+            out = prefill(replace(args, q=padded, seq_lens=lens, query_start_loc=starts))
             np.testing.assert_allclose(
                 out[:chunk], expected[start:end], rtol=1e-5, atol=1e-6, err_msg=f"{chunks}"
             )
@@ -131,8 +133,8 @@ def test_chunks_agree_with_decode(window: int | None) -> None:
 def test_padding_queries_are_exactly_zero() -> None:
     """Also after a tile that extends into them."""
     case = PagedCase("padded", SMOL, (TILE + 3, 5), (TILE + 3, 5), padding=TILE)
-    inputs = prefill_cases.build(case, 0)
-    out = np.asarray(paged_prefill(*jax.tree.map(jnp.asarray, inputs.args), **inputs.static))
+    (args,) = jax.tree.map(jnp.asarray, prefill_cases.build(case, 0).args)
+    out = np.asarray(paged_prefill(args))
     assert np.isfinite(out).all()
     assert (out[TILE + 8 :] == 0).all() and (out[: TILE + 8] != 0).any(axis=(1, 2)).all()
 
@@ -153,11 +155,13 @@ def test_arguments_that_do_not_fit(change, message) -> None:
     arrays = {name: jnp.zeros(change.get(name, size)) for name, size in sizes.items()}
     rows = {"seq_lens": jnp.zeros(2), "query_start_loc": jnp.zeros(3, int)}
     with pytest.raises(ValueError, match=message):
-        paged_prefill(**arrays, **rows, scale=1.0, window=change.get("window"))
+        paged_prefill(PrefillArgs(**arrays, **rows, scale=1.0, window=change.get("window")))
 
 
 def test_prefill_wants_one_start_more_than_rows() -> None:
     pages = jnp.zeros((4, 16, 3, 64))
-    q, table, lens = jnp.zeros((5, 9, 64)), jnp.zeros((2, 2), int), jnp.zeros(2, int)
+    two = jnp.zeros(2, int)
+    context = {"page_table": jnp.zeros((2, 2), int), "seq_lens": two, "query_start_loc": two}
+    args = PrefillArgs(q=jnp.zeros((5, 9, 64)), k_pages=pages, v_pages=pages, **context, scale=1.0)
     with pytest.raises(ValueError, match="must hold one entry more than the 2 rows"):
-        paged_prefill(q, pages, pages, table, lens, jnp.zeros(2, int), scale=1.0)
+        paged_prefill(args)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.append_decode.attend_xla import attend
-from pallas_kernels.qk_rope_append.api import qk_rope_append
+from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 4, 9, 3, 64
 POOL = (512, 16, KV_HEADS, HEAD_DIM)
@@ -20,8 +20,9 @@ POOL_BYTES = 4 * 512 * 16 * KV_HEADS * HEAD_DIM
 def test_in_place_in_front_of_attention(norms: bool) -> None:
     @partial(jax.jit, donate_argnums=(3, 4))
     def step(qkv, cos, qk_norms, k_pages, v_pages, slots):
-        weights = qk_norms if norms else None
-        q, *pools = qk_rope_append(qkv, cos, cos, weights, k_pages, v_pages, slots, eps=1e-6)
+        rotation = {"cos": cos, "sin": cos, "qk_norms": qk_norms if norms else None}
+        pages = {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slots}
+        q, *pools = qk_rope_append(RopeAppendArgs(qkv=qkv, **rotation, **pages, eps=1e-6))
         table, lens = jnp.zeros((TOKENS, 8), jnp.int32), jnp.ones(TOKENS, jnp.int32)
         return pools, attend(q, *pools, table, lens, scale=1.0)
 
@@ -50,4 +51,4 @@ def test_arguments_that_do_not_fit(change: dict[str, tuple[int, ...]], message: 
     sizes |= {"k_pages": (2, 16, 3, 64), "v_pages": (2, 16, 3, 64), "slot_mapping": (4,)}
     arrays = {name: jnp.zeros(size) for name, size in (sizes | change).items()}
     with pytest.raises(ValueError, match=message):
-        qk_rope_append(**arrays, eps=1e-6)
+        qk_rope_append(RopeAppendArgs(**arrays, eps=1e-6))

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import registry
 from pallas_kernels.checks import NOT_INSTALLED
-from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.registry import (
     Cost,
     Impl,
@@ -76,9 +76,11 @@ def test_what_cannot_run_is_an_error_with_reasons(
 def test_pin_reaches_through_the_api() -> None:
     pages = jnp.zeros((2, 16, 1, 64))
     table, lens, starts = jnp.zeros((1, 1), int), jnp.ones(1, int), jnp.arange(2)
-    args = (jnp.zeros((1, 1, 64)), pages, pages, table, lens, starts)
+    context = {"page_table": table, "seq_lens": lens, "query_start_loc": starts}
+    pools = {"k_pages": pages, "v_pages": pages}
+    args = PrefillArgs(q=jnp.zeros((1, 1, 64)), **pools, **context, scale=1.0)
     with pytest.raises(ValueError, match="paged_prefill has no implementation 'nope'"):
-        paged_prefill(*args, scale=1.0, impl="nope")
+        paged_prefill(args, impl="nope")
 
 
 def test_each_choice_is_logged_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,34 +12,35 @@ import pytest
 
 from pallas_kernels.numerics import rms_norm
 from pallas_kernels.residual_norm import launch
-from pallas_kernels.residual_norm.api import residual_norm
+from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 
 RNG = np.random.default_rng(0)
 X, DELTA, WEIGHTS = (
     jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((7, 576), (7, 576), (2, 576))
 )
 EPS = 1e-6
+ARGS = NormArgs(x=X, partials=DELTA, weights=WEIGHTS, row=0, eps=EPS)
 
 
 def test_the_bits_of_the_formulas_it_replaces() -> None:
-    total, normed = residual_norm(X, DELTA, WEIGHTS, row=1, eps=EPS, impl="xla")
+    total, normed = residual_norm(replace(ARGS, row=1), "xla")
     assert np.array_equal(total, X + DELTA)
     assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X + DELTA, WEIGHTS[1], EPS))
 
 
 def test_without_partials_the_sum_is_x() -> None:
-    total, normed = residual_norm(X, None, WEIGHTS, row=0, eps=EPS, impl="xla")
+    total, normed = residual_norm(replace(ARGS, partials=None), "xla")
     assert np.array_equal(total, X)
     assert np.array_equal(normed, jax.jit(rms_norm, static_argnums=2)(X, WEIGHTS[0], EPS))
 
 
 def test_plain_xla_differentiates() -> None:
     def of_delta(delta: jax.Array) -> jax.Array:
-        return residual_norm(X, delta, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
+        return residual_norm(replace(ARGS, partials=delta), "xla")[1].sum()
 
     def of_partials(delta: jax.Array) -> jax.Array:
         partials = jnp.stack([delta, 0 * delta])
-        return residual_norm(X, partials, WEIGHTS, row=0, eps=EPS, impl="xla")[1].sum()
+        return residual_norm(replace(ARGS, partials=partials), "xla")[1].sum()
 
     gradient = jax.grad(of_delta)(DELTA)
     assert np.any(gradient)
@@ -59,9 +61,8 @@ def test_plain_xla_differentiates() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"x": X, "partials": DELTA, "weights": WEIGHTS, "row": 0, "eps": EPS}
     with pytest.raises(ValueError, match=message):
-        residual_norm(**(given | change))
+        residual_norm(replace(ARGS, **change))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,9 @@ def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None
     ],
 )
 def test_calls_of_the_kernel(x: tuple[int, int], weights: str, reason: str | None) -> None:
-    tokens = jax.ShapeDtypeStruct(x, jnp.bfloat16)
+    tokens: Any = jax.ShapeDtypeStruct(x, jnp.bfloat16)
     norms: Any = jax.ShapeDtypeStruct((2, x[1]), jnp.dtype(weights))
-    found = launch.supports(tokens, None, norms, row=0, eps=EPS)  # type: ignore[arg-type]
+    found = launch.supports(NormArgs(x=tokens, weights=norms, row=0, eps=EPS))
     assert found is reason if reason is None else reason in str(found)
 
 

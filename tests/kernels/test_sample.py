@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,14 @@ from jax.extend.random import threefry_2x32
 from kit.interpreted_process import interpreted
 from pallas_kernels.native.library import MISSING, library
 from pallas_kernels.sample import launch
-from pallas_kernels.sample.api import OP, sample
+from pallas_kernels.sample.api import OP, SampleArgs, sample
 from pallas_kernels.sample.cases import MIXED, PLAIN, SampleCase, build
 from pallas_kernels.sample.xla import argmax, gumbel, threefry
+
+
+def _built(case: SampleCase, seed: int) -> SampleArgs:
+    (args,) = jax.tree.map(jnp.asarray, build(case, seed).args)
+    return args
 
 
 def test_threefry_is_jax_s() -> None:
@@ -50,30 +58,30 @@ def test_rows_do_not_depend_on_their_neighbours(impl: str) -> None:
     if impl == "native" and library() is None:
         pytest.skip(MISSING)
     run = jax.jit(OP.ref if impl == "ref" else partial(sample, impl=impl))
-    args = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
-    in_a_batch = np.asarray(run(*args))
+    args = _built(SampleCase("rows", 320, MIXED, 8), 3)
+    in_a_batch = np.asarray(run(args))
     for row in range(8):
-        assert run(*(x[row : row + 1] for x in args))[0] == in_a_batch[row]
+        alone = jax.tree.map(itemgetter(slice(row, row + 1)), args)
+        assert run(alone)[0] == in_a_batch[row]
 
 
 @pytest.mark.parametrize("impl", ["xla", "ref"])
 def test_tokens_that_a_mask_forbids_have_logits_of_minus_infinity(impl: str) -> None:
     run = jax.jit(OP.ref if impl == "ref" else partial(sample, impl=impl))
-    logits, *others = [jnp.asarray(x) for x in build(SampleCase("rows", 320, MIXED, 8), 3).args]
+    args = _built(SampleCase("rows", 320, MIXED, 8), 3)
     bits = np.random.default_rng(0).random((8, 320)) < 0.1
     masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
-    drawn = run(jnp.where(bits, logits, -jnp.inf), *others)
-    np.testing.assert_array_equal(run(logits, *others, masks), drawn)
+    drawn = run(replace(args, logits=jnp.where(bits, args.logits, -jnp.inf)))
+    np.testing.assert_array_equal(run(replace(args, masks=masks)), drawn)
     assert bits[np.arange(8), drawn].all()
 
 
 @pytest.mark.parametrize("impl", [None, "xla"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_rows_that_are_not_finite_yield_an_id(value: float, impl: str | None) -> None:
-    args = list(build(SampleCase("nan", 320, MIXED, 16), 0).args)
-    args[0][:8] = value
-    args[0][8:, 5:300] = value
-    drawn = np.asarray(jax.jit(partial(sample, impl=impl))(*args))
+    args = _built(SampleCase("nan", 320, MIXED, 16), 0)
+    logits = args.logits.at[:8].set(value).at[8:, 5:300].set(value)
+    drawn = np.asarray(jax.jit(partial(sample, impl=impl))(replace(args, logits=logits)))
     assert (drawn >= 0).all() and (drawn < 320).all()
 
 
@@ -84,20 +92,22 @@ def test_the_triton_kernels_find_the_thresholds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "shape", "dtype", "message"),
     [
-        pytest.param({0: ((8,), np.float32)}, r"float32\(8,\), not float32\[B, V\]", id="rank"),
-        pytest.param({0: ((8, 9), np.float16)}, "logits are float16", id="dtype"),
-        pytest.param({2: ((7,), np.int32)}, r"top_k \(7,\) does not fit", id="top_k"),
-        pytest.param({7: ((8, 1), np.int32)}, r"positions \(8, 1\) does not fit", id="positions"),
+        pytest.param("logits", (8,), np.float32, r"float32\(8,\), not float32\[B, V\]", id="rank"),
+        pytest.param("logits", (8, 9), np.float16, "logits are float16", id="dtype"),
+        pytest.param("top_k", (7,), np.int32, r"top_k \(7,\) does not fit", id="top_k"),
+        pytest.param(
+            "positions", (8, 1), np.int32, r"positions \(8, 1\) does not fit", id="positions"
+        ),
     ],
 )
-def test_arguments_that_do_not_fit(change: dict[int, tuple], message: str) -> None:
-    args = list(build(SampleCase("plain", 9, (PLAIN,), 8), 0).args)
-    for at, (shape, dtype) in change.items():
-        args[at] = np.zeros(shape, dtype)
+def test_arguments_that_do_not_fit(
+    name: str, shape: tuple[int, ...], dtype: Any, message: str
+) -> None:
+    args = _built(SampleCase("plain", 9, (PLAIN,), 8), 0)
     with pytest.raises(ValueError, match=message):
-        sample(*args)
+        sample(replace(args, **{name: jnp.zeros(shape, dtype)}))
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 4), (8, 16), (32, 64), (256, 64)])
@@ -111,6 +121,6 @@ def test_candidates_per_thread(loads: int, ctas: int, candidates: int) -> None:
 
 
 def test_a_vocabulary_above_the_limit_is_refused() -> None:
-    args = build(SampleCase("plain", 9, (PLAIN,), 1), 0).args
-    huge = jax.ShapeDtypeStruct((1, launch.MAX_VOCAB + 1), jnp.float32)
-    assert "is above" in str(OP.impls[0].refuses("gpu", (huge, *args[1:]), {}))
+    args = _built(SampleCase("plain", 9, (PLAIN,), 1), 0)
+    huge: Any = jax.ShapeDtypeStruct((1, launch.MAX_VOCAB + 1), jnp.float32)
+    assert "is above" in str(OP.impls[0].refuses("gpu", (replace(args, logits=huge),), {}))

@@ -29,6 +29,7 @@ if sys.platform != "linux":
 
 import jax_triton
 
+from kit.lowering import lowered_in_place
 from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
 
 ROOT = Path(__file__).parents[2]
@@ -160,9 +161,8 @@ def test_chosen_on_a_gpu_and_nowhere_else(op: KernelOp, impl: Impl, case: Case) 
 def test_lowers_for_cuda_in_place(op: KernelOp, impl: Impl, case: Case) -> None:
     inputs = _inputs(op, case)
     call = partial(jax_triton.triton_call, compute_capability=90)
-    step = jax.jit(partial(impl.fn, **inputs.static), donate_argnums=op.donate)
     with in_place_of_triton_call(call):
-        text = step.trace(*inputs.args).lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered_in_place(op, impl, inputs)
     assert "custom_call @triton_kernel_call_ffi" in text
     assert text.count("tf.aliasing_output") == len(op.donate)
 

@@ -19,6 +19,7 @@ from kit.triton_memory import LaunchMemory
 from kit.triton_shims import in_place_of_triton_call, interpreted
 from pallas_kernels.mask import triton as kernel
 from pallas_kernels.mask.board import board_words
+from pallas_kernels.mask.ref import MaskArgs
 
 VOCAB, SLOTS = 20_000, 6
 WANTED = [1, 0, 1, 1]  # the second row has no mask, the third row's never comes
@@ -52,8 +53,15 @@ def main() -> None:
         patch.object(kernel, "MAX_READS", 3_000),
         in_place_of_triton_call(interpreted),
     ):
-        args = (jnp.ones(4, jnp.int32), jnp.array(WANTED, jnp.int32), jnp.array(slots, jnp.int32))
-        masked, in_time = kernel.mask(logits, *args, jnp.array(place, jnp.int32), num_slots=SLOTS)
+        args = MaskArgs(
+            logits=logits,
+            finite=jnp.ones(4, jnp.int32),
+            wanted=jnp.array(WANTED, jnp.int32),
+            slots=jnp.array(slots, jnp.int32),
+            place=jnp.array(place, jnp.int32),
+            num_slots=SLOTS,
+        )
+        masked, in_time = kernel.mask(args)
         found, same = np.asarray(masked), np.asarray(logits)
     kept = [np.flatnonzero(row > -np.inf).tolist() for row in found]
     assert (found[found > -np.inf] == same[found > -np.inf]).all()

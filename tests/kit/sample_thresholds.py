@@ -20,6 +20,7 @@ from kit.triton_shims import in_place_of_triton_call, interpreted
 from pallas_kernels.sample import launch, triton
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
 from pallas_kernels.sample.levels import least_of
+from pallas_kernels.sample.ref import SampleArgs
 
 ROUNDING = 2e-6  # of a sum of probabilities
 REACH = 19.5  # below the most likely token, where noise cannot lift another token above it
@@ -42,7 +43,7 @@ LARGE = (
 )
 
 
-def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
+def thresholds(args: SampleArgs) -> np.ndarray:  # float32[B]
     """The threshold of each row; a greedy row's has no meaning."""
     seen = {}
 
@@ -51,7 +52,7 @@ def thresholds(args: tuple[np.ndarray, ...]) -> np.ndarray:  # float32[B]
         return out
 
     with in_place_of_triton_call(stand_in):
-        triton.sample(*map(jnp.asarray, args))
+        triton.sample(jax.tree.map(jnp.asarray, args))
     chosen, bounds = map(np.asarray, seen["choose_among_few"][:2])
     return np.where(chosen >= 0, bounds[:, 1], seen["find_threshold"][0])
 
@@ -74,8 +75,9 @@ def is_right(found: float, logits: np.ndarray, heat: float, k: int, p: float, sh
 
 def wrong_rows(case: SampleCase) -> list[int]:
     """Rows of the case whose threshold is wrong."""
-    args = build(case, 0).args
-    found, columns = thresholds(args), zip(*args[:5], strict=True)
+    (args,) = build(case, 0).args
+    columns = zip(args.logits, args.temperature, args.top_k, args.top_p, args.min_p, strict=True)
+    found = thresholds(args)
     return [
         row
         for row, (logits, heat, k, p, share) in enumerate(columns)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.decoder_config import ExpertsConfig
-from pallas_kernels.experts.api import OP
+from pallas_kernels.experts.api import OP, ExpertsArgs
 from pallas_kernels.experts.launch import MOST_ROWS
-from pallas_kernels.experts.stack import arrays_of
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.experts.xla import rows_of_tile
 from pallas_kernels.quantised import quantised
@@ -48,16 +47,21 @@ def _chosen(
 ) -> str:
     """The name of the implementation for these tokens."""
     of, pairs = jax.ShapeDtypeStruct, (x.shape[0], ffn.routing.chosen)
-    stacks = [
-        arrays_of(quantised(stack) if isinstance(stack, Mapping) else stack)
+    gate_up, down = (
+        quantised(stack) if isinstance(stack, Mapping) else stack
         for stack in (own["gate_up"], own["down"])
-    ]
-    arrays = [array for _, arrays in stacks for array in arrays]
-    biases = [own.get(f"{name}_bias") for name in ("gate_up", "down")]
-    args = (x, of(pairs, jnp.int32), of(pairs, jnp.float32))
-    kinds = tuple(kind for kind, _ in stacks)
-    static = {"kinds": kinds, "activation": ffn.activation, "split": True}
-    return select(OP, platform, (*args, *arrays, *biases), static).name
+    )
+    args: dict[str, Any] = {
+        "x": x,
+        "choices": of(pairs, jnp.int32),
+        "weights": of(pairs, jnp.float32),
+        "gate_up": gate_up,
+        "down": down,
+        "gate_up_bias": own.get("gate_up_bias"),
+        "down_bias": own.get("down_bias"),
+    }
+    call = ExpertsArgs(**args, activation=ffn.activation, split=True)
+    return select(OP, platform, (call,), {}).name
 
 
 def _bytes(ffn: ExpertsConfig, x: jax.ShapeDtypeStruct, implementation: str) -> int:

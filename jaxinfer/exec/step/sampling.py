@@ -15,8 +15,9 @@ from jax import lax
 
 from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
-from pallas_kernels.mask.api import mask
+from pallas_kernels.mask.api import MaskArgs, mask
 from pallas_kernels.pins import NO_PINS, Pins
+from pallas_kernels.sample.api import SampleArgs
 from pallas_kernels.sample.api import sample as draw
 from pallas_kernels.sample.xla import allowed_tokens
 
@@ -72,23 +73,27 @@ def sample(
         finite = jnp.isfinite(logits).all(axis=-1)
     in_time = None
     if awaited is not None:
-        rows, seen = awaited.rows.astype(jnp.int32), finite.astype(jnp.int32)
-        place, num_slots = awaited.place, slots.token_ids.shape[0]
-        given, in_time = mask(
-            given, seen, rows, seq_slots, place, num_slots=num_slots, impl=pins.of("mask")
+        args = MaskArgs(
+            wanted=awaited.rows.astype(jnp.int32),
+            finite=finite.astype(jnp.int32),
+            logits=given,
+            slots=seq_slots,
+            place=awaited.place,
+            num_slots=slots.token_ids.shape[0],
         )
-    token_ids = draw(
-        given,
-        jnp.abs(floats.temperature) if draws_once else floats.temperature,
-        ints.top_k,
-        floats.top_p,
-        floats.min_p,
-        ints.seed_low,
-        ints.seed_high,
-        seq_lens,
-        masks,
-        impl=pins.of("sample"),
+        given, in_time = mask(args, pins.of("mask"))
+    args = SampleArgs(
+        logits=given,
+        temperature=jnp.abs(floats.temperature) if draws_once else floats.temperature,
+        top_k=ints.top_k,
+        top_p=floats.top_p,
+        min_p=floats.min_p,
+        seed_low=ints.seed_low,
+        seed_high=ints.seed_high,
+        positions=seq_lens,
+        masks=masks,
     )
+    token_ids = draw(args, pins.of("sample"))
     if in_time is not None:
         token_ids = jnp.where(in_time > 0, token_ids, NO_MASK)
     return jnp.where(finite, token_ids, NOT_FINITE), given

@@ -20,10 +20,10 @@ from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
 from jaxinfer.nn.linear import Norm, Stream, added, normalised, weight
-from pallas_kernels.experts.api import experts
+from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.experts.stack import Stack
 from pallas_kernels.quantised import quantised
-from pallas_kernels.route.api import route
+from pallas_kernels.route.api import RouteArgs, route
 
 _INIT, _ZEROS = nn.initializers.normal(0.02), nn.initializers.zeros
 _SEED_VALUES = 8  # of a token, from which ``_shifted`` draws
@@ -47,18 +47,18 @@ class Experts(nn.Module):
         own = c.count // _devices(ctx)
         if ctx.axis is not None:  # numbers of this device's experts; others are outside
             choices = choices - own * jax.lax.axis_index(ctx.axis)
-        out = experts(
-            h,
-            choices,
-            weights,
-            self._stack("gate_up", (own, 2 * c.width, d), dtype),
-            self._stack("down", (own, d, c.width), dtype),
+        args = ExpertsArgs(
+            x=h,
+            choices=choices,
+            weights=weights,
+            gate_up=self._stack("gate_up", (own, 2 * c.width, d), dtype),
+            down=self._stack("down", (own, d, c.width), dtype),
             gate_up_bias=self._bias("gate_up_bias", (own, 2 * c.width), dtype),
             down_bias=self._bias("down_bias", (own, d), dtype),
             activation=c.activation,
             split=ctx.axis is None,
-            impl=ctx.pinned("experts"),
         )
+        out = experts(args, ctx.pinned("experts"))
         if ctx.axis is not None:
             out = jax.lax.psum(out, ctx.axis)
         if c.shared is not None:
@@ -79,15 +79,15 @@ class Experts(nn.Module):
             choice_bias = self.param("choice_bias", _ZEROS, (c.count,), jnp.float32)
         bias = self.param("router_bias", _ZEROS, (c.count,), dtype) if c.router_bias else None
         is_token = None if ctx.rows is None else ctx.rows.is_token
-        choices, weights = route(
-            h,
-            router,
-            routing=c.routing,
+        args = RouteArgs(
+            x=h,
+            w=router,
             bias=bias,
             choice_bias=choice_bias,
             is_token=is_token,
-            impl=ctx.pinned("route"),
+            routing=c.routing,
         )
+        choices, weights = route(args, ctx.pinned("route"))
         match c.dummy_routing:
             case "uniform":
                 dummy = _shifted(choices, h, c.count)

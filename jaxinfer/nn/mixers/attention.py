@@ -21,11 +21,11 @@ from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
 from jaxinfer.nn.state import LayerArrays
-from pallas_kernels.append_decode.api import append_decode
-from pallas_kernels.kv_append.api import kv_append
+from pallas_kernels.append_decode.api import DecodeArgs, append_decode
+from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
-from pallas_kernels.paged_prefill.api import paged_prefill
-from pallas_kernels.qk_rope_append.api import qk_rope_append
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
+from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
 _ZEROS = nn.initializers.zeros
 
@@ -149,10 +149,18 @@ def attend(
         out, state = _decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
         parts.append(out)
     assert ctx.rows is not None
-    context = (pages.page_table[d:], pages.seq_lens[d:], ctx.rows.query_start_loc)
-    impl = ctx.pinned("paged_prefill")
-    kv = (state["k"], state["v"])
-    parts.append(paged_prefill(q, *kv, *context, sinks, **static, impl=impl))
+    args = PrefillArgs(
+        q=q,
+        k_pages=state["k"],
+        v_pages=state["v"],
+        page_table=pages.page_table[d:],
+        seq_lens=pages.seq_lens[d:],
+        query_start_loc=ctx.rows.query_start_loc,
+        sinks=sinks,
+        scale=scale,
+        window=window,
+    )
+    parts.append(paged_prefill(args, ctx.pinned("paged_prefill")))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -166,15 +174,15 @@ def _append(
     num_kv_heads: int,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # [T, N, H]
     """The queries of prompts, and the pools after appending their keys and values."""
+    to = {"k_pages": pools[0], "v_pages": pools[1], "slot_mapping": slots}
     if angles is None:
         q, k, v = split_heads(qkv, num_kv_heads)
-        k_pages, v_pages = kv_append(k, v, *pools, slots, impl=ctx.pinned("kv_append"))
-        return q, (k_pages, v_pages)
+        return q, kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append"))
     cos, sin = angles.take(slice(ctx.num_decodes, None))
-    norms, impl = qk_norm.weights, ctx.pinned("qk_rope_append")
-    q, k_pages, v_pages = qk_rope_append(
-        qkv, cos, sin, norms, *pools, slots, eps=qk_norm.eps, impl=impl
+    args = RopeAppendArgs(
+        qkv=qkv, cos=cos, sin=sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps
     )
+    q, k_pages, v_pages = qk_rope_append(args, ctx.pinned("qk_rope_append"))
     return q, (k_pages, v_pages)
 
 
@@ -192,22 +200,22 @@ def _decode(
     """Append and attend for the first rows, one token each."""
     rows, pages = qkv.shape[0], ctx.pages[0]
     cos, sin, norms = (None, None, None) if angles is None else (*angles, qk_norm.weights)
-    out, k_pages, v_pages = append_decode(
-        qkv,
-        cos,
-        sin,
-        norms,
-        state["k"],
-        state["v"],
-        pages.page_table[:rows],
-        pages.seq_lens[:rows],
-        ctx.arrivals if rows == ctx.num_decodes else None,
-        sinks,
+    args = DecodeArgs(
+        qkv=qkv,
+        cos=cos,
+        sin=sin,
+        qk_norms=norms,
+        k_pages=state["k"],
+        v_pages=state["v"],
+        page_table=pages.page_table[:rows],
+        seq_lens=pages.seq_lens[:rows],
+        arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
+        sinks=sinks,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
-        impl=ctx.pinned("append_decode"),
     )
+    out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
     return out, {"k": k_pages, "v": v_pages}
 
 

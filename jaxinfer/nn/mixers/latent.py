@@ -24,8 +24,8 @@ from jaxinfer.nn.decoder_config import LatentAttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, product, weight
 from jaxinfer.nn.state import LayerArrays
 from pallas_kernels.kv_append.xla import written
-from pallas_kernels.latent_decode.api import latent_decode
-from pallas_kernels.latent_prefill.api import latent_prefill
+from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
+from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
 from pallas_kernels.numerics import rms_norm, rotate
 
 _INIT, _ONES, _ZEROS = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
@@ -151,17 +151,18 @@ def _attend(
         out, state = _decode(tokens.take(slice(d)), kv_b, state, ctx, config)
         parts.append(out)
     assert ctx.rows is not None
-    out = latent_prefill(
-        *prompts,
-        *kv_b,
-        state["latent"],
-        pages.page_table[d:],
-        pages.seq_lens[d:],
-        ctx.rows.query_start_loc,
+    args = LatentPrefillArgs(
+        q=prompts.q,
+        entries=prompts.entries,
+        k_up=kv_b.k,
+        v_up=kv_b.v,
+        pages=state["latent"],
+        page_table=pages.page_table[d:],
+        seq_lens=pages.seq_lens[d:],
+        query_start_loc=ctx.rows.query_start_loc,
         scale=config.scale,
-        impl=ctx.pinned("latent_prefill"),
     )
-    parts.append(out)
+    parts.append(latent_prefill(args, ctx.pinned("latent_prefill")))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -177,16 +178,16 @@ def _decode(
     k_heads = kv_b.k.reshape(c.num_heads, c.nope_dim, c.rank)
     v_heads = kv_b.v.reshape(c.num_heads, c.value_dim, c.rank)
     q_nope, q_rope = tokens.q[..., : c.nope_dim], tokens.q[..., c.nope_dim :]
-    mixed, pool = latent_decode(
-        jnp.einsum("BNK,NKC->BNC", q_nope, k_heads),
-        q_rope,
-        tokens.entries,
-        state["latent"],
-        pages.page_table[:rows],
-        pages.seq_lens[:rows],
+    args = LatentDecodeArgs(
+        q_latent=jnp.einsum("BNK,NKC->BNC", q_nope, k_heads),
+        q_rope=q_rope,
+        entries=tokens.entries,
+        pages=state["latent"],
+        page_table=pages.page_table[:rows],
+        seq_lens=pages.seq_lens[:rows],
         scale=c.scale,
-        impl=ctx.pinned("latent_decode"),
     )
+    mixed, pool = latent_decode(args, ctx.pinned("latent_decode"))
     return jnp.einsum("BNC,NVC->BNV", mixed, v_heads), {"latent": pool}
 
 

@@ -26,14 +26,18 @@ KERNELS = ("_append", "_add_and_norm")  # one writes references
 
 def traced(rows: int, *, layers: int = 2) -> jax.stages.Traced:
     """Layers with two kernels each, in a function of their own."""
+    from pallas_kernels.kv_append.ref import KvAppendArgs
     from pallas_kernels.kv_append.triton import kv_append
+    from pallas_kernels.residual_norm.ref import NormArgs
     from pallas_kernels.residual_norm.triton import residual_norm
 
     @jax.jit
     def layer(x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         heads, slots = x.reshape(rows, 2, 32), jnp.zeros(rows, jnp.int32)
-        pages, _ = kv_append(heads, heads, pages, pages, slots)
-        return residual_norm(x, None, jnp.ones((1, 64), x.dtype), row=0, eps=1e-6)[1], pages
+        new, pools = {"k": heads, "v": heads}, {"k_pages": pages, "v_pages": pages}
+        pages, _ = kv_append(KvAppendArgs(**new, **pools, slot_mapping=slots))
+        norm = NormArgs(x=x, weights=jnp.ones((1, 64), x.dtype), row=0, eps=1e-6)
+        return residual_norm(norm)[1], pages
 
     def step(x: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
         for _ in range(layers):
@@ -56,13 +60,13 @@ def test_each_kernel_once_and_the_same_for_every_number_of_rows() -> None:
 
 def test_sample_shares_kernels_between_batches_with_the_same_tiles() -> None:
     """Each further kernel costs a quarter to two seconds at a start with nothing cached."""
+    from pallas_kernels.sample.cases import MIXED, SampleCase, build
     from pallas_kernels.sample.triton import sample
 
     def kernels(rows: int) -> set[Any]:
-        dtypes = ["float32", "int32", "float32", "float32", "int32", "int32", "int32"]
-        arrays = [jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes]
-        logits = jax.ShapeDtypeStruct((rows, 151936), jnp.float32)
-        return set(kernels_in(jax.jit(sample).trace(logits, *arrays).jaxpr))
+        (one,) = build(SampleCase("one", 151936, MIXED, 1), 0).args
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), one)
+        return set(kernels_in(jax.jit(sample).trace(args).jaxpr))
 
     few, many = kernels(8), kernels(256)
     assert len(few) == len(many) == 7
@@ -70,23 +74,27 @@ def test_sample_shares_kernels_between_batches_with_the_same_tiles() -> None:
 
 
 def test_prefill_has_one_kernel_for_all_buckets() -> None:
+    from pallas_kernels.paged_prefill.ref import PrefillArgs
     from pallas_kernels.paged_prefill.triton import paged_prefill
 
     def kernels(tokens: int, rows: int, pages: int) -> set[Any]:
-        ints = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        queries = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.float32)
+        ints: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        queries: Any = jax.ShapeDtypeStruct((tokens, 4, 64), jnp.float32)
         pool = jax.ShapeDtypeStruct((9, 16, 2, 64), jnp.float32)
-        arrays = (queries, pool, pool, ints((rows, pages)), ints((rows,)), ints((rows + 1,)))
-        return set(kernels_in(jax.jit(partial(paged_prefill, scale=1.0)).trace(*arrays).jaxpr))
+        context = {"page_table": ints((rows, pages)), "seq_lens": ints((rows,))}
+        pools: Any = {"k_pages": pool, "v_pages": pool, "query_start_loc": ints((rows + 1,))}
+        args = PrefillArgs(q=queries, **pools, **context, scale=1.0)
+        return set(kernels_in(jax.jit(paged_prefill).trace(args).jaxpr))
 
     assert kernels(16, 1, 128) == kernels(8192, 256, 128) == kernels(64, 4, 2048)
 
 
 def test_keys_differ_when_the_machine_code_differs() -> None:
     def norm(x: jax.Array, *, row: int, eps: float) -> Any:
+        from pallas_kernels.residual_norm.ref import NormArgs
         from pallas_kernels.residual_norm.triton import residual_norm
 
-        return residual_norm(x, None, jnp.ones((2, 64), x.dtype), row=row, eps=eps)
+        return residual_norm(NormArgs(x=x, weights=jnp.ones((2, 64), x.dtype), row=row, eps=eps))
 
     calls = [("bfloat16", 0, 1e-6), ("float32", 0, 1e-6), ("bfloat16", 1, 1e-6)]
     found = set()

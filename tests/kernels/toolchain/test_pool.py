@@ -23,10 +23,10 @@ from jax.extend.mlir import deserialize_portable_artifact, serialize_portable_ar
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.append_decode.api import append_decode
+from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm.api import norm_gemm
-from pallas_kernels.paged_prefill.api import paged_prefill
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.skinny_gemm.api import skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 from pallas_kernels.toolchain.find import kernels_in
@@ -44,7 +44,7 @@ from pallas_kernels.toolchain.pool import KernelError, KernelPool
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 
 
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -52,12 +52,35 @@ POOL, TABLE, LENS = array(65, 16, 8, 128), array(8, 8, dtype=jnp.int32), array(8
 ANGLES = array(8, 64, dtype=jnp.float32)
 CALLS = {
     "append_decode": (
-        lambda *args: append_decode(*args, scale=0.1, eps=1e-6),
-        (array(8, 48, 128), ANGLES, ANGLES, array(2, 128), POOL, POOL, TABLE, LENS),
+        append_decode,
+        (
+            DecodeArgs(
+                qkv=array(8, 48, 128),
+                cos=ANGLES,
+                sin=ANGLES,
+                qk_norms=array(2, 128),
+                k_pages=POOL,
+                v_pages=POOL,
+                page_table=TABLE,
+                seq_lens=LENS,
+                scale=0.1,
+                eps=1e-6,
+            ),
+        ),
     ),
     "paged_prefill": (
-        lambda *args: paged_prefill(*args, scale=0.1),
-        (array(256, 32, 128), POOL, POOL, TABLE, LENS, array(9, dtype=jnp.int32)),
+        paged_prefill,
+        (
+            PrefillArgs(
+                q=array(256, 32, 128),
+                k_pages=POOL,
+                v_pages=POOL,
+                page_table=TABLE,
+                seq_lens=LENS,
+                query_start_loc=array(9, dtype=jnp.int32),
+                scale=0.1,
+            ),
+        ),
     ),
     "norm_gemm": (
         partial(norm_gemm, row=0, eps=1e-6),
