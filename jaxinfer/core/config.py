@@ -162,6 +162,13 @@ COMPILED = (
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
+class PageGroup(msgspec.Struct, frozen=True):
+    """Layers that share a page table: what they store in pages has one window and one stride."""
+
+    window: int | None = None  # tokens to which the layers attend; None: the whole context
+    tokens_per_entry: int = 1  # tokens that one entry stands for
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The limits that the scheduler keeps to; part of its state. Page 0 is the padding sink."""
 
@@ -173,8 +180,7 @@ class Limits(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
     prefill_first: bool = False
-    # attention window of each group of layers, in tokens (None: the whole context)
-    windows: tuple[int | None, ...] = (None,)
+    groups: tuple[PageGroup, ...] = (PageGroup(),)
     query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
     # how hidden states become the vector that every request yields (``core.pooling.KINDS``); empty:
     # requests yield tokens
@@ -191,6 +197,11 @@ class Limits(msgspec.Struct, frozen=True):
         return self.max_num_seqs + 1 + self.num_snapshots
 
     @property
+    def has_windows(self) -> bool:
+        """True if sequences return pages before they end."""
+        return any([group.window is not None for group in self.groups])
+
+    @property
     def max_pages_per_seq(self) -> int:
         """M: pages of a sequence that fills the context."""
         return cdiv(self.max_model_len, self.page_size)
@@ -200,14 +211,14 @@ class Limits(msgspec.Struct, frozen=True):
         """Pages a sequence can own: all but the padding sink."""
         return self.num_pages - 1
 
-    def most_pages(self, window: int | None) -> int:
-        """The most pages that a sequence owns in a group with this window: pages for the window and
-        for one chunk of a prompt, or for the drafts of the steps in flight.
+    def most_pages(self, group: PageGroup) -> int:
+        """The most pages that a sequence owns in a group. With a window they are pages for the
+        window and for one chunk of a prompt, or for the drafts of the steps in flight.
         """
-        if window is None:
+        if group.window is None:
             return self.max_pages_per_seq
         drafts = MAX_STEPS_IN_FLIGHT * self.query_tokens
-        span = window - 1 + min(max(self.max_num_batched_tokens, drafts), self.max_model_len)
+        span = group.window - 1 + min(max(self.max_num_batched_tokens, drafts), self.max_model_len)
         return min(cdiv(span, self.page_size) + 1, self.max_pages_per_seq)
 
     def longest_context(self) -> int:
@@ -222,7 +233,7 @@ class Limits(msgspec.Struct, frozen=True):
     def pages_needed(self, num_tokens: int) -> int:
         """The most pages that a sequence of ``num_tokens`` tokens owns, over all groups."""
         pages = cdiv(num_tokens, self.page_size)
-        return sum([min(pages, self.most_pages(window)) for window in self.windows])
+        return sum([min(pages, self.most_pages(group)) for group in self.groups])
 
 
 TRUST_CACHE = "JAXINFER_TRUST_CACHE"

@@ -23,6 +23,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.core.config import PageGroup
 from jaxinfer.nn.placement import Axes, Placement
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
@@ -45,17 +46,27 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class LayerState:
-    """The state of one layer.
+class PagedKind:
+    """Entries of a layer that are stored in pages, each for ``tokens_per_entry`` tokens.
 
-    ``paged`` has an entry for each token. ``window`` is the number of tokens to which the layer
-    attends, the current one included (None: all). ``per_slot`` has an entry for each sequence: the
-    state before the row that the layer computes. At position 0 it still is an earlier sequence's,
-    so the layer must start with zeros.
+    ``window`` is the number of tokens to which the layer attends through them, the current one
+    included (None: all). Scales of quantised entries are further entries.
     """
 
-    paged: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...]
     window: int | None = None
+    tokens_per_entry: int = 1
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one layer; the names of its entries differ.
+
+    ``per_slot`` has an entry for each sequence: the state before the row that the layer computes.
+    At position 0 it still is an earlier sequence's, so the layer must start with zeros.
+    """
+
+    paged: tuple[PagedKind, ...] = ()
     per_slot: tuple[Entry, ...] = ()
 
 
@@ -64,14 +75,15 @@ def keys_and_values(
 ) -> LayerState:
     """The state of an attention layer: K and V of each token."""
     shape, axes = (num_kv_heads, head_dim), ("heads", None)
-    return LayerState((Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes)), window)
+    entries = (Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes))
+    return LayerState((PagedKind(entries, window),))
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """The group (None without pages) and the arrays of one layer."""
+    """The groups of a layer's paged kinds, in order, and the arrays of the layer."""
 
-    group: int | None
+    groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
 
     def take(self, state: State) -> LayerArrays:
@@ -92,7 +104,7 @@ class StateLayout:
 
     arrays: tuple[Entry, ...]
     is_paged: tuple[bool, ...]  # of each array; False: it has an entry for each slot
-    windows: tuple[int | None, ...]  # of each group, in tokens
+    groups: tuple[PageGroup, ...]
     layers: tuple[LayerPlace, ...]
 
     @property
@@ -137,36 +149,33 @@ class StateLayout:
 
 
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
-    """The layout for the layers of a model."""
-    groups = _groups(layers)
-    member = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group)}
+    """The layout for the layers of a model. Groups of full attention are first."""
+    kinds: dict[PagedKind, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for kind in layer.paged:
+            kinds.setdefault(kind, []).append(i)
+    groups: list[PageGroup] = []
+    members: dict[tuple[PagedKind, int], tuple[int, int]] = {}  # group, and place within it
+    for kind, own in sorted(kinds.items(), key=lambda item: item[0].window is not None):
+        size = min(len(found) for other, found in kinds.items() if other.entries == kind.entries)
+        for start in range(0, len(own), size):
+            for at, layer in enumerate(own[start : start + size]):
+                members[kind, layer] = len(groups), at
+            groups.append(PageGroup(kind.window, kind.tokens_per_entry))
     arrays: list[tuple[Entry, bool]] = []  # and whether it is paged
     places: list[LayerPlace] = []
     shared: dict[tuple[tuple[Entry, ...], int], range] = {}
     for i, layer in enumerate(layers):
         named: list[tuple[str, int]] = []
-        if layer.paged:
-            key = (layer.paged, member[i][1])
+        for kind in layer.paged:
+            key = kind.entries, members[kind, i][1]
             if key not in shared:
-                shared[key] = range(len(arrays), len(arrays) + len(layer.paged))
-                arrays += [(entry, True) for entry in layer.paged]
-            named += [(e.name, at) for e, at in zip(layer.paged, shared[key], strict=True)]
+                shared[key] = range(len(arrays), len(arrays) + len(kind.entries))
+                arrays += [(entry, True) for entry in kind.entries]
+            named += [(e.name, at) for e, at in zip(kind.entries, shared[key], strict=True)]
         named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
         arrays += [(entry, False) for entry in layer.per_slot]
-        places.append(LayerPlace(member[i][0] if layer.paged else None, tuple(named)))
-    windows = tuple(layers[group[0]].window for group in groups)
+        assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
+        places.append(LayerPlace(tuple(members[kind, i][0] for kind in layer.paged), tuple(named)))
     entries, is_paged = zip(*arrays, strict=True) if arrays else ((), ())
-    return StateLayout(entries, is_paged, windows, tuple(places))
-
-
-def _groups(layers: Sequence[LayerState]) -> list[list[int]]:
-    """Layers by window and entries, split into groups of equal size; full attention first."""
-    kinds: dict[tuple[tuple[Entry, ...], int | None], list[int]] = {}
-    for i, layer in enumerate(layers):
-        if layer.paged:
-            kinds.setdefault((layer.paged, layer.window), []).append(i)
-    groups: list[list[int]] = []
-    for (paged, _), members in sorted(kinds.items(), key=lambda kind: kind[0][1] is not None):
-        size = min(len(found) for (other, _), found in kinds.items() if other == paged)
-        groups += [members[start : start + size] for start in range(0, len(members), size)]
-    return groups
+    return StateLayout(entries, is_paged, tuple(groups), tuple(places))

@@ -84,7 +84,7 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     """
     limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
-    chained = limits.windows[0] is None  # without a window, a prefix needs its first pages
+    chained = limits.groups[0].window is None  # without a window, a prefix needs its first pages
     if num_pages <= len(known) or (chained and known and not draft.pages.has(known[-1])):
         return seq
     page_hashes = list(known)
@@ -109,7 +109,7 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
     num_cached_tokens = hit.num_pages * limits.page_size
-    firsts = [first_page(num_cached_tokens, w, limits.page_size) for w in limits.windows]
+    firsts = [first_page(num_cached_tokens, g.window, limits.page_size) for g in limits.groups]
     num_new = _num_new_pages(seq, firsts, hit.ids, limits)
     shared = [page for ids in hit.ids for page in ids]
     num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
@@ -169,8 +169,8 @@ def _num_new_pages(
     """Unshared pages that a sequence takes at admission, in each group."""
     num_pages = cdiv(len(seq.token_ids), limits.page_size)
     return [
-        min(num_pages - first, limits.most_pages(window)) - len(ids)
-        for first, ids, window in zip(firsts, hits, limits.windows, strict=True)
+        min(num_pages - first, limits.most_pages(group)) - len(ids)
+        for first, ids, group in zip(firsts, hits, limits.groups, strict=True)
     ]
 
 

@@ -244,8 +244,8 @@ def _frozen(array: IntArray) -> IntArray:
 def release_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
     """``held`` without pages before the windows of a token at ``start``, which are released."""
     kept: list[Pages] = []
-    for group, (own, window) in enumerate(zip(held, limits.windows, strict=True)):
-        passed = first_page(start, window, limits.page_size) - own.first
+    for group, own in enumerate(held):
+        passed = first_page(start, limits.groups[group].window, limits.page_size) - own.first
         if passed > 0:
             ids = own.ids.array()
             pages.release(ids[:passed], group)

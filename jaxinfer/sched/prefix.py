@@ -74,7 +74,7 @@ def _longest_in_pages(
     pages: PageWriter, page_hashes: Items[bytes], limits: Limits
 ) -> tuple[int, list[list[int]]]:
     num_pages = len(page_hashes)
-    groups = range(len(limits.windows))
+    groups = range(len(limits.groups))
     while num_pages:
         found = [_known(pages, page_hashes, group, num_pages, limits) for group in groups]
         shortest = min(length for length, _ in found)
@@ -91,7 +91,7 @@ def _known(
 
     If one of them is not in the index: a smaller number of pages that may be possible, and [].
     """
-    window = limits.windows[group]
+    window = limits.groups[group].window
     first = first_page(num_pages * limits.page_size, window, limits.page_size)
     keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
     ids = pages.lookup(keys)

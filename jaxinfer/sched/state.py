@@ -148,7 +148,7 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         orders=Map(),
         num_slots=slots,
         free_slots=tuple(reversed(range(slots))),
-        pages=new_pool(limits.num_pages, len(limits.windows)),
+        pages=new_pool(limits.num_pages, len(limits.groups)),
         snapshots=new_snapshots(limits.num_snapshots),
     )
 
@@ -286,7 +286,7 @@ class Draft:
             raise EngineError("the scheduler is reset while a step is in flight; collect it first")
         while self.running:
             self.preempt_last()
-        self.pages = PageWriter(new_pool(self.limits.num_pages, len(self.limits.windows)))
+        self.pages = PageWriter(new_pool(self.limits.num_pages, len(self.limits.groups)))
         self.snapshots = new_snapshots(self.limits.num_snapshots)
 
     def end(

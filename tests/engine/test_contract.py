@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 from msgspec.structs import replace
 
+from jaxinfer.core.config import PageGroup
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.engine.loop.engine import Engine
@@ -60,7 +61,7 @@ def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]
     model, _ = mixed_model(*KINDS[name])
     limits = replace(
         LIMITS,
-        windows=model.state.windows,
+        groups=model.state.groups,
         num_snapshots=MOST_SNAPSHOTS if model.state.bytes_per_slot else 0,
     )
     program = Program(model, limits, platform=platform)
@@ -171,12 +172,12 @@ def test_pages_behind_a_window_go_back() -> None:
     """A sequence never holds more pages than for its window and a chunk."""
     served = engine("paged")
     limits = executables("paged")[0].limits
-    assert limits.windows.count(WINDOW) == 3
+    assert limits.groups.count(PageGroup(WINDOW)) == 3
     most, scheduler_state = 0, lambda: served._loop._state
     served.add_request("r", RequestSpec(PROMPTS[0], GREEDY))
     while served.has_work:
         served.step()
         for seq in scheduler_state().running:
-            held = [len(p.ids) for p, w in zip(seq.pages, limits.windows, strict=True) if w]
+            held = [len(p.ids) for p, g in zip(seq.pages, limits.groups, strict=True) if g.window]
             most = max(most, *held)
-    assert most <= limits.most_pages(WINDOW) == 7  # of the 14 that the sequence fills
+    assert most <= limits.most_pages(PageGroup(WINDOW)) == 7  # of the 14 that the sequence fills

@@ -102,7 +102,7 @@ def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
     query_tokens = 1 + COUNT if drafts else 1
     limits = replace(
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
-        windows=model.state.windows,
+        groups=model.state.groups,
         query_tokens=query_tokens,
         buckets=tuple(
             Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
@@ -164,7 +164,7 @@ def test_rows_with_drafts_next_to_rows_with_extras() -> None:
 @pytest.mark.parametrize("name", ["llama", "mixed"])
 def test_preempted(name: str) -> None:
     """Pages are taken for every draft; if none is left the last sequence is preempted."""
-    groups = len(model_of(name)[0].state.windows)
+    groups = len(model_of(name)[0].state.groups)
     served = engine(name, num_pages=1 + 14 * groups)
     assert answers(run(served, PROMPTS, GREEDY)) == greedy(name)
     assert served.stats().num_preemptions > 0 and served.stats().num_live_pages == 0

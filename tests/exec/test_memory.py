@@ -442,7 +442,7 @@ def program_of(
         64,
         buckets,
         enable_prefix_caching=num_snapshots > 0,
-        windows=model.state.windows,
+        groups=model.state.groups,
         num_snapshots=num_snapshots,
     )
     return Program(model, limits, platform=platform)

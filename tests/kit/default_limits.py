@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig, Limits, PageGroup
 from jaxinfer.engine.start.build import limits_of, with_device_defaults
 
 
@@ -18,9 +18,9 @@ def default_limits(
     *,
     max_model_len: int = 4096,
     num_pages: int = 0,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     **settings: Any,
 ) -> Limits:
     """The limits of a platform by configs/engine, with its real bucket table."""
     config = with_device_defaults(EngineConfig(**settings), platform)
-    return replace(limits_of(config, max_model_len, windows), num_pages=num_pages)
+    return replace(limits_of(config, max_model_len, groups), num_pages=num_pages)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import Limits, PageGroup
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
@@ -44,7 +44,7 @@ def tiny_limits(
     page_size: int = 4,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     points: tuple[Point, ...] = (),
     pooling: str = "",
 ) -> Limits:
@@ -66,7 +66,7 @@ def tiny_limits(
             pools=bool(pooling),
         ),
         enable_prefix_caching=enable_prefix_caching and pooling in ("", "last"),
-        windows=windows,
+        groups=groups,
         points=points,
         pooling=pooling,
     )
@@ -127,8 +127,8 @@ def tiny_engine(
     tokenizer: bool = True,
 ) -> Engine:
     """An engine over a tiny model."""
-    windows = tiny_model(model_name)[0].state.windows
-    limits = replace(limits or tiny_limits(), windows=windows)
+    groups = tiny_model(model_name)[0].state.groups
+    limits = replace(limits or tiny_limits(), groups=groups)
     executor = tiny_executor(limits, model_name)
     name = f"tiny-{model_name}"
     return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)

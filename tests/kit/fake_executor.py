@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import Limits, PageGroup
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     NO_TAPS,
@@ -118,11 +118,11 @@ class FakeExecutor:
     def __init__(
         self,
         page_size: int,
-        windows: tuple[int | None, ...] = (None,),
+        groups: tuple[PageGroup, ...] = (PageGroup(),),
         num_snapshots: int = 0,
     ) -> None:
         self.page_size = page_size
-        self.windows = windows
+        self.groups = groups
         self.num_snapshots = num_snapshots
         self.states: dict[int, int] = {}  # slot -> digest of the tokens that its state is of
         self.snapshots: dict[int, int] = {}  # likewise, of each row
@@ -190,7 +190,7 @@ class FakeExecutor:
             assert (row.samples or row.pools) == (end == len(slot.token_ids))
             assert not (row.samples and row.pools)
         written: list[int] = []
-        for group in range(len(self.windows)):
+        for group in range(len(self.groups)):
             places = self._places(row, group, start, end)
             hashed = hashed_pages.intersection((places // self.page_size).tolist())
             assert not hashed, f"pages {hashed} are written but hashed"
@@ -221,7 +221,8 @@ class FakeExecutor:
                 f"request {row.request_id!r} goes on at {start} from the state of other tokens"
             )
         self.states[row.slot] = slot.prefixes[end - 1]
-        for group, window in enumerate(self.windows):
+        for group, one in enumerate(self.groups):
+            window = one.window
             first = 0 if window is None else max(0, start + 1 - window)
             assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
             self._read(row, group, first, end)
@@ -235,7 +236,7 @@ class FakeExecutor:
             slot.append(token_ids[-1])
             if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
                 break
-            for group in range(len(self.windows)):  # the accepted draft's own page
+            for group in range(len(self.groups)):  # the accepted draft's own page
                 self._read(row, group, len(slot.token_ids) - 1, len(slot.token_ids))
         return RowResult(
             row.request_id,
@@ -311,7 +312,7 @@ class FakeDevice:
     def make_state(self) -> None:
         """Begin with empty ones."""
         limits = self._limits
-        self.fake = FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
+        self.fake = FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the step."""

@@ -48,7 +48,7 @@ def _check_pool(state: SchedulerState) -> None:
         _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
     num_live = [
         len({page for seq in state.running for page in seq.pages[group].ids})
-        for group in range(len(state.limits.windows))
+        for group in range(len(state.limits.groups))
     ]
     if list(pool.num_live) != num_live:
         _fail(f"num_live is {pool.num_live}, but {num_live} pages of each group are live")
@@ -128,15 +128,15 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         _fail(f"{name} decodes at {seq.num_computed_tokens} with {num_tokens} tokens")
     if num_tokens > seq.max_num_tokens or len(seq.token_ids) >= seq.max_num_tokens:
         _fail(f"{name} has {num_tokens} tokens of at most {seq.max_num_tokens}")
-    for pages, window in zip(seq.pages, state.limits.windows, strict=True):
+    for pages, group in zip(seq.pages, state.limits.groups, strict=True):
         capacity = pages.end * state.limits.page_size
         if seq.num_computed_tokens > capacity:
             _fail(f"{name} computes {seq.num_computed_tokens} tokens in pages for {capacity}")
         least = seq.min_computed_tokens(state.limits.query_tokens)
-        if pages.first > first_page(least, window, state.limits.page_size):
+        if pages.first > first_page(least, group.window, state.limits.page_size):
             _fail(f"{name} has returned page {pages.first - 1}, which its next token attends to")
-        if len(pages.ids) > state.limits.most_pages(window):
-            _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")
+        if len(pages.ids) > state.limits.most_pages(group):
+            _fail(f"{name} holds {len(pages.ids)} pages in {group}")
     for border in seq.borders:
         if not seq.num_computed_tokens < border < seq.num_prefill_tokens:
             _fail(f"{name} is to be split at {border}, with {seq.num_computed_tokens} computed")

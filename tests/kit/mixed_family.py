@@ -21,7 +21,7 @@ from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForward
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised, take_rows
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import Entry, LayerArrays, LayerState
+from jaxinfer.nn.state import Entry, LayerArrays, LayerState, PagedKind
 from kit.checkpoints import Tensors, built_arrays
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
@@ -40,7 +40,7 @@ class LatentSpec:
         return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
-        return LayerState((Entry("latent", (C,), dtype),))
+        return LayerState((PagedKind((Entry("latent", (C,), dtype),)),))
 
     def module(self) -> nn.Module:
         return Latent()

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig, Limits, PageGroup
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
@@ -24,7 +24,7 @@ LIMITS = Limits(
     max_model_len=4096,
     max_num_batched_tokens=512,
     buckets=(),
-    windows=(None, 512, 512),
+    groups=(PageGroup(), *[PageGroup(512)] * 2),
 )
 MODEL = {"model_name": "smol", "engine": "0"}
 STATS = EngineStats(

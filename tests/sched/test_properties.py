@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.core.config import PageGroup
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
@@ -42,7 +43,7 @@ class Trace:
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     prefill_first: bool
-    windows: tuple[int | None, ...]
+    groups: tuple[PageGroup, ...]
     query_tokens: int
     num_snapshots: int  # if not 0, the model has state for each sequence
     points: tuple[Point, ...]  # if there are any, some requests tap or steer
@@ -57,7 +58,7 @@ class Trace:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": self.enable_prefix_caching,
             "prefill_first": self.prefill_first,
-            "windows": self.windows,
+            "groups": self.groups,
             "query_tokens": self.query_tokens,
             "num_snapshots": self.num_snapshots,
             "points": self.points,
@@ -90,13 +91,13 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
         requests.append((iteration, _request(draw, i, prompt, in_order)))
     max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
-    windows = draw(st.sampled_from(WINDOWS))
+    groups = tuple(map(PageGroup, draw(st.sampled_from(WINDOWS))))
     query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
     limits = make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        windows=windows,
+        groups=groups,
         query_tokens=query_tokens,
     )
     largest = max(
@@ -118,7 +119,7 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         num_pages=1 + largest + draw(st.sampled_from((0, 1, 2, 4, 8, 20))),
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=max_num_batched_tokens,
-        windows=windows,
+        groups=groups,
         query_tokens=query_tokens,
         enable_prefix_caching=enable_prefix_caching,
         num_snapshots=num_snapshots,

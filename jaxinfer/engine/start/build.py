@@ -24,6 +24,7 @@ from jaxinfer.core.config import (
     DEFAULT_PAGE_SIZE,
     EngineConfig,
     Limits,
+    PageGroup,
     cache_root,
     prepare_backend,
 )
@@ -213,7 +214,7 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
     return limits_of(
         config,
         _context(config, model),
-        state.windows,
+        state.groups,
         has_slot_state=state.bytes_per_slot > 0,
         points=points_named(names, model.config),
     )
@@ -222,15 +223,15 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
 def limits_of(
     config: EngineConfig,
     max_model_len: int,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     *,
     has_slot_state: bool = False,
     points: tuple[Point, ...] = (),
 ) -> Limits:
     """The limits that settings with their device's defaults amount to, without pages.
 
-    ``windows``: how far back each group of layers looks. A model with state for each sequence
-    reuses prefixes through snapshots. ``points``: those that requests may read and steer.
+    ``groups``: those of the model's layers. A model with state for each sequence reuses prefixes
+    through snapshots. ``points``: those that requests may read and steer.
     """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
@@ -259,7 +260,7 @@ def limits_of(
         ),
         enable_prefix_caching=reuses,
         prefill_first=bool(config.prefill_first),
-        windows=windows,
+        groups=groups,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
         points=points,
         pooling=config.pooling or "",

@@ -162,7 +162,7 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
 
 def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
     """The smallest possible number of pages, and the reason as words for an error message."""
-    groups, pages_per_seq = len(limits.windows), limits.pages_needed(limits.max_model_len)
+    groups, pages_per_seq = len(limits.groups), limits.pages_needed(limits.max_model_len)
     each = "one page" if groups == 1 else f"{groups} pages"
     needed = 1 + groups * limits.max_num_seqs
     derived = config.max_model_len is None or config.num_pages is not None

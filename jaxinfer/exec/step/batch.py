@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.config import Limits, PageGroup
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import Bucket, StepPlan
 from jaxinfer.exec.step.drafts import Drafter
@@ -89,7 +89,7 @@ class GroupTable(NamedTuple):
     """The page table of one group of layers."""
 
     max_pages: int  # pages of a row
-    window: int | None  # in tokens
+    group: PageGroup
 
     @property
     def width(self) -> int:
@@ -102,23 +102,21 @@ class BatchLayout:
     """The wire layout of one bucket."""
 
     bucket: Bucket
-    groups: tuple[GroupTable, ...]
+    tables: tuple[GroupTable, ...]
     sink_slot: int
     page_size: int
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
         """The indices of the groups with a window."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
+        return tuple(i for i, table in enumerate(self.tables) if table.group.window is not None)
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
         """The layout of a bucket in an engine with these limits."""
         # drafts may be beyond the end of the context; they are written to page 0
         extra = cdiv(bucket.query_tokens - 1, limits.page_size)
-        groups = (
-            GroupTable(limits.most_pages(window) + extra, window) for window in limits.windows
-        )
+        groups = (GroupTable(limits.most_pages(group) + extra, group) for group in limits.groups)
         return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 
     def sizes(self) -> Fields[int]:
@@ -136,7 +134,7 @@ class BatchLayout:
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if self.bucket.taps else 0,
             first_pages=b * len(self.windowed),
-            page_tables=b * sum(group.width for group in self.groups),
+            page_tables=b * sum(table.width for table in self.tables),
         )
 
     @cached_property
@@ -152,14 +150,14 @@ class BatchLayout:
         """The sections of a flat array; they are views of a numpy array."""
         return Fields(*[flat[section] for section in self._sections])
 
-    def tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
+    def split_tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
         """The page table [B, M] of each group."""
         return [page_tables[span].reshape(shape) for span, shape in self._tables]
 
     @cached_property
     def _tables(self) -> tuple[tuple[slice, tuple[int, int]], ...]:
         """Where each group's table is in the section ``page_tables``, and its shape."""
-        shapes = [(self.bucket.num_seqs, group.width) for group in self.groups]
+        shapes = [(self.bucket.num_seqs, table.width) for table in self.tables]
         starts = accumulate((b * width for b, width in shapes), initial=0)
         return tuple(
             (slice(start, start + b * width), (b, width))
@@ -184,7 +182,7 @@ def pack(
     flat = np.zeros(layout.size, np.int32)
     wire, bucket = layout.split(flat), layout.bucket
     wire.seq_slots[:] = layout.sink_slot
-    tables = layout.tables(wire.page_tables)
+    tables = layout.split_tables(wire.page_tables)
     if bucket.query_tokens > 1:
         wire.query_lens[: len(plan.decodes)] = [row.num_scheduled_tokens for row in plan.decodes]
     for first, rows in ((0, plan.decodes), (bucket.num_decodes, plan.prefills)):
@@ -338,14 +336,14 @@ def _pages_of_groups(
     """
     found: list[Pages] = []
     firsts = iter(wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs))
-    for group, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
+    for own, table in zip(layout.tables, layout.split_tables(wire.page_tables), strict=True):
         if layout.bucket.num_prefills:
             # XLA fuses the slice of a section into the call of a Mosaic kernel that reads it, and
             # records such a call at every step, which takes the host 10 us per layer. Linked calls
             # are few, so decode steps do not need the barrier.
             table = lax.optimization_barrier(table)
         page, lens = positions // layout.page_size, seq_lens
-        if group.window is not None:
+        if own.group.window is not None:
             first = next(firsts)
             lens, page = seq_lens - first * layout.page_size, page - first[rows]
         slot_mapping = table[rows, page] * layout.page_size + positions % layout.page_size
