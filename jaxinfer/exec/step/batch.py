@@ -102,14 +102,14 @@ class BatchLayout:
     """The wire layout of one bucket."""
 
     bucket: Bucket
-    tables: tuple[GroupTable, ...]
+    groups: tuple[GroupTable, ...]
     sink_slot: int
     page_size: int
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
         """The indices of the groups with a window."""
-        return tuple(i for i, table in enumerate(self.tables) if table.group.window is not None)
+        return tuple(i for i, own in enumerate(self.groups) if own.group.window is not None)
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
@@ -134,7 +134,7 @@ class BatchLayout:
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if self.bucket.taps else 0,
             first_pages=b * len(self.windowed),
-            page_tables=b * sum(table.width for table in self.tables),
+            page_tables=b * sum(own.width for own in self.groups),
         )
 
     @cached_property
@@ -150,14 +150,14 @@ class BatchLayout:
         """The sections of a flat array; they are views of a numpy array."""
         return Fields(*[flat[section] for section in self._sections])
 
-    def split_tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
+    def tables[A: (np.ndarray, jax.Array)](self, page_tables: A) -> list[A]:
         """The page table [B, M] of each group."""
         return [page_tables[span].reshape(shape) for span, shape in self._tables]
 
     @cached_property
     def _tables(self) -> tuple[tuple[slice, tuple[int, int]], ...]:
         """Where each group's table is in the section ``page_tables``, and its shape."""
-        shapes = [(self.bucket.num_seqs, table.width) for table in self.tables]
+        shapes = [(self.bucket.num_seqs, own.width) for own in self.groups]
         starts = accumulate((b * width for b, width in shapes), initial=0)
         return tuple(
             (slice(start, start + b * width), (b, width))
@@ -182,7 +182,7 @@ def pack(
     flat = np.zeros(layout.size, np.int32)
     wire, bucket = layout.split(flat), layout.bucket
     wire.seq_slots[:] = layout.sink_slot
-    tables = layout.split_tables(wire.page_tables)
+    tables = layout.tables(wire.page_tables)
     if bucket.query_tokens > 1:
         wire.query_lens[: len(plan.decodes)] = [row.num_scheduled_tokens for row in plan.decodes]
     for first, rows in ((0, plan.decodes), (bucket.num_decodes, plan.prefills)):
@@ -336,7 +336,7 @@ def _pages_of_groups(
     """
     found: list[Pages] = []
     firsts = iter(wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs))
-    for own, table in zip(layout.tables, layout.split_tables(wire.page_tables), strict=True):
+    for own, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
         if layout.bucket.num_prefills:
             # XLA fuses the slice of a section into the call of a Mosaic kernel that reads it, and
             # records such a call at every step, which takes the host 10 us per layer. Linked calls
