@@ -41,9 +41,10 @@ class Pages(NamedTuple):
     distances.
     """
 
-    slot_mapping: jax.Array  # int32[T]: page_id * page_size + offset of each token; padding: 0
+    # int32[T]: page_id * page_size + offset of the entry that each token completes; none: 0
+    slot_mapping: jax.Array
     page_table: jax.Array  # int32[B, M]
-    seq_lens: jax.Array  # int32[B]: tokens of context in these pages, with this step's tokens
+    seq_lens: jax.Array  # int32[B]: whole entries in these pages, with this step's
 
 
 class Angles(NamedTuple):

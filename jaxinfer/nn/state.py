@@ -4,12 +4,14 @@ A layer declares its state (``LayerState``): arrays with an entry for each token
 are stored in pages (keys and values, or a latent), and arrays with an entry for each sequence,
 which are stored in slots (a recurrent state). ``state_layout`` combines the layers of a model:
 
-- Layers with the same window form a *group* with its own page table, since pages outside a window
-  return to the pool.
-- All groups take their pages from one pool and share its arrays: array j holds layer j of each
-  group, so any group can use any page (as in vLLM's hybrid KV cache). Groups with the same kind of
-  entry are split to the size of the smallest, since a page of a small group would leave most arrays
+- Layers with the same kind of paged state form a *group* with its own page table, since pages
+  outside a window return to the pool.
+- Groups with the same kind of entry take their pages from one pool and share its arrays: array j
+  holds layer j of each group, so any of them can use any page (as in vLLM's hybrid KV cache). They
+  are split to the size of the smallest, since a page of a small group would leave most arrays
   unused: the 22 window layers of Gemma-3-1B become six groups, and its 4 full layers one.
+- Each kind of entry (names, shapes, dtypes, tokens per entry) has a pool of its own, as a page has
+  memory in all arrays of its pool.
 
 The scheduler assigns the pages.
 """
@@ -17,13 +19,14 @@ The scheduler assigns the pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.config import PageGroup
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import PageGroup
 from jaxinfer.nn.placement import Axes, Placement
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
@@ -56,6 +59,11 @@ class PagedKind:
     entries: tuple[Entry, ...]
     window: int | None = None
     tokens_per_entry: int = 1
+
+    @property
+    def entry(self) -> PagedKind:
+        """The kind of entry, which decides the pool: this kind without its window."""
+        return replace(self, window=None)
 
 
 @dataclass(frozen=True)
@@ -103,26 +111,35 @@ class StateLayout:
     """The state of a whole model: its arrays, its groups, and the place of each layer."""
 
     arrays: tuple[Entry, ...]
-    is_paged: tuple[bool, ...]  # of each array; False: it has an entry for each slot
+    pools: tuple[int | None, ...]  # of each array; None: it has an entry for each slot
     groups: tuple[PageGroup, ...]
     layers: tuple[LayerPlace, ...]
 
     @property
+    def bytes_per_entry(self) -> tuple[int, ...]:
+        """Bytes of one entry in a page of each pool, over all its arrays."""
+        num_pools = 1 + max((group.pool for group in self.groups), default=-1)
+        return tuple(self._nbytes(pool) for pool in range(num_pools))
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in a page, over all arrays."""
-        pairs = zip(self.arrays, self.is_paged, strict=True)
-        return sum(entry.nbytes for entry, paged in pairs if paged)
+        """Bytes of one token of context in a page of each pool."""
+        strides = {group.pool: group.tokens_per_entry for group in self.groups}
+        return sum(cdiv(size, strides[pool]) for pool, size in enumerate(self.bytes_per_entry))
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one sequence's entries."""
-        pairs = zip(self.arrays, self.is_paged, strict=True)
-        return sum(entry.nbytes for entry, paged in pairs if not paged)
+        return self._nbytes(None)
+
+    def _nbytes(self, pool: int | None) -> int:
+        pairs = zip(self.arrays, self.pools, strict=True)
+        return sum(entry.nbytes for entry, own in pairs if own == pool)
 
     @property
     def slot_arrays(self) -> tuple[int, ...]:
         """Indices of the arrays with an entry for each sequence."""
-        return tuple(i for i, paged in enumerate(self.is_paged) if not paged)
+        return tuple(i for i, pool in enumerate(self.pools) if pool is None)
 
     def arrays_of(self, layers: range) -> tuple[int, ...]:
         """Indices of the arrays of a range of layers."""
@@ -130,22 +147,26 @@ class StateLayout:
         return tuple(sorted(used))
 
     def abstract(
-        self, num_pages: int, page_size: int, num_rows: int, placement: Placement | None = None
+        self,
+        num_pages: Sequence[int],
+        page_size: int,
+        num_rows: int,
+        placement: Placement | None = None,
     ) -> State:
-        """The abstract arrays.
+        """The abstract arrays, with ``num_pages`` of each pool.
 
         Arrays with an entry for each sequence have ``num_rows`` (``Limits.num_state_rows``). With a
         placement the arrays have shardings, which divide no page and no row.
         """
 
-        def array(entry: Entry, paged: bool) -> jax.ShapeDtypeStruct:
-            leading = (num_pages, page_size) if paged else (num_rows,)
+        def array(entry: Entry, pool: int | None) -> jax.ShapeDtypeStruct:
+            leading = (num_rows,) if pool is None else (num_pages[pool], page_size)
             shape, axes = (*leading, *entry.shape), (*(None for _ in leading), *entry.axes)
             if placement is None:
                 return jax.ShapeDtypeStruct(shape, entry.dtype)
             return placement.abstract(shape, entry.dtype, axes)
 
-        return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
+        return tuple(map(array, self.arrays, self.pools))  # type: ignore[arg-type]
 
 
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
@@ -155,27 +176,30 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
         for kind in layer.paged:
             kinds.setdefault(kind, []).append(i)
     groups: list[PageGroup] = []
-    members: dict[tuple[PagedKind, int], tuple[int, int]] = {}  # group, and place within it
+    pools: dict[PagedKind, int] = {}  # by the kind without its window
+    places: dict[tuple[PagedKind, int], tuple[int, int]] = {}  # group, and place within it
     for kind, own in sorted(kinds.items(), key=lambda item: item[0].window is not None):
-        size = min(len(found) for other, found in kinds.items() if other.entries == kind.entries)
+        pool = pools.setdefault(kind.entry, len(pools))
+        size = min(len(found) for other, found in kinds.items() if other.entry == kind.entry)
         for start in range(0, len(own), size):
             for at, layer in enumerate(own[start : start + size]):
-                members[kind, layer] = len(groups), at
-            groups.append(PageGroup(kind.window, kind.tokens_per_entry))
-    arrays: list[tuple[Entry, bool]] = []  # and whether it is paged
-    places: list[LayerPlace] = []
-    shared: dict[tuple[tuple[Entry, ...], int], range] = {}
+                places[kind, layer] = len(groups), at
+            groups.append(PageGroup(kind.window, kind.tokens_per_entry, pool))
+    arrays: list[tuple[Entry, int | None]] = []  # and the pool of each
+    shared: dict[tuple[int, int], range] = {}  # arrays by pool and place
+    found: list[LayerPlace] = []
     for i, layer in enumerate(layers):
         named: list[tuple[str, int]] = []
         for kind in layer.paged:
-            key = kind.entries, members[kind, i][1]
+            group, at = places[kind, i]
+            key = groups[group].pool, at
             if key not in shared:
                 shared[key] = range(len(arrays), len(arrays) + len(kind.entries))
-                arrays += [(entry, True) for entry in kind.entries]
+                arrays += [(entry, key[0]) for entry in kind.entries]
             named += [(e.name, at) for e, at in zip(kind.entries, shared[key], strict=True)]
         named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
-        arrays += [(entry, False) for entry in layer.per_slot]
+        arrays += [(entry, None) for entry in layer.per_slot]
         assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
-        places.append(LayerPlace(tuple(members[kind, i][0] for kind in layer.paged), tuple(named)))
-    entries, is_paged = zip(*arrays, strict=True) if arrays else ((), ())
-    return StateLayout(entries, is_paged, tuple(groups), tuple(places))
+        found.append(LayerPlace(tuple(places[kind, i][0] for kind in layer.paged), tuple(named)))
+    entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())
+    return StateLayout(entries, of_pools, tuple(groups), tuple(found))

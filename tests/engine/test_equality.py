@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.config import PageGroup
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, PageGroup
 from kit.engines import run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import LIKE_OTHERS, NAMES, VOCAB_SIZE
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from jaxinfer.core.config import PageGroup
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
-from jaxinfer.core.step import StepPlan
+from jaxinfer.core.step import PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta

@@ -117,7 +117,7 @@ def engine(name: str, *, drafts: bool = True, num_pages: int = 120, overlap: boo
     program, executables = program_of(name, drafts=drafts)
     _, params = model_of(name)
     executor = Executor(program, executables, params, *init_state(program))
-    return engine_of(executor, replace(program.limits, num_pages=num_pages), overlap=overlap)
+    return engine_of(executor, replace(program.limits, num_pages=(num_pages,)), overlap=overlap)
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.core.config import PageGroup
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
+from jaxinfer.core.step import Bucket, PageGroup, Pages, ScheduledSeq, StepPlan
 from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, pack, unpack
 from jaxinfer.exec.step.slots import init_slots
 

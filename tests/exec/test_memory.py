@@ -87,7 +87,7 @@ def program_with(
 
     Bounds are for any implementation of draws, and XLA's need the most (the native ones nothing).
     """
-    limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
+    limits = Limits((num_pages,), 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
     pins = (("sample", "xla"), *([("experts", experts)] if experts else []))
     return Program(model, limits, pins=Pins(pins))
 
@@ -185,7 +185,7 @@ def plan(
     buckets = bucket_table(
         max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
     )
-    limits = Limits(0, 16, max_num_seqs, max_model_len, 2048, buckets)
+    limits = Limits((0,), 16, max_num_seqs, max_model_len, 2048, buckets)
     return plan_memory(config, Program(of or model_named("smollm2"), limits), device)
 
 
@@ -287,7 +287,7 @@ def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
         lambda *a: replace(program_memory(*a), weights={"float32": weight_bytes}),
     )
     made = plan(None)
-    assert made.num_pages == budget // made.page_bytes
+    assert made.num_pages == (budget // made.page_bytes[0],)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
@@ -373,7 +373,7 @@ def test_freed_blocks_are_released_by_an_array_as_large_as_the_card(
 
 def test_fewer_sequences_need_fewer_pages() -> None:
     made = plan(max_num_seqs=1, max_model_len=64)
-    assert made.num_pages == 1 + 64 // 16
+    assert made.num_pages == (1 + 64 // 16,)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
     config = EngineConfig(kv_cache_memory_bytes=17 * STATE_BYTES + 100 * page_bytes)
     made = plan_memory(config, program_of(large_state, 8, 8, "cpu"), None)
     assert made.state_bytes == 17 * STATE_BYTES
-    assert made.num_pages == 100
+    assert made.num_pages == (100,)
     assert made.total_bytes > made.state_bytes + made.kv_bytes
     assert "state of sequences and snapshots 680.0 MB, workspace" in made.described()
     assert made.workspaces[COPY] == STATE_BYTES

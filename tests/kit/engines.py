@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits, PageGroup
+from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
@@ -50,7 +51,7 @@ def tiny_limits(
 ) -> Limits:
     """Small limits, so that page edges, chunks and full slots occur at once."""
     return Limits(
-        num_pages=num_pages,
+        num_pages=(num_pages,) * (1 + max(group.pool for group in groups)),
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -76,7 +77,7 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     """A real executor over a tiny model."""
     model, params = tiny_model(model_name)
     # a smaller pool and no prefix caching only concern the scheduler: the executables are shared
-    program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
+    program = Program(model, replace(limits, num_pages=(MAX_PAGES,), enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
     return Executor(program, executables, params, *init_state(program))

@@ -152,7 +152,7 @@ _jit_forward = _jit(forward, static_argnums=0)
 
 def nan_pool(model: Model) -> State:
     """A pool in which every value is NaN until it is written."""
-    kv = model.state.abstract(NUM_PAGES * len(model.state.groups), PAGE_SIZE, 0)
+    kv = model.state.abstract((NUM_PAGES * len(model.state.groups),), PAGE_SIZE, 0)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
 

@@ -24,8 +24,8 @@ from bench.storm import (
     storm,
     stream_of,
 )
-from jaxinfer.core.config import PageGroup
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.server.openai.fields import UNSUPPORTED

@@ -251,7 +251,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and present values."""
         state = self._loop.state
-        num_free = state.pages.num_free
+        pools, num_free = state.pools, state.num_free_pages
+        num_cached = sum(pool.num_cached for pool in pools)
         return msgspec.structs.replace(
             self._start,
             num_preemptions=state.num_preemptions,
@@ -259,9 +260,11 @@ class Engine:
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_live_pages=self.limits.num_usable_pages - num_free,
-            num_live_pages_of_groups=state.pages.num_live,
-            num_cached_pages=state.pages.num_cached,
-            num_fresh_pages=num_free - state.pages.num_cached,
+            num_live_pages_of_groups=tuple(
+                map(sum, zip(*[pool.num_live for pool in pools], strict=True))
+            ),
+            num_cached_pages=num_cached,
+            num_fresh_pages=num_free - num_cached,
             weight_version=self.weight_version,
             sleep_level=self._sleep_level if self.asleep else 0,
             **self._counters,

@@ -24,13 +24,13 @@ from jaxinfer.core.config import (
     DEFAULT_PAGE_SIZE,
     EngineConfig,
     Limits,
-    PageGroup,
     cache_root,
     prepare_backend,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.step import PageGroup
 from jaxinfer.core.structured import FormLimits
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
@@ -242,7 +242,7 @@ def limits_of(
     reuses = config.enable_prefix_caching and config.pooling in (None, "last")
     snapshots = reuses and has_slot_state
     return Limits(
-        num_pages=0,
+        num_pages=(0,) * (1 + max(group.pool for group in groups)),
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

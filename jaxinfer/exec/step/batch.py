@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.config import Limits, PageGroup
+from jaxinfer.core.config import Limits
 from jaxinfer.core.shapes import cdiv, round_up
-from jaxinfer.core.step import Bucket, StepPlan
+from jaxinfer.core.step import Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
 from jaxinfer.nn.context import Pages, Rows
@@ -115,8 +115,13 @@ class BatchLayout:
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
         """The layout of a bucket in an engine with these limits."""
         # drafts may be beyond the end of the context; they are written to page 0
-        extra = cdiv(bucket.query_tokens - 1, limits.page_size)
-        groups = (GroupTable(limits.most_pages(group) + extra, group) for group in limits.groups)
+        drafts = bucket.query_tokens - 1
+        groups = (
+            GroupTable(
+                limits.most_pages(group) + cdiv(drafts, limits.tokens_per_page(group)), group
+            )
+            for group in limits.groups
+        )
         return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 
     def sizes(self) -> Fields[int]:
@@ -332,7 +337,8 @@ def _pages_of_groups(
     """The pages of each row's context in each group.
 
     The table of a group with a window begins with the first page that a row still holds
-    (``core.step.Pages.first``), and its lengths count from that page.
+    (``core.step.Pages.first``), and its lengths count from that page. An entry for several tokens
+    is written by the last of them, and counts from then on.
     """
     found: list[Pages] = []
     firsts = iter(wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs))
@@ -342,12 +348,16 @@ def _pages_of_groups(
             # records such a call at every step, which takes the host 10 us per layer. Linked calls
             # are few, so decode steps do not need the barrier.
             table = lax.optimization_barrier(table)
-        page, lens = positions // layout.page_size, seq_lens
+        each, lens, entries, ends = own.group.tokens_per_entry, seq_lens, positions, real
+        if each > 1:
+            lens, entries = seq_lens // each, positions // each
+            ends = real & (positions % each == each - 1)
+        page = entries // layout.page_size
         if own.group.window is not None:
             first = next(firsts)
-            lens, page = seq_lens - first * layout.page_size, page - first[rows]
-        slot_mapping = table[rows, page] * layout.page_size + positions % layout.page_size
-        found.append(Pages(jnp.where(real, slot_mapping, 0), table, lens))
+            lens, page = lens - first * layout.page_size, page - first[rows]
+        slot_mapping = table[rows, page] * layout.page_size + entries % layout.page_size
+        found.append(Pages(jnp.where(ends, slot_mapping, 0), table, lens))
     return tuple(found)
 
 
