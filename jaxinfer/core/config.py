@@ -74,6 +74,7 @@ class EngineConfig:
     ... rows.
     ``prefill_first``: if all requests fit at once, all prompts are computed before the first row
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
+    ``num_pages``: of all pools together (``exec.compile.page_pools``), padding pages included.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.

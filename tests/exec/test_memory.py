@@ -435,7 +435,7 @@ def program_of(
 ) -> Program:
     buckets = (Bucket(max_num_seqs), Bucket(max_num_seqs, 64, 4, scores=True))
     limits = Limits(
-        0,
+        (0,) * len(model.state.bytes_per_entry),
         16,
         max_num_seqs,
         512,
