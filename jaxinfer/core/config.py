@@ -197,11 +197,6 @@ class Limits(msgspec.Struct, frozen=True):
         return self.max_num_seqs + 1 + self.num_snapshots
 
     @property
-    def has_windows(self) -> bool:
-        """True if sequences return pages before they end."""
-        return any([group.window is not None for group in self.groups])
-
-    @property
     def num_usable_pages(self) -> int:
         """Pages of all pools that sequences can own: all but the padding sinks."""
         return sum(self.num_pages) - len(self.num_pages)

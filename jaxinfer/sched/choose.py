@@ -122,7 +122,7 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     earlier sequences, so they remain valid.
     """
     limits, running, pages = draft.limits, draft.running, draft.pages
-    page_size, has_windows = limits.page_size, limits.has_windows
+    page_size, has_windows = limits.page_size, draft.has_windows
     rows: list[ScheduledSeq] = []
     preempted = False
     for request_id, seq in tuple(running.items()):
@@ -188,7 +188,7 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
         if seq.is_prefilling:
             if (max_chunk := budget.tokens_for(seq)) <= 0:
                 break
-            if draft.limits.has_windows:
+            if draft.has_windows:
                 seq = _with_pages_of_chunk(draft, seq, max_chunk)
                 if any(num_missing_pages(seq.pages, _chunk_end(seq, max_chunk), draft.limits)):
                     break  # wait until other sequences return pages

@@ -49,19 +49,23 @@ class PagePool(msgspec.Struct, frozen=True):
     cached: IntLog
     cached_head: int
     num_cached: int
-    num_live: tuple[int, ...]  # live pages of each group of layers
     num_sharers: IntArray  # int32[P]: owners beyond the first
     stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if not cached
     page_by_hash: Map[bytes, int]
     hash_by_page: Map[int, bytes]
 
     @property
+    def num_fresh(self) -> int:
+        """Fresh pages."""
+        return len(self.fresh) - self.fresh_head
+
+    @property
     def num_free(self) -> int:
         """Pages that ``take`` can return: fresh and cached ones."""
-        return len(self.fresh) - self.fresh_head + self.num_cached
+        return self.num_fresh + self.num_cached
 
 
-def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
+def new_pool(num_pages: int) -> PagePool:
     """A pool in which all pages but the padding page are fresh."""
     return PagePool(
         fresh=IntLog(np.arange(1, num_pages, dtype=np.int32)),
@@ -69,7 +73,6 @@ def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
         cached=IntLog(),
         cached_head=0,
         num_cached=0,
-        num_live=(0,) * num_groups,
         num_sharers=_frozen(np.zeros(num_pages, np.int32)),
         stamps=_frozen(np.full(num_pages, NO_STAMP, np.int32)),
         page_by_hash=Map(),
@@ -86,9 +89,12 @@ class IndexChange(NamedTuple):
 
 
 class PageWriter:
-    """Builds the next ``PagePool``. The arrays are copied once per call, and only if written."""
+    """Builds the next ``PagePool``. The arrays are copied once per call, and only if written.
 
-    def __init__(self, pool: PagePool) -> None:
+    ``num_live`` are the live pages of each group, which the writers of all pools count.
+    """
+
+    def __init__(self, pool: PagePool, num_live: list[int]) -> None:
         self.index_changes: list[IndexChange] = []  # in order
         self._pool = pool
         self._fresh = pool.fresh
@@ -96,7 +102,7 @@ class PageWriter:
         self._cached = pool.cached
         self._cached_head = pool.cached_head
         self._num_cached = pool.num_cached
-        self._num_live = list(pool.num_live)
+        self._num_live = num_live
         self._num_sharers = pool.num_sharers
         self._stamps = pool.stamps
         self._page_by_hash = pool.page_by_hash
@@ -188,7 +194,6 @@ class PageWriter:
             self._cached,
             self._cached_head,
             self._num_cached,
-            tuple(self._num_live),
             _frozen(self._num_sharers),
             _frozen(self._stamps),
             self._page_by_hash,
@@ -245,7 +250,7 @@ def _frozen(array: IntArray) -> IntArray:
 
 def new_pools(limits: Limits) -> tuple[PagePool, ...]:
     """The pools of an engine in which no sequence runs."""
-    return tuple(new_pool(num_pages, len(limits.groups)) for num_pages in limits.num_pages)
+    return tuple(map(new_pool, limits.num_pages))
 
 
 def have(pools: Items[PageWriter], counts: Items[int]) -> bool:

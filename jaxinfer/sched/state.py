@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import product
 from operator import attrgetter
 
@@ -99,6 +100,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     orders: Map[str, Order]  # the order of every unfinished request
     free_slots: tuple[int, ...]
     pools: tuple[PagePool, ...]
+    num_live_pages: tuple[int, ...]  # of each group
     snapshots: SnapshotPool
     in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
     next_step_id: int = 0
@@ -128,7 +130,7 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     step: StepPlan | None
     events: tuple[TokenEvent, ...]
     duplicates: tuple[str, ...] = ()
-    index_changes: tuple[tuple[IndexChange, ...], ...] = ()
+    index_changes: tuple[Items[IndexChange], ...] = ()
 
 
 def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
@@ -154,6 +156,7 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         num_slots=slots,
         free_slots=tuple(reversed(range(slots))),
         pools=new_pools(limits),
+        num_live_pages=(0,) * len(limits.groups),
         snapshots=new_snapshots(limits.num_snapshots),
     )
 
@@ -202,7 +205,9 @@ class Draft:
         self._enqueued: list[Sequence] = []  # not yet sorted into ``_waiting``
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
+        self.num_live_pages = list(state.num_live_pages)
         self._open_pools(state.pools)
+        self.has_windows = any([group.window is not None for group in self.limits.groups])
         self.snapshots = state.snapshots
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
@@ -221,7 +226,8 @@ class Draft:
             self.waiting,
             self.orders.finish(),
             tuple(self.free_slots),
-            tuple(pool.finish() for pool in self.pools),
+            tuple([pool.finish() for pool in self.pools]),
+            tuple(self.num_live_pages),
             self.snapshots,
             self.in_flight,
             self.next_step_id,
@@ -345,9 +351,9 @@ class Draft:
         return plan
 
     def _open_pools(self, pools: Iterable[PagePool]) -> None:
-        self.pools = tuple(map(PageWriter, pools))
+        self.pools = [PageWriter(pool, self.num_live_pages) for pool in pools]
         # the writer of each group's pool
-        self.pages = tuple([self.pools[group.pool] for group in self.limits.groups])
+        self.pages = [self.pools[group.pool] for group in self.limits.groups]
 
     def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]

@@ -97,3 +97,16 @@ def test_copied_in_has_the_same_sections() -> None:
         layout.split(flat), layout.split(jax.jit(copy_batch)(jnp.asarray(flat))), strict=True
     ):
         np.testing.assert_array_equal(original, copied)
+
+
+def test_an_entry_for_several_tokens_is_written_by_the_last_of_them() -> None:
+    layout = BatchLayout(Bucket(0, 16, 1), (GroupTable(8, PageGroup(None, 4)),), SLOTS, PAGE_SIZE)
+    tokens = np.arange(9, dtype=np.int32)
+    row = ScheduledSeq("r", 0, 1, 5, 9, (Pages(IntLog((3,))),), tokens)  # positions 5 to 13
+    slots = init_slots(SLOTS, 512, jax.ShapeDtypeStruct((0,), jnp.float32))
+    (pages,) = unpack(
+        jnp.asarray(pack(StepPlan(0, layout.bucket, (), (), (row,)), layout)), layout, slots
+    ).pages
+    at = 3 * PAGE_SIZE
+    assert pages.slot_mapping.tolist() == [0, 0, at + 1, 0, 0, 0, at + 2, *[0] * 9]
+    assert pages.seq_lens.tolist() == [3]

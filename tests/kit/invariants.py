@@ -13,6 +13,12 @@ def check(state: SchedulerState) -> None:
     """Raise ``AssertionError``, with a sentence, for the first invariant that does not hold."""
     for number in range(len(state.pools)):
         _check_pool(number, state)
+    num_live = tuple(
+        len({page for seq in state.running for page in seq.pages[group].ids})
+        for group in range(len(state.limits.groups))
+    )
+    if state.num_live_pages != num_live:
+        _fail(f"num_live is {state.num_live_pages}, but {num_live} pages of each group are live")
     _check_snapshots(state)
     _check_queues(state)
     for seq in state.running:
@@ -31,7 +37,7 @@ def check(state: SchedulerState) -> None:
 
 
 def _check_pool(number: int, state: SchedulerState) -> None:
-    pool, groups = state.pools[number], state.limits.groups
+    pool = state.pools[number]
     owned = [set(_page_ids(seq, number, state)) for seq in state.running]
     owners = Counter(page for pages in owned for page in pages)
     fresh = pool.fresh.array()[pool.fresh_head :].tolist()
@@ -47,12 +53,6 @@ def _check_pool(number: int, state: SchedulerState) -> None:
         _fail(f"pages {odd[:8]} are not in exactly one of fresh, cached and live")
     if pool.num_cached != len(cached):
         _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
-    num_live = [
-        len({page for seq in state.running for page in seq.pages[g].ids if own.pool == number})
-        for g, own in enumerate(groups)
-    ]
-    if list(pool.num_live) != num_live:
-        _fail(f"num_live is {pool.num_live}, but {num_live} pages of each group are live")
     for page in range(num_pages):
         if pool.num_sharers[page] != max(0, owners[page] - 1):
             _fail(f"page {page} has {owners[page]} owners, num_sharers {pool.num_sharers[page]}")
