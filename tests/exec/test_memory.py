@@ -511,7 +511,7 @@ def test_a_copy_allocates_only_the_rows_that_it_copies(platform: str) -> None:
 def test_weights_are_counted_by_form() -> None:
     """The plan's first line has the bytes of each form, which add up to all arrays."""
     model, _ = quantised_tensors()
-    limits = Limits(8, 16, 2, 64, 32, (Bucket(2),))
+    limits = Limits((8,), 16, 2, 64, 32, (Bucket(2),))
     memory = program_memory(Program(model, limits), None)
     assert memory.weight_bytes == tree_bytes(abstract_params(model))
     line = memory.described().splitlines()[0]
