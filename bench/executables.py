@@ -57,8 +57,10 @@ def program_of(folder: Path, quantization: str | None = None) -> Program:
     )
     _, model = model_of(source, config, jax.default_backend())
     has_slot_state = model.state.bytes_per_slot > 0
-    limits = limits_of(config, MAX_MODEL_LEN, model.state.windows, has_slot_state=has_slot_state)
-    return Program(model, msgspec.structs.replace(limits, num_pages=NUM_PAGES))
+    limits = limits_of(config, MAX_MODEL_LEN, model.state.groups, has_slot_state=has_slot_state)
+    return Program(
+        model, msgspec.structs.replace(limits, num_pages=(NUM_PAGES,) * len(limits.num_pages))
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -99,7 +99,7 @@ class Bench:
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
             page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
-            groups = len(plan_engine(engine_config(None, settings)).program.limits.windows)
+            groups = len(plan_engine(engine_config(None, settings)).program.limits.groups)
             settings.setdefault("num_pages", self.work.num_pages(page_size, groups))
         if self._engine is None or self.used != settings:
             self._engine = None

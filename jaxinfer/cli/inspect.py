@@ -122,7 +122,7 @@ def describe_model(plan: EnginePlan) -> Report:
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "page_size": limits.page_size,
-        "num_pages": limits.num_pages,
+        "num_pages": sum(limits.num_pages),
         "kv_cache_bytes": memory.kv_bytes,
         "workspace_bytes": memory.workspace_bytes,
         "buckets": [bucket.name for bucket in limits.buckets],

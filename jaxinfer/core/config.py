@@ -7,8 +7,10 @@ reads the environment.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from math import lcm
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -20,7 +22,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, PageGroup
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -72,6 +74,7 @@ class EngineConfig:
     ... rows.
     ``prefill_first``: if all requests fit at once, all prompts are computed before the first row
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
+    ``num_pages``: of all pools together (``exec.compile.page_pools``), padding pages included.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
@@ -163,18 +166,21 @@ MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits that the scheduler keeps to; part of its state. Page 0 is the padding sink."""
+    """The limits that the scheduler keeps to; part of its state.
 
-    num_pages: int
-    page_size: int
+    A page has ``page_size`` entries in every group, so a page of entries that stand for several
+    tokens covers more context: kernels know one size of pages, and an entry is never in two.
+    """
+
+    num_pages: tuple[int, ...]  # of each pool; page 0 is the padding sink
+    page_size: int  # entries of a page
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     buckets: tuple[Bucket, ...]
     enable_prefix_caching: bool = True
     prefill_first: bool = False
-    # attention window of each group of layers, in tokens (None: the whole context)
-    windows: tuple[int | None, ...] = (None,)
+    groups: tuple[PageGroup, ...] = (PageGroup(),)
     query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
     # how hidden states become the vector that every request yields (``core.pooling.KINDS``); empty:
     # requests yield tokens
@@ -191,38 +197,66 @@ class Limits(msgspec.Struct, frozen=True):
         return self.max_num_seqs + 1 + self.num_snapshots
 
     @property
-    def max_pages_per_seq(self) -> int:
-        """M: pages of a sequence that fills the context."""
-        return cdiv(self.max_model_len, self.page_size)
+    def num_usable_pages(self) -> int:
+        """Pages of all pools that sequences can own: all but the padding sinks."""
+        return sum(self.num_pages) - len(self.num_pages)
 
     @property
-    def num_usable_pages(self) -> int:
-        """Pages a sequence can own: all but the padding sink."""
-        return self.num_pages - 1
+    def reuse_step(self) -> int:
+        """Pages of ``page_size`` tokens by which prefixes grow that every group can reuse."""
+        return lcm(*[group.tokens_per_entry for group in self.groups])
 
-    def most_pages(self, window: int | None) -> int:
-        """The most pages that a sequence owns in a group with this window: pages for the window and
-        for one chunk of a prompt, or for the drafts of the steps in flight.
+    def tokens_per_page(self, group: PageGroup) -> int:
+        """Tokens of context that a page of a group covers."""
+        return self.page_size * group.tokens_per_entry
+
+    def first_page(self, position: int, group: PageGroup) -> int:
+        """The first page of a group to which the token at ``position``, or a later one, attends."""
+        if group.window is None:
+            return 0
+        return max(0, position + 1 - group.window) // self.tokens_per_page(group)
+
+    def of_pools(self, counts: Iterable[int]) -> list[int]:
+        """The sums for each pool of counts for each group."""
+        sums = [0] * len(self.num_pages)
+        for group, count in zip(self.groups, counts, strict=False):
+            sums[group.pool] += count
+        return sums
+
+    def most_pages(self, group: PageGroup, *, prefills: bool = True) -> int:
+        """The most pages that a sequence owns in a group. With a window they are pages for the
+        window and for one chunk of a prompt, or for the drafts of the steps in flight. Without
+        ``prefills``: the most that it owns while it decodes.
         """
-        if window is None:
-            return self.max_pages_per_seq
-        drafts = MAX_STEPS_IN_FLIGHT * self.query_tokens
-        span = window - 1 + min(max(self.max_num_batched_tokens, drafts), self.max_model_len)
-        return min(cdiv(span, self.page_size) + 1, self.max_pages_per_seq)
+        tokens_per_page = self.tokens_per_page(group)
+        whole = cdiv(self.max_model_len, tokens_per_page)
+        if group.window is None:
+            return whole
+        chunk = self.max_num_batched_tokens if prefills else 0
+        new = max(chunk, MAX_STEPS_IN_FLIGHT * self.query_tokens)
+        span = group.window - 1 + min(new, self.max_model_len)
+        return min(cdiv(span, tokens_per_page) + 1, whole)
 
     def longest_context(self) -> int:
         """Tokens of the longest sequence that all pages together hold, up to ``max_model_len``."""
-        fitting = bisect_right(
-            range(1, self.max_pages_per_seq + 1),
-            self.num_usable_pages,
-            key=lambda pages: self.pages_needed(pages * self.page_size),
+        fitting = bisect_left(
+            range(1, cdiv(self.max_model_len, self.page_size) + 1),
+            True,
+            key=lambda pages: self.full_pool(pages * self.page_size) is not None,
         )
         return min(fitting * self.page_size, self.max_model_len)
 
-    def pages_needed(self, num_tokens: int) -> int:
-        """The most pages that a sequence of ``num_tokens`` tokens owns, over all groups."""
-        pages = cdiv(num_tokens, self.page_size)
-        return sum([min(pages, self.most_pages(window)) for window in self.windows])
+    def full_pool(self, num_tokens: int) -> int | None:
+        """A pool without the pages that a sequence of ``num_tokens`` may own; None if all have."""
+        pairs = zip(self.pages_needed(num_tokens), self.num_pages, strict=True)
+        return next((pool for pool, (needed, size) in enumerate(pairs) if needed >= size), None)
+
+    def pages_needed(self, num_tokens: int) -> list[int]:
+        """The most pages that a sequence of ``num_tokens`` tokens owns in each pool."""
+        return self.of_pools(
+            min(cdiv(num_tokens, self.tokens_per_page(group)), self.most_pages(group))
+            for group in self.groups
+        )
 
 
 TRUST_CACHE = "JAXINFER_TRUST_CACHE"

@@ -11,11 +11,6 @@ def cdiv(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
-def first_page(position: int, window: int | None, page_size: int) -> int:
-    """The first page that the token at ``position``, or any later one, attends to."""
-    return 0 if window is None else max(0, position + 1 - window) // page_size
-
-
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not below ``value``."""
     return cdiv(value, multiple) * multiple

@@ -78,6 +78,14 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         )
 
 
+class PageGroup(msgspec.Struct, frozen=True):
+    """Layers that share a page table: what they store there has one window and one stride."""
+
+    window: int | None = None  # tokens to which the layers attend; None: the whole context
+    tokens_per_entry: int = 1  # tokens that one entry stands for
+    pool: int = 0  # the pool of its pages; groups of a pool have the same kind of entry
+
+
 class Pages(msgspec.Struct, frozen=True, gc=False):
     """The pages of a sequence in one group of layers, from page number ``first`` on. Earlier pages
     are outside the group's window and were returned to the pool.

@@ -50,7 +50,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_running: int = 0  # sequences with a slot
     num_waiting: int = 0
     num_live_pages: int = 0  # owned by sequences
-    num_live_pages_of_groups: tuple[int, ...] = ()  # the same, of each of ``Limits.windows``
+    num_live_pages_of_groups: tuple[int, ...] = ()  # the same, of each of ``Limits.groups``
     num_cached_pages: int = 0  # of no sequence, kept for prefix reuse until they are needed
     num_fresh_pages: int = 0
     weight_version: int = 0  # changes of weights since the start

@@ -41,9 +41,10 @@ class Pages(NamedTuple):
     distances.
     """
 
-    slot_mapping: jax.Array  # int32[T]: page_id * page_size + offset of each token; padding: 0
+    # int32[T]: page_id * page_size + offset of the entry that each token completes; none: 0
+    slot_mapping: jax.Array
     page_table: jax.Array  # int32[B, M]
-    seq_lens: jax.Array  # int32[B]: tokens of context in these pages, with this step's tokens
+    seq_lens: jax.Array  # int32[B]: whole entries in these pages, with this step's
 
 
 class Angles(NamedTuple):
@@ -63,7 +64,7 @@ class StepContext:
     """The context of a step for its layers; from ``num_decodes`` on, fields are static.
 
     ``pages`` has an entry for each group of layers, ``angles`` for each rope config. The context of
-    one layer has only its own entries (``of_layer``).
+    one layer has only its own entries (``of_layer``): pages for each of its paged kinds.
     """
 
     positions: jax.Array  # int32[T]
@@ -81,9 +82,9 @@ class StepContext:
     points: Points | GivenPoints | None = field(default=None, metadata={"static": True})
     layer: int | None = field(default=None, metadata={"static": True})
 
-    def of_layer(self, layer: int, group: int | None, rotation: int | None) -> StepContext:
-        """The context of a layer in group ``group``, with rope config ``rotation``."""
-        pages = () if group is None or not self.pages else (self.pages[group],)
+    def of_layer(self, layer: int, groups: tuple[int, ...], rotation: int | None) -> StepContext:
+        """The context of a layer with paged kinds in ``groups`` and rope config ``rotation``."""
+        pages = tuple([self.pages[group] for group in groups]) if self.pages else ()
         angles = () if rotation is None else (self.angles[rotation],)
         points, shared = self.points, self.rows is None  # equal layers share a trace
         if shared or not isinstance(points, Points) or layer not in points.layers:

@@ -207,7 +207,7 @@ class Decoder(nn.Module):
             own = None if state is None else place.take(state)
             rotation = None if rope is None else c.ropes.index(rope)
             own_only = only if i == len(c.layers) - 1 else None
-            own_ctx = ctx.of_layer(i, place.group, rotation)
+            own_ctx = ctx.of_layer(i, place.groups, rotation)
             if self.dense and i in self.apart:
                 assert isinstance(ctx.points, Points)
                 cut: Any = partial(self.layers[i], stream, own_ctx)

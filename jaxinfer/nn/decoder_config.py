@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import Entry, LayerState, StateLayout, keys_and_values, state_layout
+from jaxinfer.nn.state import (
+    Entry,
+    LayerState,
+    PagedKind,
+    StateLayout,
+    keys_and_values,
+    state_layout,
+)
 from pallas_kernels.experts.stack import SWIGLU, Activation
 from pallas_kernels.route.routing import Routing
 
@@ -152,7 +159,7 @@ class LatentAttentionConfig:
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
-        return LayerState((Entry("latent", (self.entry_dim,), dtype),))
+        return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -4,12 +4,14 @@ A layer declares its state (``LayerState``): arrays with an entry for each token
 are stored in pages (keys and values, or a latent), and arrays with an entry for each sequence,
 which are stored in slots (a recurrent state). ``state_layout`` combines the layers of a model:
 
-- Layers with the same window form a *group* with its own page table, since pages outside a window
-  return to the pool.
-- All groups take their pages from one pool and share its arrays: array j holds layer j of each
-  group, so any group can use any page (as in vLLM's hybrid KV cache). Groups with the same kind of
-  entry are split to the size of the smallest, since a page of a small group would leave most arrays
+- Layers with the same kind of paged state form a *group* with its own page table, since pages
+  outside a window return to the pool.
+- Groups with the same kind of entry take their pages from one pool and share its arrays: array j
+  holds layer j of each group, so any of them can use any page (as in vLLM's hybrid KV cache). They
+  are split to the size of the smallest, since a page of a small group would leave most arrays
   unused: the 22 window layers of Gemma-3-1B become six groups, and its 4 full layers one.
+- Each kind of entry (names, shapes, dtypes, tokens per entry) has a pool of its own, as a page has
+  memory in all arrays of its pool.
 
 The scheduler assigns the pages.
 """
@@ -17,12 +19,14 @@ The scheduler assigns the pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import PageGroup
 from jaxinfer.nn.placement import Axes, Placement
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
@@ -45,17 +49,32 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class LayerState:
-    """The state of one layer.
+class PagedKind:
+    """Entries of a layer that are stored in pages, each for ``tokens_per_entry`` tokens.
 
-    ``paged`` has an entry for each token. ``window`` is the number of tokens to which the layer
-    attends, the current one included (None: all). ``per_slot`` has an entry for each sequence: the
-    state before the row that the layer computes. At position 0 it still is an earlier sequence's,
-    so the layer must start with zeros.
+    ``window`` is the number of tokens to which the layer attends through them, the current one
+    included (None: all). Scales of quantised entries are further entries.
     """
 
-    paged: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...]
     window: int | None = None
+    tokens_per_entry: int = 1
+
+    @property
+    def entry(self) -> PagedKind:
+        """The kind of entry, which decides the pool: this kind without its window."""
+        return replace(self, window=None)
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of one layer; the names of its entries differ.
+
+    ``per_slot`` has an entry for each sequence: the state before the row that the layer computes.
+    At position 0 it still is an earlier sequence's, so the layer must start with zeros.
+    """
+
+    paged: tuple[PagedKind, ...] = ()
     per_slot: tuple[Entry, ...] = ()
 
 
@@ -64,14 +83,15 @@ def keys_and_values(
 ) -> LayerState:
     """The state of an attention layer: K and V of each token."""
     shape, axes = (num_kv_heads, head_dim), ("heads", None)
-    return LayerState((Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes)), window)
+    entries = (Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes))
+    return LayerState((PagedKind(entries, window),))
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """The group (None without pages) and the arrays of one layer."""
+    """The groups of a layer's paged kinds, in order, and the arrays of the layer."""
 
-    group: int | None
+    groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
 
     def take(self, state: State) -> LayerArrays:
@@ -91,26 +111,35 @@ class StateLayout:
     """The state of a whole model: its arrays, its groups, and the place of each layer."""
 
     arrays: tuple[Entry, ...]
-    is_paged: tuple[bool, ...]  # of each array; False: it has an entry for each slot
-    windows: tuple[int | None, ...]  # of each group, in tokens
+    pools: tuple[int | None, ...]  # of each array; None: it has an entry for each slot
+    groups: tuple[PageGroup, ...]
     layers: tuple[LayerPlace, ...]
 
     @property
+    def bytes_per_entry(self) -> tuple[int, ...]:
+        """Bytes of one entry in a page of each pool, over all its arrays."""
+        num_pools = 1 + max((group.pool for group in self.groups), default=-1)
+        return tuple(self._nbytes(pool) for pool in range(num_pools))
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in a page, over all arrays."""
-        pairs = zip(self.arrays, self.is_paged, strict=True)
-        return sum(entry.nbytes for entry, paged in pairs if paged)
+        """Bytes of one token of context in a page of each pool."""
+        strides = {group.pool: group.tokens_per_entry for group in self.groups}
+        return sum(cdiv(size, strides[pool]) for pool, size in enumerate(self.bytes_per_entry))
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one sequence's entries."""
-        pairs = zip(self.arrays, self.is_paged, strict=True)
-        return sum(entry.nbytes for entry, paged in pairs if not paged)
+        return self._nbytes(None)
+
+    def _nbytes(self, pool: int | None) -> int:
+        pairs = zip(self.arrays, self.pools, strict=True)
+        return sum(entry.nbytes for entry, own in pairs if own == pool)
 
     @property
     def slot_arrays(self) -> tuple[int, ...]:
         """Indices of the arrays with an entry for each sequence."""
-        return tuple(i for i, paged in enumerate(self.is_paged) if not paged)
+        return tuple(i for i, pool in enumerate(self.pools) if pool is None)
 
     def arrays_of(self, layers: range) -> tuple[int, ...]:
         """Indices of the arrays of a range of layers."""
@@ -118,55 +147,59 @@ class StateLayout:
         return tuple(sorted(used))
 
     def abstract(
-        self, num_pages: int, page_size: int, num_rows: int, placement: Placement | None = None
+        self,
+        num_pages: Sequence[int],
+        page_size: int,
+        num_rows: int,
+        placement: Placement | None = None,
     ) -> State:
-        """The abstract arrays.
+        """The abstract arrays, with ``num_pages`` of each pool.
 
         Arrays with an entry for each sequence have ``num_rows`` (``Limits.num_state_rows``). With a
         placement the arrays have shardings, which divide no page and no row.
         """
 
-        def array(entry: Entry, paged: bool) -> jax.ShapeDtypeStruct:
-            leading = (num_pages, page_size) if paged else (num_rows,)
+        def array(entry: Entry, pool: int | None) -> jax.ShapeDtypeStruct:
+            leading = (num_rows,) if pool is None else (num_pages[pool], page_size)
             shape, axes = (*leading, *entry.shape), (*(None for _ in leading), *entry.axes)
             if placement is None:
                 return jax.ShapeDtypeStruct(shape, entry.dtype)
             return placement.abstract(shape, entry.dtype, axes)
 
-        return tuple(map(array, self.arrays, self.is_paged))  # type: ignore[arg-type]
+        return tuple(map(array, self.arrays, self.pools))  # type: ignore[arg-type]
 
 
 def state_layout(layers: Sequence[LayerState]) -> StateLayout:
-    """The layout for the layers of a model."""
-    groups = _groups(layers)
-    member = {layer: (g, at) for g, group in enumerate(groups) for at, layer in enumerate(group)}
-    arrays: list[tuple[Entry, bool]] = []  # and whether it is paged
-    places: list[LayerPlace] = []
-    shared: dict[tuple[tuple[Entry, ...], int], range] = {}
+    """The layout for the layers of a model. Groups of full attention are first."""
+    kinds: dict[PagedKind, list[int]] = {}
+    for i, layer in enumerate(layers):
+        for kind in layer.paged:
+            kinds.setdefault(kind, []).append(i)
+    groups: list[PageGroup] = []
+    pools: dict[PagedKind, int] = {}  # by the kind without its window
+    places: dict[tuple[PagedKind, int], tuple[int, int]] = {}  # group, and place within it
+    for kind, own in sorted(kinds.items(), key=lambda item: item[0].window is not None):
+        pool = pools.setdefault(kind.entry, len(pools))
+        size = min(len(found) for other, found in kinds.items() if other.entry == kind.entry)
+        for start in range(0, len(own), size):
+            for at, layer in enumerate(own[start : start + size]):
+                places[kind, layer] = len(groups), at
+            groups.append(PageGroup(kind.window, kind.tokens_per_entry, pool))
+    arrays: list[tuple[Entry, int | None]] = []  # and the pool of each
+    shared: dict[tuple[int, int], range] = {}  # arrays by pool and place
+    found: list[LayerPlace] = []
     for i, layer in enumerate(layers):
         named: list[tuple[str, int]] = []
-        if layer.paged:
-            key = (layer.paged, member[i][1])
+        for kind in layer.paged:
+            group, at = places[kind, i]
+            key = groups[group].pool, at
             if key not in shared:
-                shared[key] = range(len(arrays), len(arrays) + len(layer.paged))
-                arrays += [(entry, True) for entry in layer.paged]
-            named += [(e.name, at) for e, at in zip(layer.paged, shared[key], strict=True)]
+                shared[key] = range(len(arrays), len(arrays) + len(kind.entries))
+                arrays += [(entry, key[0]) for entry in kind.entries]
+            named += [(e.name, at) for e, at in zip(kind.entries, shared[key], strict=True)]
         named += [(entry.name, at) for at, entry in enumerate(layer.per_slot, len(arrays))]
-        arrays += [(entry, False) for entry in layer.per_slot]
-        places.append(LayerPlace(member[i][0] if layer.paged else None, tuple(named)))
-    windows = tuple(layers[group[0]].window for group in groups)
-    entries, is_paged = zip(*arrays, strict=True) if arrays else ((), ())
-    return StateLayout(entries, is_paged, windows, tuple(places))
-
-
-def _groups(layers: Sequence[LayerState]) -> list[list[int]]:
-    """Layers by window and entries, split into groups of equal size; full attention first."""
-    kinds: dict[tuple[tuple[Entry, ...], int | None], list[int]] = {}
-    for i, layer in enumerate(layers):
-        if layer.paged:
-            kinds.setdefault((layer.paged, layer.window), []).append(i)
-    groups: list[list[int]] = []
-    for (paged, _), members in sorted(kinds.items(), key=lambda kind: kind[0][1] is not None):
-        size = min(len(found) for (other, _), found in kinds.items() if other == paged)
-        groups += [members[start : start + size] for start in range(0, len(members), size)]
-    return groups
+        arrays += [(entry, None) for entry in layer.per_slot]
+        assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
+        found.append(LayerPlace(tuple(places[kind, i][0] for kind in layer.paged), tuple(named)))
+    entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())
+    return StateLayout(entries, of_pools, tuple(groups), tuple(found))

@@ -13,8 +13,9 @@ import msgspec
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
-from jaxinfer.core.shapes import cdiv, first_page
-from jaxinfer.core.step import Pages, SlotAdmission, TokenEvent
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import PageGroup, Pages, SlotAdmission, TokenEvent
+from jaxinfer.sched.pages import have
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, longest_hit
 from jaxinfer.sched.state import Draft, Sequence
 
@@ -62,12 +63,12 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
             f"at most {longest} tokens or raise max_model_len"
         )
     num_tokens = min(num_prompt_tokens + max_tokens, limits.max_model_len)
-    num_pages = limits.pages_needed(num_tokens)
-    if num_pages > limits.num_usable_pages:
+    if (pool := limits.full_pool(num_tokens)) is not None:
         return (
-            f"prompt and max_tokens may reach {num_tokens} tokens, which need {num_pages} pages of "
-            f"{limits.page_size}, but the pool has {limits.num_usable_pages}; lower max_tokens, "
-            "shorten the prompt or raise num_pages"
+            f"prompt and max_tokens may reach {num_tokens} tokens, which need "
+            f"{limits.pages_needed(num_tokens)[pool]} pages of {limits.page_size}, but the pool "
+            f"has {limits.num_pages[pool] - 1}; lower max_tokens, shorten the prompt or raise "
+            "num_pages"
         )
     return ""
 
@@ -84,15 +85,16 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     """
     limits, known = draft.limits, seq.page_hashes
     num_pages = _num_reusable_pages(seq, limits)
-    chained = limits.windows[0] is None  # without a window, a prefix needs its first pages
-    if num_pages <= len(known) or (chained and known and not draft.pages.has(known[-1])):
+    # without a window, a prefix needs its first pages; the keys of group 0 are plain hashes
+    chained = limits.groups[0] == PageGroup(pool=limits.groups[0].pool)
+    if num_pages <= len(known) or (chained and known and not draft.pages[0].has(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if chained and not draft.pages.has(page_hash):
+        if chained and not draft.pages[0].has(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
@@ -109,18 +111,17 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
     num_cached_tokens = hit.num_pages * limits.page_size
-    firsts = [first_page(num_cached_tokens, w, limits.page_size) for w in limits.windows]
+    firsts = [limits.first_page(num_cached_tokens, group) for group in limits.groups]
     num_new = _num_new_pages(seq, firsts, hit.ids, limits)
-    shared = [page for ids in hit.ids for page in ids]
-    num_free = draft.pages.num_free - draft.pages.num_cached_among(shared)
     idle = len(draft.free_slots) == draft.num_slots
-    watermark = 0 if idle else _watermark(limits)
-    if sum(num_new) + watermark > num_free:
+    triples = zip(draft.pages, hit.ids, num_new, strict=True)
+    needed = limits.of_pools(count + pool.num_cached_among(ids) for pool, ids, count in triples)
+    if not have(draft.pools, needed if idle else _with_watermark(needed, limits)):
         return None
     for group, ids in enumerate(hit.ids):
-        draft.pages.share(ids, group)
+        draft.pages[group].share(ids, group)
     pages = [
-        Pages(IntLog(hit.ids[group] + draft.pages.take(count, group)), firsts[group])
+        Pages(IntLog(hit.ids[group] + draft.pages[group].take(count, group)), firsts[group])
         for group, count in enumerate(num_new)
     ]
     snapshot: int | None = None
@@ -153,24 +154,29 @@ def all_fit(draft: Draft) -> bool:
     limits, waiting = draft.limits, draft.waiting
     if len(waiting) > len(draft.free_slots):
         return False
-    num_needed = sum([limits.pages_needed(seq.max_num_tokens) for seq in waiting])
-    for seq in draft.running.values():
-        held = sum([len(pages.ids) for pages in seq.pages])
-        num_needed += limits.pages_needed(seq.max_num_tokens) - held
+    needed = [0] * len(draft.pools)
+    for seq in (*waiting, *draft.running.values()):
+        held = limits.of_pools(len(pages.ids) for pages in seq.pages)
+        for pool, count in enumerate(limits.pages_needed(seq.max_num_tokens)):
+            needed[pool] += count - held[pool]
     if waiting:
-        num_head_pages = limits.pages_needed(len(waiting[0].token_ids))
-        num_needed = max(num_needed, num_head_pages + _watermark(limits))
-    return num_needed <= draft.pages.num_free
+        head = _with_watermark(limits.pages_needed(len(waiting[0].token_ids)), limits)
+        needed = [max(pair) for pair in zip(needed, head, strict=True)]
+    return have(draft.pools, needed)
 
 
 def _num_new_pages(
     seq: Sequence, firsts: list[int], hits: list[list[int]], limits: Limits
 ) -> list[int]:
     """Unshared pages that a sequence takes at admission, in each group."""
-    num_pages = cdiv(len(seq.token_ids), limits.page_size)
+    num_tokens = len(seq.token_ids)
     return [
-        min(num_pages - first, limits.most_pages(window)) - len(ids)
-        for first, ids, window in zip(firsts, hits, limits.windows, strict=True)
+        min(
+            cdiv(num_tokens, limits.tokens_per_page(group)) - first,
+            limits.most_pages(group),
+        )
+        - len(ids)
+        for first, ids, group in zip(firsts, hits, limits.groups, strict=True)
     ]
 
 
@@ -182,13 +188,20 @@ def _borders(seq: Sequence, hit: PrefixHit, limits: Limits) -> tuple[int, ...]:
     branching point of SGLang's and TensorRT-LLM's caches). The second is the prompt's last border:
     the same prompt, or one that continues it, can start from there.
     """
-    last = (len(seq.token_ids) - 1) // limits.page_size
+    last = _num_whole_pages(len(seq.token_ids) - 1, limits)
     ends = {num_pages for num_pages in (hit.num_known, last) if num_pages > hit.num_pages}
     return tuple(sorted(num_pages * limits.page_size for num_pages in ends))
 
 
-def _watermark(limits: Limits) -> int:
-    return limits.num_usable_pages // WATERMARK
+def _with_watermark(counts: list[int], limits: Limits) -> list[int]:
+    """Counts for each pool, and the pages that stay free at admission."""
+    pairs = zip(counts, limits.num_pages, strict=True)
+    return [count + (size - 1) // WATERMARK for count, size in pairs]
+
+
+def _num_whole_pages(num_tokens: int, limits: Limits) -> int:
+    """Pages of ``page_size`` tokens up to the last border, within these tokens, of every group."""
+    return num_tokens // limits.page_size // limits.reuse_step * limits.reuse_step
 
 
 def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:
@@ -196,4 +209,4 @@ def _num_reusable_pages(seq: Sequence, limits: Limits) -> int:
     needs_all = sampling.prompt_logprobs is not None or bool(sampling.taps)
     if needs_all or not limits.enable_prefix_caching:
         return 0
-    return (len(seq.token_ids) - 1) // limits.page_size
+    return _num_whole_pages(len(seq.token_ids) - 1, limits)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.admit import admit, all_fit, with_page_hashes
-from jaxinfer.sched.pages import extend_pages, num_missing_pages, release_passed
+from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
 from jaxinfer.sched.state import Draft, Sequence
 
 NO_BUCKET = Bucket(0)
@@ -122,7 +122,7 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     earlier sequences, so they remain valid.
     """
     limits, running, pages = draft.limits, draft.running, draft.pages
-    page_size, has_windows = limits.page_size, any(limits.windows)
+    page_size, has_windows = limits.page_size, draft.has_windows
     rows: list[ScheduledSeq] = []
     preempted = False
     for request_id, seq in tuple(running.items()):
@@ -138,10 +138,10 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
             held = release_passed(pages, held, seq.min_computed_tokens(limits.query_tokens), limits)
         end = position + num_tokens
         begins_page = -position % page_size < num_tokens
-        if begins_page and (missing := num_missing_pages(held, end, limits)):
+        if begins_page and any(missing := num_missing_pages(held, end, limits)):
             if held is not seq.pages:  # a preemption must not release the same pages again
                 running[request_id] = seq = msgspec.structs.replace(seq, pages=held)
-            while pages.num_free < missing and request_id in running:
+            while request_id in running and not have(draft.pools, missing):
                 draft.preempt_last()
                 preempted = True
             if request_id not in running:
@@ -188,9 +188,9 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
         if seq.is_prefilling:
             if (max_chunk := budget.tokens_for(seq)) <= 0:
                 break
-            if any(draft.limits.windows):
+            if draft.has_windows:
                 seq = _with_pages_of_chunk(draft, seq, max_chunk)
-                if num_missing_pages(seq.pages, _chunk_end(seq, max_chunk), draft.limits):
+                if any(num_missing_pages(seq.pages, _chunk_end(seq, max_chunk), draft.limits)):
                     break  # wait until other sequences return pages
             row, draft.running[request_id] = _prefill_row(draft, seq, max_chunk)
             budget.add(seq, row.num_scheduled_tokens)
@@ -238,7 +238,7 @@ def _with_pages_of_chunk(draft: Draft, seq: Sequence, max_chunk: int) -> Sequenc
     """
     limits, pages, end = draft.limits, draft.pages, _chunk_end(seq, max_chunk)
     held = release_passed(pages, seq.pages, seq.num_computed_tokens, limits)
-    if num_missing_pages(held, end, limits) <= pages.num_free:
+    if have(draft.pools, num_missing_pages(held, end, limits)):
         held = extend_pages(pages, held, end, limits)
     seq = draft.running[seq.request_id] = msgspec.structs.replace(seq, pages=held)
     return seq
@@ -251,7 +251,7 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
     samples = ends and not pools
     at_border, snapshot = seq.borders[:1] == (end,), None
     if at_border:
-        snapshot, draft.snapshots = draft.snapshots.take(draft.pages.has)
+        snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has)
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,

@@ -11,7 +11,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import NO_OUTPUT, RowResult, ScheduledSeq, StepResult, TokenEvent
-from jaxinfer.sched.prefix import following_page_hashes, group_key
+from jaxinfer.sched.prefix import following_page_hashes, group_keys
 from jaxinfer.sched.state import Draft, Sequence
 
 
@@ -134,9 +134,9 @@ def _register_pages(draft: Draft, seq: Sequence, num_computed_tokens: int) -> Se
     )
     page_hashes = (*seq.page_hashes, *added)
     for group, pages in enumerate(seq.pages):
-        first = max(seq.num_registered_pages, pages.first)  # returned pages cannot be shared
-        if first < num_pages:
-            ids = pages.ids.array()[first - pages.first : num_pages - pages.first].tolist()
-            keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
-            draft.pages.register(ids, keys)
+        registered = seq.num_registered_pages // limits.groups[group].tokens_per_entry
+        first = max(registered, pages.first)  # returned pages cannot be shared
+        if keys := group_keys(page_hashes[:num_pages], first, group, limits):
+            ids = pages.ids.array()[first - pages.first :][: len(keys)].tolist()
+            draft.pages[group].register(ids, keys)
     return msgspec.structs.replace(seq, page_hashes=page_hashes, num_registered_pages=num_pages)

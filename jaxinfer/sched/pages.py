@@ -1,4 +1,4 @@
-"""The page pool: takes, shares and releases pages of KV memory; and the pages of a sequence.
+"""Page pools: take, share and release pages of KV memory; and the pages of a sequence.
 
 Owns: ``PagePool`` (a frozen value) and ``PageWriter`` (its next value while one call builds it).
 A page is in exactly one of three states:
@@ -13,10 +13,10 @@ old value does not change. A page that is shared again leaves a stale entry in t
 ``stamps`` holds the position of the valid entry. Decoding takes pages without writing to either
 array, since a copy of an array of the whole pool costs more than the rest of the planning.
 
-A group without a window needs a page for every ``page_size`` tokens. A group with a window needs
-the pages that the next and later tokens attend to; earlier pages return to the pool when the step
-is planned. Steps in flight may still read them, which is safe: a new owner is in a later step, and
-the device runs steps in order.
+A group without a window needs a page for every ``Limits.tokens_per_page`` tokens. A group with a
+window needs the pages that the next and later tokens attend to; earlier pages return to the pool
+when the step is planned. Steps in flight may still read them, which is safe: a new owner is in a
+later step, and the device runs steps in order.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from immutables import Map
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.shapes import cdiv, first_page
+from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Pages
 
 type GroupPages = tuple[Pages, ...]  # of a sequence, in each group of layers
 type IntArray = np.ndarray[Any, np.dtype[np.int32]]
+
+type GroupWriters = Items[PageWriter]  # of each group's pool
 
 NO_STAMP = -1
 
@@ -47,19 +49,23 @@ class PagePool(msgspec.Struct, frozen=True):
     cached: IntLog
     cached_head: int
     num_cached: int
-    num_live: tuple[int, ...]  # live pages of each group of layers
     num_sharers: IntArray  # int32[P]: owners beyond the first
     stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if not cached
     page_by_hash: Map[bytes, int]
     hash_by_page: Map[int, bytes]
 
     @property
+    def num_fresh(self) -> int:
+        """Fresh pages."""
+        return len(self.fresh) - self.fresh_head
+
+    @property
     def num_free(self) -> int:
         """Pages that ``take`` can return: fresh and cached ones."""
-        return len(self.fresh) - self.fresh_head + self.num_cached
+        return self.num_fresh + self.num_cached
 
 
-def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
+def new_pool(num_pages: int) -> PagePool:
     """A pool in which all pages but the padding page are fresh."""
     return PagePool(
         fresh=IntLog(np.arange(1, num_pages, dtype=np.int32)),
@@ -67,7 +73,6 @@ def new_pool(num_pages: int, num_groups: int = 1) -> PagePool:
         cached=IntLog(),
         cached_head=0,
         num_cached=0,
-        num_live=(0,) * num_groups,
         num_sharers=_frozen(np.zeros(num_pages, np.int32)),
         stamps=_frozen(np.full(num_pages, NO_STAMP, np.int32)),
         page_by_hash=Map(),
@@ -84,9 +89,12 @@ class IndexChange(NamedTuple):
 
 
 class PageWriter:
-    """Builds the next ``PagePool``. The arrays are copied once per call, and only if written."""
+    """Builds the next ``PagePool``. The arrays are copied once per call, and only if written.
 
-    def __init__(self, pool: PagePool) -> None:
+    ``num_live`` are the live pages of each group, which the writers of all pools count.
+    """
+
+    def __init__(self, pool: PagePool, num_live: list[int]) -> None:
         self.index_changes: list[IndexChange] = []  # in order
         self._pool = pool
         self._fresh = pool.fresh
@@ -94,7 +102,7 @@ class PageWriter:
         self._cached = pool.cached
         self._cached_head = pool.cached_head
         self._num_cached = pool.num_cached
-        self._num_live = list(pool.num_live)
+        self._num_live = num_live
         self._num_sharers = pool.num_sharers
         self._stamps = pool.stamps
         self._page_by_hash = pool.page_by_hash
@@ -186,7 +194,6 @@ class PageWriter:
             self._cached,
             self._cached_head,
             self._num_cached,
-            tuple(self._num_live),
             _frozen(self._num_sharers),
             _frozen(self._stamps),
             self._page_by_hash,
@@ -241,33 +248,43 @@ def _frozen(array: IntArray) -> IntArray:
     return array
 
 
-def release_passed(pages: PageWriter, held: GroupPages, start: int, limits: Limits) -> GroupPages:
+def new_pools(limits: Limits) -> tuple[PagePool, ...]:
+    """The pools of an engine in which no sequence runs."""
+    return tuple(map(new_pool, limits.num_pages))
+
+
+def have(pools: Items[PageWriter], counts: Items[int]) -> bool:
+    """True if each pool has as many free pages as its count."""
+    return all([count <= pool.num_free for pool, count in zip(pools, counts, strict=True)])
+
+
+def release_passed(pages: GroupWriters, held: GroupPages, start: int, limits: Limits) -> GroupPages:
     """``held`` without pages before the windows of a token at ``start``, which are released."""
     kept: list[Pages] = []
-    for group, (own, window) in enumerate(zip(held, limits.windows, strict=True)):
-        passed = first_page(start, window, limits.page_size) - own.first
+    for group, own in enumerate(held):
+        passed = limits.first_page(start, limits.groups[group]) - own.first
         if passed > 0:
             ids = own.ids.array()
-            pages.release(ids[:passed], group)
+            pages[group].release(ids[:passed], group)
             own = Pages(IntLog(ids[passed:]), own.first + passed)
         kept.append(own)
     return tuple(kept)
 
 
-def num_missing_pages(held: GroupPages, end: int, limits: Limits) -> int:
-    """The number of pages that the groups lack for tokens before position ``end``."""
-    needed = cdiv(end, limits.page_size)
-    return sum([max(0, needed - group.end) for group in held])
-
-
-def extend_pages(pages: PageWriter, held: GroupPages, end: int, limits: Limits) -> GroupPages:
-    """``held`` with new pages for tokens before ``end``; the caller must check ``num_free``."""
-    needed = cdiv(end, limits.page_size)
-    return tuple(
-        [
-            own
-            if own.end >= needed
-            else Pages(own.ids.extend(pages.take(needed - own.end, group)), own.first)
-            for group, own in enumerate(held)
-        ]
+def num_missing_pages(held: GroupPages, end: int, limits: Limits) -> list[int]:
+    """The pages that the groups lack for tokens before position ``end``, for each pool."""
+    pairs = zip(held, limits.groups, strict=True)
+    return limits.of_pools(
+        [max(0, cdiv(end, limits.tokens_per_page(group)) - own.end) for own, group in pairs]
     )
+
+
+def extend_pages(pages: GroupWriters, held: GroupPages, end: int, limits: Limits) -> GroupPages:
+    """``held`` with new pages for tokens before ``end``; the caller must check ``num_free``."""
+    extended: list[Pages] = []
+    for number, (own, group) in enumerate(zip(held, limits.groups, strict=True)):
+        count = cdiv(end, limits.tokens_per_page(group)) - own.end
+        if count > 0:
+            own = Pages(own.ids.extend(pages[number].take(count, number)), own.first)
+        extended.append(own)
+    return tuple(extended)

@@ -1,7 +1,9 @@
 """Reusing prefixes: a chained hash for each full page of tokens, and the longest prefix in pages.
 
 The digest of a page covers the salt, the steering and every token up to the page's end, so equal
-digests mean equal KV. The chain is as in vLLM (automatic prefix caching).
+digests mean equal KV. The chain is as in vLLM (automatic prefix caching). Digests are of pages of
+``page_size`` tokens. A page of entries that stand for several tokens covers several of these, and
+is registered with the digest of the last one; a prefix ends where a page of every group does.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ from typing import NamedTuple
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.shapes import first_page
-from jaxinfer.sched.pages import PageWriter
+from jaxinfer.sched.pages import GroupWriters
 from jaxinfer.sched.snapshots import SnapshotPool
 
 DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
@@ -40,21 +41,25 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_SIZE).digest()
 
 
-def group_key(page_hash: bytes, group: int) -> bytes:
-    """The key of a page in the prefix index. Groups differ, as they hold KV of other layers."""
-    return page_hash + bytes((group,)) if group else page_hash
+def group_keys(page_hashes: Items[bytes], first: int, group: int, limits: Limits) -> list[bytes]:
+    """The keys, in the prefix index, of a group's pages from number ``first`` on that end within
+    ``page_hashes``. Groups differ, as they hold KV of other layers.
+    """
+    each = limits.groups[group].tokens_per_entry
+    ends = page_hashes[(first + 1) * each - 1 :: each]
+    return [page_hash + bytes((group,)) for page_hash in ends] if group else list(ends)
 
 
 class PrefixHit(NamedTuple):
     """A prefix that can be reused."""
 
-    num_pages: int
+    num_pages: int  # of ``page_size`` tokens
     ids: list[list[int]]  # for each group, the pages that the next token attends to, in order
     num_known: int  # pages that could be reused if there were a snapshot; at least ``num_pages``
 
 
 def longest_hit(
-    pages: PageWriter, snapshots: SnapshotPool, page_hashes: Items[bytes], limits: Limits
+    pages: GroupWriters, snapshots: SnapshotPool, page_hashes: Items[bytes], limits: Limits
 ) -> PrefixHit:
     """The longest prefix that every group can reuse.
 
@@ -71,13 +76,13 @@ def longest_hit(
 
 
 def _longest_in_pages(
-    pages: PageWriter, page_hashes: Items[bytes], limits: Limits
+    pages: GroupWriters, page_hashes: Items[bytes], limits: Limits
 ) -> tuple[int, list[list[int]]]:
-    num_pages = len(page_hashes)
-    groups = range(len(limits.windows))
+    step, groups = limits.reuse_step, range(len(limits.groups))
+    num_pages = len(page_hashes) // step * step
     while num_pages:
-        found = [_known(pages, page_hashes, group, num_pages, limits) for group in groups]
-        shortest = min(length for length, _ in found)
+        found = [_known(pages, page_hashes[:num_pages], group, limits) for group in groups]
+        shortest = min(length for length, _ in found) // step * step
         if shortest == num_pages:
             return num_pages, [ids for _, ids in found]
         num_pages = shortest
@@ -85,19 +90,19 @@ def _longest_in_pages(
 
 
 def _known(
-    pages: PageWriter, page_hashes: Items[bytes], group: int, num_pages: int, limits: Limits
+    pages: GroupWriters, page_hashes: Items[bytes], group: int, limits: Limits
 ) -> tuple[int, list[int]]:
-    """``num_pages`` and the page ids that a group needs to continue after that many pages.
+    """The number of ``page_hashes``, and the page ids that a group needs to continue after them.
 
     If one of them is not in the index: a smaller number of pages that may be possible, and [].
     """
-    window = limits.windows[group]
-    first = first_page(num_pages * limits.page_size, window, limits.page_size)
-    keys = [group_key(page_hash, group) for page_hash in page_hashes[first:num_pages]]
-    ids = pages.lookup(keys)
+    own, num_pages = limits.groups[group], len(page_hashes)
+    first = limits.first_page(num_pages * limits.page_size, own)
+    keys = group_keys(page_hashes, first, group, limits)
+    ids = pages[group].lookup(keys)
     if len(ids) == len(keys):
         return num_pages, ids
-    if window is None:
-        return len(ids), []
-    missing = next(i for i in reversed(range(len(keys))) if not pages.has(keys[i]))
-    return first + missing, []
+    missing = len(ids)
+    if own.window is not None:
+        missing = next(i for i in reversed(range(len(keys))) if not pages[group].has(keys[i]))
+    return (first + missing) * own.tokens_per_entry, []

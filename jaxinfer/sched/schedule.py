@@ -68,7 +68,6 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case Hold():
                 plans = False
     step = choose_step(draft) if plans else None
-    output = ScheduleOutput(
-        step, tuple(draft.events), tuple(draft.duplicates), tuple(draft.pages.index_changes)
-    )
+    changes = tuple([pool.index_changes for pool in draft.pools])
+    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes)
     return draft.finish(), output

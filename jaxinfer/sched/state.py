@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import product
 from operator import attrgetter
 
@@ -19,7 +20,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
-from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pool
+from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pools
 from jaxinfer.sched.snapshots import SnapshotPool, new_snapshots
 
 type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
@@ -98,7 +99,8 @@ class SchedulerState(msgspec.Struct, frozen=True):
     waiting: tuple[Sequence, ...]  # sorted by order
     orders: Map[str, Order]  # the order of every unfinished request
     free_slots: tuple[int, ...]
-    pages: PagePool
+    pools: tuple[PagePool, ...]
+    num_live_pages: tuple[int, ...]  # of each group
     snapshots: SnapshotPool
     in_flight: tuple[StepPlan, ...] = ()  # launched, not yet StepDone; oldest first
     next_step_id: int = 0
@@ -111,19 +113,24 @@ class SchedulerState(msgspec.Struct, frozen=True):
         """Requests that have not ended."""
         return len(self.running) + len(self.waiting)
 
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of all pools that no sequence owns."""
+        return sum([pool.num_free for pool in self.pools])
+
 
 class ScheduleOutput(msgspec.Struct, frozen=True):
     """The step and events of one call.
 
     ``duplicates`` are ids of arrivals that were dropped because a request with that id is
     unfinished. They have no ``TokenEvent``, as it would end the first request's stream.
-    ``index_changes`` are those of the prefix index since ``Reset``, if that was an event.
+    ``index_changes`` are those of each pool's prefix index since ``Reset``, if that was an event.
     """
 
     step: StepPlan | None
     events: tuple[TokenEvent, ...]
     duplicates: tuple[str, ...] = ()
-    index_changes: tuple[IndexChange, ...] = ()
+    index_changes: tuple[Items[IndexChange], ...] = ()
 
 
 def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
@@ -148,7 +155,8 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         orders=Map(),
         num_slots=slots,
         free_slots=tuple(reversed(range(slots))),
-        pages=new_pool(limits.num_pages, len(limits.windows)),
+        pools=new_pools(limits),
+        num_live_pages=(0,) * len(limits.groups),
         snapshots=new_snapshots(limits.num_snapshots),
     )
 
@@ -197,7 +205,9 @@ class Draft:
         self._enqueued: list[Sequence] = []  # not yet sorted into ``_waiting``
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
-        self.pages = PageWriter(state.pages)
+        self.num_live_pages = list(state.num_live_pages)
+        self._open_pools(state.pools)
+        self.has_windows = any([group.window is not None for group in self.limits.groups])
         self.snapshots = state.snapshots
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
@@ -216,7 +226,8 @@ class Draft:
             self.waiting,
             self.orders.finish(),
             tuple(self.free_slots),
-            self.pages.finish(),
+            tuple([pool.finish() for pool in self.pools]),
+            tuple(self.num_live_pages),
             self.snapshots,
             self.in_flight,
             self.next_step_id,
@@ -286,7 +297,7 @@ class Draft:
             raise EngineError("the scheduler is reset while a step is in flight; collect it first")
         while self.running:
             self.preempt_last()
-        self.pages = PageWriter(new_pool(self.limits.num_pages, len(self.limits.windows)))
+        self._open_pools(new_pools(self.limits))
         self.snapshots = new_snapshots(self.limits.num_snapshots)
 
     def end(
@@ -339,11 +350,16 @@ class Draft:
             self.snapshots = self.snapshots.release(row for row in rows if row is not None)
         return plan
 
+    def _open_pools(self, pools: Iterable[PagePool]) -> None:
+        self.pools = [PageWriter(pool, self.num_live_pages) for pool in pools]
+        # the writer of each group's pool
+        self.pages = [self.pools[group.pool] for group in self.limits.groups]
+
     def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
         self.free_slots.append(seq.slot)
         for group, pages in enumerate(seq.pages):
-            self.pages.release(pages.ids.array(), group)
+            self.pages[group].release(pages.ids.array(), group)
 
     def _pop_waiting(self, request_id: str) -> Sequence:
         at = bisect_left(self.waiting, self.orders[request_id], key=_order_of)

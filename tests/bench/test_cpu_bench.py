@@ -124,7 +124,7 @@ def test_the_overhead_is_that_of_the_pairs() -> None:
 
 def test_a_bare_step_owns_pages_of_its_own() -> None:
     limits = Limits(
-        num_pages=64,
+        num_pages=(64,),
         page_size=16,
         max_num_seqs=8,
         max_model_len=256,

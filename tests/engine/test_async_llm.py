@@ -82,7 +82,7 @@ def test_closing_or_cancelling_a_generator_aborts_its_request() -> None:
         while llm.engine.has_work:
             await asyncio.sleep(0.01)
         loop = llm.engine._loop  # pyright: ignore[reportPrivateUsage]
-        assert loop.state.pages.num_free == llm.engine.limits.num_usable_pages
+        assert loop.state.num_free_pages == llm.engine.limits.num_usable_pages
         assert len(expected) == 10
 
     with_llm(scenario)

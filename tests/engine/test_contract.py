@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.request import RequestSpec, SamplingParams
-from jaxinfer.core.step import Bucket, StepPlan
+from jaxinfer.core.step import Bucket, PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
@@ -25,8 +25,11 @@ KINDS = {
     "all": ("window", "latent", "recurrent", "full", "window"),
     "paged": ("window", "latent", "full", "window", "window"),
     "recurrent": ("recurrent", "full", "recurrent"),
+    # its pools are of keys and values, latents, and summaries of four tokens
+    "compressed": ("compressed", "latent", "full", "compressed"),
+    "compressed and recurrent": ("recurrent", "compressed", "full"),
 }
-STATEFUL = ("all", "recurrent")
+STATEFUL = ("all", "recurrent", "compressed and recurrent")
 MOST_SNAPSHOTS = 3
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -60,7 +63,8 @@ def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]
     model, _ = mixed_model(*KINDS[name])
     limits = replace(
         LIMITS,
-        windows=model.state.windows,
+        groups=model.state.groups,
+        num_pages=LIMITS.num_pages * len(model.state.bytes_per_entry),
         num_snapshots=MOST_SNAPSHOTS if model.state.bytes_per_slot else 0,
     )
     program = Program(model, limits, platform=platform)
@@ -69,7 +73,7 @@ def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]
 
 def engine(
     name: str,
-    num_pages: int = LIMITS.num_pages,
+    num_pages: tuple[int, ...] = (),
     *,
     num_snapshots: int = MOST_SNAPSHOTS,
     platform: str = "cpu",
@@ -82,7 +86,7 @@ def engine(
     executor.warm_up()
     limits = replace(
         program.limits,
-        num_pages=num_pages,
+        num_pages=num_pages or program.limits.num_pages,
         num_snapshots=min(num_snapshots, program.limits.num_snapshots),
     )
     return engine_of(executor, limits, overlap=overlap)
@@ -109,7 +113,7 @@ def test_alone(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_preempted(name: str) -> None:
     needed = executables(name)[0].limits.pages_needed(50)
-    served = engine(name, num_pages=needed + 8)
+    served = engine(name, num_pages=tuple(count + 8 for count in needed))
     outputs = run(served, SHORT, LONG)
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert found == expected(name, SHORT, LONG.max_tokens)
@@ -126,7 +130,9 @@ def test_prefix_hits(name: str, overlap: bool) -> None:
     assert answers(served) == expected(name)
     again = run(served, PROMPTS, GREEDY)
     assert [tuple(output.outputs[0].token_ids) for output in again] == expected(name)
-    assert [output.num_cached_tokens for output in again] == [36, 32, 0]
+    cached = [output.num_cached_tokens for output in again]
+    # a prefix ends with a page of every group, and a page of summaries covers 16 tokens
+    assert cached == ([32, 32, 0] if "compressed" in name else [36, 32, 0])
 
 
 @pytest.mark.parametrize("num_snapshots", [1, 2])
@@ -155,7 +161,7 @@ def test_several_copies_in_a_call() -> None:
 def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its own prompt: no other prompt has this beginning."""
     needed = executables("recurrent")[0].limits.pages_needed(50)
-    served = engine("recurrent", num_pages=needed + 8)
+    served = engine("recurrent", num_pages=tuple(count + 8 for count in needed))
     plans: list[StepPlan] = []
     launch = Executor.launch
     monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
@@ -171,12 +177,12 @@ def test_pages_behind_a_window_go_back() -> None:
     """A sequence never holds more pages than for its window and a chunk."""
     served = engine("paged")
     limits = executables("paged")[0].limits
-    assert limits.windows.count(WINDOW) == 3
+    assert [group.window for group in limits.groups].count(WINDOW) == 3
     most, scheduler_state = 0, lambda: served._loop._state
     served.add_request("r", RequestSpec(PROMPTS[0], GREEDY))
     while served.has_work:
         served.step()
         for seq in scheduler_state().running:
-            held = [len(p.ids) for p, w in zip(seq.pages, limits.windows, strict=True) if w]
+            held = [len(p.ids) for p, g in zip(seq.pages, limits.groups, strict=True) if g.window]
             most = max(most, *held)
-    assert most <= limits.most_pages(WINDOW) == 7  # of the 14 that the sequence fills
+    assert most <= limits.most_pages(PageGroup(WINDOW)) == 7  # of the 14 that the sequence fills

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, PageGroup
 from kit.engines import run, tiny_engine, tiny_limits, tokens
 from kit.tiny_models import LIKE_OTHERS, NAMES, VOCAB_SIZE
 
@@ -101,6 +101,6 @@ def test_every_family_serves(model_name: str) -> None:
     again = run(served, prompts()[last], SAMPLING["greedy"])
     assert tokens(again) == tokens(alone[last])
     cached = [output.num_cached_tokens for output in again]
-    if served.limits.windows == (None,):
+    if served.limits.groups == (PageGroup(),):
         assert cached == [(len(prompt) - 1) // 4 * 4 for prompt in prompts()[last]]
     assert any(cached)  # pages before a window have other tokens by now

@@ -50,11 +50,11 @@ def executables(name: str) -> tuple[Program, Executables]:
     return program, compiled_for(program, extras=False)
 
 
-def engine(name: str, num_pages: int = LIMITS.num_pages) -> Engine:
+def engine(name: str, num_pages: int = LIMITS.num_pages[0]) -> Engine:
     """The scheduler has ``num_pages``; steps are compiled for the most."""
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
-    return engine_of(executor, replace(LIMITS, num_pages=num_pages))
+    return engine_of(executor, replace(LIMITS, num_pages=(num_pages,)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

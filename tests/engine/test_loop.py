@@ -101,7 +101,7 @@ def test_a_failed_step_ends_only_its_requests() -> None:
         news = drain(loop, Arrive(make_request("a", range(1, 8), max_tokens=50)))
         assert news[-1].finish_reason is FinishReason.ERROR
         assert "step 3 failed" in news[-1].error
-        assert loop.state.pages.num_free == limits.num_usable_pages
+        assert loop.state.num_free_pages == limits.num_usable_pages
         executor.fail_launch = executor.fail_collect = -1
         other = make_request("b", range(2, 9), max_tokens=5)
         news = drain(loop, Arrive(other))

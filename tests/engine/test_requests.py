@@ -204,7 +204,7 @@ def test_siblings_share_the_work_on_the_prompt() -> None:
 
 
 def free_pages(engine: Engine) -> int:
-    return engine._loop.state.pages.num_free  # pyright: ignore[reportPrivateUsage]
+    return engine._loop.state.num_free_pages  # pyright: ignore[reportPrivateUsage]
 
 
 def test_n_gives_different_seeded_answers_that_repeat(engine: Engine) -> None:

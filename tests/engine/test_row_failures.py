@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
-from jaxinfer.core.step import StepPlan
+from jaxinfer.core.step import PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta
@@ -148,7 +148,9 @@ def test_logits_that_are_not_finite(kind: str, value: float) -> None:
     """A prompt has a token whose embedding is damaged; its freed pages are reused at once."""
     model, params = tiny_model("mistral")  # its head is not tied to the embedding
     damaged = {**params, "embed": params["embed"].at[77].set(value)}
-    limits = tiny_limits(max_num_seqs=4, num_pages=20, enable_prefix_caching=False, windows=(7,))
+    limits = tiny_limits(
+        max_num_seqs=4, num_pages=20, enable_prefix_caching=False, groups=(PageGroup(7),)
+    )
     executor = tiny_executor(limits, "mistral")
     undamaged = engine_of(executor, limits)
     sampling = {name: PLAIN for name in PROMPTS} | {"d": SAMPLING[kind]}

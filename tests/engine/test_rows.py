@@ -102,7 +102,8 @@ def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
     query_tokens = 1 + COUNT if drafts else 1
     limits = replace(
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
-        windows=model.state.windows,
+        groups=model.state.groups,
+        num_pages=(120,) * len(model.state.bytes_per_entry),
         query_tokens=query_tokens,
         buckets=tuple(
             Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
@@ -113,11 +114,15 @@ def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
     return program, compiled_for(program, extras=name == "llama")
 
 
-def engine(name: str, *, drafts: bool = True, num_pages: int = 120, overlap: bool = True) -> Engine:
+def engine(name: str, *, drafts: bool = True, most: int = 0, overlap: bool = True) -> Engine:
     program, executables = program_of(name, drafts=drafts)
     _, params = model_of(name)
     executor = Executor(program, executables, params, *init_state(program))
-    return engine_of(executor, replace(program.limits, num_pages=num_pages), overlap=overlap)
+    limits = program.limits
+    if most:  # pages for each group
+        num_pages = tuple(1 + count for count in limits.of_pools([most] * len(limits.groups)))
+        limits = replace(limits, num_pages=num_pages)
+    return engine_of(executor, limits, overlap=overlap)
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
@@ -164,8 +169,7 @@ def test_rows_with_drafts_next_to_rows_with_extras() -> None:
 @pytest.mark.parametrize("name", ["llama", "mixed"])
 def test_preempted(name: str) -> None:
     """Pages are taken for every draft; if none is left the last sequence is preempted."""
-    groups = len(model_of(name)[0].state.windows)
-    served = engine(name, num_pages=1 + 14 * groups)
+    served = engine(name, most=14)
     assert answers(run(served, PROMPTS, GREEDY)) == greedy(name)
     assert served.stats().num_preemptions > 0 and served.stats().num_live_pages == 0
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.intlog import IntLog
-from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
+from jaxinfer.core.step import Bucket, PageGroup, Pages, ScheduledSeq, StepPlan
 from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, pack, unpack
 from jaxinfer.exec.step.slots import init_slots
 
@@ -21,7 +21,9 @@ BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
 def test_sections_are_aligned_and_do_not_overlap(bucket: Bucket) -> None:
     """A GPU's kernels read sections in place and refuse addresses that are not aligned."""
-    layout = BatchLayout(bucket, (GroupTable(7, None), GroupTable(70, 9)), 4, PAGE_SIZE)
+    layout = BatchLayout(
+        bucket, (GroupTable(7, PageGroup()), GroupTable(70, PageGroup(9))), 4, PAGE_SIZE
+    )
     numbered = np.arange(*layout.abstract().shape, dtype=np.int32)
     sections = layout.split(numbered)
     assert [section.size for section in sections] == list(layout.sizes())
@@ -56,7 +58,7 @@ def test_every_index_of_a_batch_is_in_range(
     decodes: tuple[tuple[int, int, int], ...],
     prefills: tuple[tuple[int, int, int], ...],
 ) -> None:
-    layout = BatchLayout(bucket, (GroupTable(MAX_PAGES, None),), SLOTS, PAGE_SIZE)
+    layout = BatchLayout(bucket, (GroupTable(MAX_PAGES, PageGroup()),), SLOTS, PAGE_SIZE)
     rows = [_row(*row, decode=True) for row in decodes], [_row(*row) for row in prefills]
     plan = StepPlan(0, bucket, (), *map(tuple, rows))
     flat = pack(plan, layout)
@@ -89,9 +91,22 @@ def test_every_index_of_a_batch_is_in_range(
 
 
 def test_copied_in_has_the_same_sections() -> None:
-    layout = BatchLayout(Bucket(2, 64, 2), (GroupTable(MAX_PAGES, None),), SLOTS, PAGE_SIZE)
+    layout = BatchLayout(Bucket(2, 64, 2), (GroupTable(MAX_PAGES, PageGroup()),), SLOTS, PAGE_SIZE)
     flat = np.arange(layout.abstract().size, dtype=np.int32)
     for original, copied in zip(
         layout.split(flat), layout.split(jax.jit(copy_batch)(jnp.asarray(flat))), strict=True
     ):
         np.testing.assert_array_equal(original, copied)
+
+
+def test_an_entry_for_several_tokens_is_written_by_the_last_of_them() -> None:
+    layout = BatchLayout(Bucket(0, 16, 1), (GroupTable(8, PageGroup(None, 4)),), SLOTS, PAGE_SIZE)
+    tokens = np.arange(9, dtype=np.int32)
+    row = ScheduledSeq("r", 0, 1, 5, 9, (Pages(IntLog((3,))),), tokens)  # positions 5 to 13
+    slots = init_slots(SLOTS, 512, jax.ShapeDtypeStruct((0,), jnp.float32))
+    (pages,) = unpack(
+        jnp.asarray(pack(StepPlan(0, layout.bucket, (), (), (row,)), layout)), layout, slots
+    ).pages
+    at = 3 * PAGE_SIZE
+    assert pages.slot_mapping.tolist() == [0, 0, at + 1, 0, 0, 0, at + 2, *[0] * 9]
+    assert pages.seq_lens.tolist() == [3]

@@ -24,7 +24,7 @@ from kit.tiny_models import NAMES, tiny_model
 
 def store_of(root: Path, family: str = "llama") -> Store:
     model = tiny_model(family)[0]
-    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, windows=model.state.windows)
+    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=model.state.groups)
     program = Program(model, limits, platform="cpu")
     return Store.of(program, program_memory(program, None), root)
 

@@ -87,7 +87,7 @@ def program_with(
 
     Bounds are for any implementation of draws, and XLA's need the most (the native ones nothing).
     """
-    limits = Limits(num_pages, 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
+    limits = Limits((num_pages,), 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
     pins = (("sample", "xla"), *([("experts", experts)] if experts else []))
     return Program(model, limits, pins=Pins(pins))
 
@@ -189,7 +189,7 @@ def plan(
     buckets = bucket_table(
         max_num_seqs, 2048, decode_start=2, prefill_start=64, prefill_factor=8, mixed_start=16
     )
-    limits = Limits(0, 16, max_num_seqs, max_model_len, 2048, buckets)
+    limits = Limits((0,), 16, max_num_seqs, max_model_len, 2048, buckets)
     return plan_memory(config, Program(of or model_named("smollm2"), limits), device)
 
 
@@ -291,7 +291,7 @@ def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
         lambda *a: replace(program_memory(*a), weights={"float32": weight_bytes}),
     )
     made = plan(None)
-    assert made.num_pages == budget // made.page_bytes
+    assert made.num_pages == (budget // made.page_bytes[0],)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages come back zeroed on Linux")
@@ -377,7 +377,7 @@ def test_freed_blocks_are_released_by_an_array_as_large_as_the_card(
 
 def test_fewer_sequences_need_fewer_pages() -> None:
     made = plan(max_num_seqs=1, max_model_len=64)
-    assert made.num_pages == 1 + 64 // 16
+    assert made.num_pages == (1 + 64 // 16,)
 
 
 @pytest.mark.parametrize(
@@ -439,14 +439,14 @@ def program_of(
 ) -> Program:
     buckets = (Bucket(max_num_seqs), Bucket(max_num_seqs, 64, 4, scores=True))
     limits = Limits(
-        0,
+        (0,) * len(model.state.bytes_per_entry),
         16,
         max_num_seqs,
         512,
         64,
         buckets,
         enable_prefix_caching=num_snapshots > 0,
-        windows=model.state.windows,
+        groups=model.state.groups,
         num_snapshots=num_snapshots,
     )
     return Program(model, limits, platform=platform)
@@ -458,7 +458,7 @@ def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
     config = EngineConfig(kv_cache_memory_bytes=17 * STATE_BYTES + 100 * page_bytes)
     made = plan_memory(config, program_of(large_state, 8, 8, "cpu"), None)
     assert made.state_bytes == 17 * STATE_BYTES
-    assert made.num_pages == 100
+    assert made.num_pages == (100,)
     assert made.total_bytes > made.state_bytes + made.kv_bytes
     assert "state of sequences and snapshots 680.0 MB, workspace" in made.described()
     assert made.workspaces[COPY] == STATE_BYTES
@@ -515,7 +515,7 @@ def test_a_copy_allocates_only_the_rows_that_it_copies(platform: str) -> None:
 def test_weights_are_counted_by_form() -> None:
     """The plan's first line has the bytes of each form, which add up to all arrays."""
     model, _ = quantised_tensors()
-    limits = Limits(8, 16, 2, 64, 32, (Bucket(2),))
+    limits = Limits((8,), 16, 2, 64, 32, (Bucket(2),))
     memory = program_memory(Program(model, limits), None)
     assert memory.weight_bytes == tree_bytes(abstract_params(model))
     line = memory.described().splitlines()[0]

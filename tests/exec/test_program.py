@@ -84,7 +84,7 @@ NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
 def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
     platform: str, bucket: Bucket, expected: dict[str, Any]
 ) -> None:
-    limits = Limits(2000, 16, 512, 64, 512, (bucket,))
+    limits = Limits((2000,), 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
     assert program.compiler_options(bucket.name) == expected
     others = {
@@ -111,7 +111,7 @@ def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
 def test_steps_that_only_decode_have_their_kernels_linked(
     platform: str, bucket: Bucket, linked: bool
 ) -> None:
-    limits = Limits(2000, 16, 512, 64, 512, (bucket,))
+    limits = Limits((2000,), 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
     assert program.links_kernels(bucket.name) == linked
     assert not any(map(program.links_kernels, (ADMIT, "extras8", "score64")))

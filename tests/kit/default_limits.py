@@ -10,7 +10,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.start.build import limits_of, with_device_defaults
+from jaxinfer.exec.compile.page_pools import split_pages
 
 
 def default_limits(
@@ -18,9 +20,10 @@ def default_limits(
     *,
     max_model_len: int = 4096,
     num_pages: int = 0,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     **settings: Any,
 ) -> Limits:
     """The limits of a platform by configs/engine, with its real bucket table."""
     config = with_device_defaults(EngineConfig(**settings), platform)
-    return replace(limits_of(config, max_model_len, windows), num_pages=num_pages)
+    limits = limits_of(config, max_model_len, groups)
+    return replace(limits, num_pages=split_pages(limits, num_pages))

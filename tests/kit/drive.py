@@ -56,6 +56,8 @@ def make_limits(**changes: Any) -> Limits:
         "max_num_batched_tokens": 16,
     }
     values.update(changes)
+    if isinstance(values["num_pages"], int):
+        values["num_pages"] = (values["num_pages"],)
     buckets = bucket_table(
         values["max_num_seqs"], values["max_num_batched_tokens"], values.get("query_tokens", 1)
     )
@@ -100,11 +102,11 @@ class Drive:
         self.state = initial_state(self.limits)
         self.executor = self._new_executor()
         self.flying: list[StepResult] = []
-        self._index: dict[bytes, int] = {}  # pages by key
+        self._indices: list[dict[bytes, int]] = [{} for _ in self.limits.num_pages]  # pages by key
 
     def _new_executor(self) -> FakeExecutor:
         limits = self.limits
-        return FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
+        return FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots)
 
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
@@ -114,20 +116,22 @@ class Drive:
         self.events += self.last.events
         if (plan := self.last.step) is not None:
             self.plans.append(plan)
-            hashed = frozenset(self.state.pages.hash_by_page)
+            hashed = [frozenset(pool.hash_by_page) for pool in self.state.pools]
             self.flying.append(self.executor.run(plan, hashed))
         return self.last
 
     def _follow_index(self, events: tuple[Event, ...]) -> None:
-        """The changes that calls report give the prefix index."""
-        if any(isinstance(event, Reset) for event in events):
-            self._index.clear()
-        for key, page, is_added in self.last.index_changes:
-            if is_added:
-                assert self._index.setdefault(key, page) == page
-            else:
-                assert self._index.pop(key) == page
-        assert self._index == dict(self.state.pages.page_by_hash)
+        """The changes that calls report give the prefix index of each pool."""
+        pools = zip(self._indices, self.last.index_changes, self.state.pools, strict=True)
+        for index, changes, pool in pools:
+            if any(isinstance(event, Reset) for event in events):
+                index.clear()
+            for key, page, is_added in changes:
+                if is_added:
+                    assert index.setdefault(key, page) == page
+                else:
+                    assert index.pop(key) == page
+            assert index == dict(pool.page_by_hash)
 
     def tick(self, *events: Event) -> ScheduleOutput:
         """One iteration of the engine's loop: wait if ``depth`` steps are in flight, then call.

@@ -18,6 +18,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
@@ -44,13 +45,13 @@ def tiny_limits(
     page_size: int = 4,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     points: tuple[Point, ...] = (),
     pooling: str = "",
 ) -> Limits:
     """Small limits, so that page edges, chunks and full slots occur at once."""
     return Limits(
-        num_pages=num_pages,
+        num_pages=(num_pages,) * (1 + max(group.pool for group in groups)),
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -66,7 +67,7 @@ def tiny_limits(
             pools=bool(pooling),
         ),
         enable_prefix_caching=enable_prefix_caching and pooling in ("", "last"),
-        windows=windows,
+        groups=groups,
         points=points,
         pooling=pooling,
     )
@@ -76,7 +77,7 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     """A real executor over a tiny model."""
     model, params = tiny_model(model_name)
     # a smaller pool and no prefix caching only concern the scheduler: the executables are shared
-    program = Program(model, replace(limits, num_pages=MAX_PAGES, enable_prefix_caching=True))
+    program = Program(model, replace(limits, num_pages=(MAX_PAGES,), enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
     return Executor(program, executables, params, *init_state(program))
@@ -127,8 +128,8 @@ def tiny_engine(
     tokenizer: bool = True,
 ) -> Engine:
     """An engine over a tiny model."""
-    windows = tiny_model(model_name)[0].state.windows
-    limits = replace(limits or tiny_limits(), windows=windows)
+    groups = tiny_model(model_name)[0].state.groups
+    limits = replace(limits or tiny_limits(), groups=groups)
     executor = tiny_executor(limits, model_name)
     name = f"tiny-{model_name}"
     return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)

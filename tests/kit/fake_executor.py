@@ -19,6 +19,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     NO_TAPS,
     Bucket,
+    PageGroup,
     RowOutput,
     RowResult,
     ScheduledSeq,
@@ -95,9 +96,9 @@ class Slot:
         self.prefixes.append(digest(parent, token_id))
         self.token_ids.append(token_id)
 
-    def contents(self, group: int, start: int, end: int) -> np.ndarray:
-        """The entries that a group of layers writes for the tokens at [start, end)."""
-        return np.frombuffer(self.prefixes, np.int64)[start:end] ^ group
+    def contents(self, group: int, last_tokens: np.ndarray) -> np.ndarray:
+        """The entries that a group of layers writes, by the position of their last tokens."""
+        return np.frombuffer(self.prefixes, np.int64)[last_tokens] ^ group
 
 
 def guess(request: Request, prefix: int, num_generated: int) -> int:
@@ -109,29 +110,30 @@ def guess(request: Request, prefix: int, num_generated: int) -> int:
 class FakeExecutor:
     """Holds slots and a shadow of the pages.
 
-    The shadow maps the place of a token in the pool to the digest of the prefix that ends there,
-    changed by the group of layers that wrote it. A decode row of several tokens guesses those
-    behind the first; the scheduler does not know where such a row is, only a bound, until it hears
-    how many guesses were right.
+    The shadow maps the place of an entry in its pool to the digest of the prefix that ends with the
+    entry's last token, changed by the group of layers that wrote it. A decode row of several tokens
+    guesses those behind the first; the scheduler does not know where such a row is, only a bound,
+    until it hears how many guesses were right.
     """
 
     def __init__(
         self,
         page_size: int,
-        windows: tuple[int | None, ...] = (None,),
+        groups: tuple[PageGroup, ...] = (PageGroup(),),
         num_snapshots: int = 0,
     ) -> None:
         self.page_size = page_size
-        self.windows = windows
+        self.groups = groups
         self.num_snapshots = num_snapshots
         self.states: dict[int, int] = {}  # slot -> digest of the tokens that its state is of
         self.snapshots: dict[int, int] = {}  # likewise, of each row
         self.drafts: dict[int, list[int]] = {}  # of the row of each slot, in the step that runs
         self.slots: dict[int, Slot] = {}
-        self.store = np.zeros(0, np.int64)  # by page * page_size + offset
+        # of each pool, by page * page_size + offset
+        self.stores = [np.zeros(0, np.int64) for _ in {group.pool for group in groups}]
 
-    def run(self, plan: StepPlan, hashed_pages: frozenset[int] = frozenset()) -> StepResult:
-        """Run a step; ``hashed_pages`` are those that nobody may write to."""
+    def run(self, plan: StepPlan, hashed_pages: Sequence[frozenset[int]] = ()) -> StepResult:
+        """Run a step; nobody may write to ``hashed_pages`` (of each pool)."""
         for admission in plan.admissions:
             assert list(admission.token_ids)[: admission.num_prompt_tokens] == list(
                 admission.request.prompt_token_ids
@@ -172,8 +174,8 @@ class FakeExecutor:
         for row in plan.prefills:
             assert row.token_ids is not None and len(row.token_ids) == row.num_scheduled_tokens > 0
 
-    def _write(self, row: ScheduledSeq, hashed_pages: frozenset[int]) -> list[int]:
-        """Write the row's tokens; returns their places."""
+    def _write(self, row: ScheduledSeq, hashed_pages: Sequence[frozenset[int]]) -> list[int]:
+        """Write the row's entries; returns numbers of their places in all pools."""
         slot, start = self.slots[row.slot], self._start(row)
         assert slot.request.request_id == row.request_id
         end = start + row.num_scheduled_tokens
@@ -190,12 +192,13 @@ class FakeExecutor:
             assert (row.samples or row.pools) == (end == len(slot.token_ids))
             assert not (row.samples and row.pools)
         written: list[int] = []
-        for group in range(len(self.windows)):
-            places = self._places(row, group, start, end)
-            hashed = hashed_pages.intersection((places // self.page_size).tolist())
-            assert not hashed, f"pages {hashed} are written but hashed"
-            self.store[places] = prefixes ^ group
-            written += places.tolist()
+        for group, own in enumerate(self.groups):
+            ends, places = self._entries(row, group, start, end)
+            if hashed_pages:
+                hashed = hashed_pages[own.pool].intersection((places // self.page_size).tolist())
+                assert not hashed, f"pages {hashed} are written but hashed"
+            self.stores[own.pool][places] = prefixes[ends - start] ^ group
+            written += (places * len(self.stores) + own.pool).tolist()
         return written
 
     def _start(self, row: ScheduledSeq) -> int:
@@ -221,9 +224,10 @@ class FakeExecutor:
                 f"request {row.request_id!r} goes on at {start} from the state of other tokens"
             )
         self.states[row.slot] = slot.prefixes[end - 1]
-        for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, start + 1 - window)
-            assert row.pages[group].first <= first // self.page_size, "its pages have gone back"
+        for group, own in enumerate(self.groups):
+            first = 0 if own.window is None else max(0, start + 1 - own.window)
+            first_page = first // (self.page_size * own.tokens_per_entry)
+            assert row.pages[group].first <= first_page, "its pages have gone back"
             self._read(row, group, first, end)
         read = activations(np.array(slot.prefixes[start:end], np.int64))
         taps = memoryview(read.tobytes()) if slot.request.sampling.taps else NO_TAPS
@@ -235,7 +239,7 @@ class FakeExecutor:
             slot.append(token_ids[-1])
             if len(token_ids) > len(drafts) or drafts[len(token_ids) - 1] != token_ids[-1]:
                 break
-            for group in range(len(self.windows)):  # the accepted draft's own page
+            for group in range(len(self.groups)):  # the accepted draft's own page
                 self._read(row, group, len(slot.token_ids) - 1, len(slot.token_ids))
         return RowResult(
             row.request_id,
@@ -260,11 +264,12 @@ class FakeExecutor:
         return tuple(TokenLogprobs(ids, (-1.0,) * len(ids), 1) for ids in listed)
 
     def _read(self, row: ScheduledSeq, group: int, first: int, end: int) -> None:
-        """Check the pages of the tokens at [first, end)."""
-        found = self.store[self._places(row, group, first, end)]
-        wrong = np.flatnonzero(found != self.slots[row.slot].contents(group, first, end))
+        """Check the entries that end at the tokens at [first, end)."""
+        ends, places = self._entries(row, group, first, end)
+        found = self.stores[self.groups[group].pool][places]
+        wrong = ends[found != self.slots[row.slot].contents(group, ends)]
         assert not len(wrong), (
-            f"request {row.request_id!r} reads another prefix at position {first + wrong[0]}"
+            f"request {row.request_id!r} reads another prefix at position {wrong[0]}"
         )
 
     def _prompt_logprobs(self, row: ScheduledSeq) -> tuple[TokenLogprobs, ...]:
@@ -282,16 +287,22 @@ class FakeExecutor:
             for i, target in enumerate(targets)
         )
 
-    def _places(self, row: ScheduledSeq, group: int, start: int, end: int) -> np.ndarray:
-        """Where the row's tokens at [start, end) are in the pool."""
-        pages, positions = row.pages[group], np.arange(start, end)
-        page_ids = pages.ids.array()[positions // self.page_size - pages.first]
+    def _entries(
+        self, row: ScheduledSeq, group: int, start: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The last tokens of the row's entries that end at [start, end), and their places."""
+        own, pages, ends = self.groups[group], row.pages[group], np.arange(start, end)
+        if (each := own.tokens_per_entry) > 1:
+            ends = ends[ends % each == each - 1]
+        entries = ends // each
+        page_ids = pages.ids.array()[entries // self.page_size - pages.first]
         assert page_ids.min(initial=1) > 0, "page 0 is the padding sink"
-        places = page_ids * self.page_size + positions % self.page_size
-        if missing := max(0, places.max(initial=-1) + 1 - len(self.store)):
-            more = max(missing, len(self.store))  # not a copy for each page
-            self.store = np.append(self.store, np.zeros(more, np.int64))
-        return places
+        places = page_ids * self.page_size + entries % self.page_size
+        store = self.stores[own.pool]
+        if missing := max(0, places.max(initial=-1) + 1 - len(store)):
+            more = max(missing, len(store))  # not a copy for each page
+            self.stores[own.pool] = np.append(store, np.zeros(more, np.int64))
+        return ends, places
 
 
 class FakeDevice:
@@ -311,7 +322,7 @@ class FakeDevice:
     def make_state(self) -> None:
         """Begin with empty ones."""
         limits = self._limits
-        self.fake = FakeExecutor(limits.page_size, limits.windows, limits.num_snapshots)
+        self.fake = FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the step."""

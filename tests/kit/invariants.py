@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
-from jaxinfer.core.shapes import first_page
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
 
 def check(state: SchedulerState) -> None:
     """Raise ``AssertionError``, with a sentence, for the first invariant that does not hold."""
-    _check_pool(state)
+    for number in range(len(state.pools)):
+        _check_pool(number, state)
+    num_live = tuple(
+        len({page for seq in state.running for page in seq.pages[group].ids})
+        for group in range(len(state.limits.groups))
+    )
+    if state.num_live_pages != num_live:
+        _fail(f"num_live is {state.num_live_pages}, but {num_live} pages of each group are live")
     _check_snapshots(state)
     _check_queues(state)
     for seq in state.running:
@@ -30,28 +36,23 @@ def check(state: SchedulerState) -> None:
             _fail(f"waiting request {seq.request_id!r} owns slot {seq.slot} or counts {counts}")
 
 
-def _check_pool(state: SchedulerState) -> None:
-    pool = state.pages
-    owners = Counter(page for seq in state.running for page in set(_page_ids(seq)))
+def _check_pool(number: int, state: SchedulerState) -> None:
+    pool = state.pools[number]
+    owned = [set(_page_ids(seq, number, state)) for seq in state.running]
+    owners = Counter(page for pages in owned for page in pages)
     fresh = pool.fresh.array()[pool.fresh_head :].tolist()
     cached = [
         page
         for position, page in enumerate(pool.cached)
         if position >= pool.cached_head and pool.stamps[page] == position
     ]
-    num_pages = state.limits.num_pages
+    num_pages = state.limits.num_pages[number]
     places = Counter([*fresh, *cached, *owners.keys()])
     if places != Counter(range(1, num_pages)):
         odd = [page for page in range(num_pages) if places[page] != (page > 0)]
         _fail(f"pages {odd[:8]} are not in exactly one of fresh, cached and live")
     if pool.num_cached != len(cached):
         _fail(f"num_cached is {pool.num_cached}, but {len(cached)} pages are cached")
-    num_live = [
-        len({page for seq in state.running for page in seq.pages[group].ids})
-        for group in range(len(state.limits.windows))
-    ]
-    if list(pool.num_live) != num_live:
-        _fail(f"num_live is {pool.num_live}, but {num_live} pages of each group are live")
     for page in range(num_pages):
         if pool.num_sharers[page] != max(0, owners[page] - 1):
             _fail(f"page {page} has {owners[page]} owners, num_sharers {pool.num_sharers[page]}")
@@ -111,9 +112,10 @@ def _check_queues(state: SchedulerState) -> None:
 
 def _check_running(seq: Sequence, state: SchedulerState) -> None:
     name = f"request {seq.request_id!r}"
-    page_ids = _page_ids(seq)
-    if len(set(page_ids)) != len(page_ids):
-        _fail(f"{name} lists a page twice: {page_ids}")
+    for number in range(len(state.pools)):
+        page_ids = _page_ids(seq, number, state)
+        if len(set(page_ids)) != len(page_ids):
+            _fail(f"{name} lists a page twice: {page_ids}")
     rows = [
         row
         for plan in state.in_flight
@@ -128,28 +130,29 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         _fail(f"{name} decodes at {seq.num_computed_tokens} with {num_tokens} tokens")
     if num_tokens > seq.max_num_tokens or len(seq.token_ids) >= seq.max_num_tokens:
         _fail(f"{name} has {num_tokens} tokens of at most {seq.max_num_tokens}")
-    for pages, window in zip(seq.pages, state.limits.windows, strict=True):
-        capacity = pages.end * state.limits.page_size
+    for pages, group in zip(seq.pages, state.limits.groups, strict=True):
+        capacity = pages.end * state.limits.tokens_per_page(group)
         if seq.num_computed_tokens > capacity:
             _fail(f"{name} computes {seq.num_computed_tokens} tokens in pages for {capacity}")
         least = seq.min_computed_tokens(state.limits.query_tokens)
-        if pages.first > first_page(least, window, state.limits.page_size):
+        if pages.first > state.limits.first_page(least, group):
             _fail(f"{name} has returned page {pages.first - 1}, which its next token attends to")
-        if len(pages.ids) > state.limits.most_pages(window):
-            _fail(f"{name} holds {len(pages.ids)} pages of a window of {window} tokens")
+        if len(pages.ids) > state.limits.most_pages(group):
+            _fail(f"{name} holds {len(pages.ids)} pages in {group}")
     for border in seq.borders:
         if not seq.num_computed_tokens < border < seq.num_prefill_tokens:
             _fail(f"{name} is to be split at {border}, with {seq.num_computed_tokens} computed")
-        if border % state.limits.page_size:
+        if border % (state.limits.page_size * state.limits.reuse_step):
             _fail(f"{name} is to be split at {border}, which is no page border")
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
     if seq.num_registered_pages * state.limits.page_size > done:
         _fail(f"{name} has registered {seq.num_registered_pages} pages with {done} tokens computed")
 
 
-def _page_ids(seq: Sequence) -> list[int]:
-    """The pages that a sequence owns, over all groups."""
-    return [page for pages in seq.pages for page in pages.ids]
+def _page_ids(seq: Sequence, pool: int, state: SchedulerState) -> list[int]:
+    """The pages of a pool that a sequence owns, over all groups."""
+    pairs = zip(seq.pages, state.limits.groups, strict=True)
+    return [page for pages, group in pairs if group.pool == pool for page in pages.ids]
 
 
 def _fail(message: str) -> NoReturn:

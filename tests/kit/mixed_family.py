@@ -1,7 +1,8 @@
 """A model family defined outside the library, with every kind of layer that the step allows.
 
-Its layers mix a window of keys and values, a latent per token, a recurrent state per sequence, and
-a toy mixture of experts with 8-bit weights and scales. The library does not contain it.
+Its layers mix a window of keys and values, a latent per token, a summary of every few tokens, a
+recurrent state per sequence, and a toy mixture of experts with 8-bit weights and scales. The
+library does not contain it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import numpy as np
 
 from jaxinfer.models.base import Model, ModelFamily, Params
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import Pages, Rows, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised, take_rows
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import Entry, LayerArrays, LayerState
+from jaxinfer.nn.state import Entry, LayerArrays, LayerState, PagedKind
 from kit.checkpoints import Tensors, built_arrays
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
+S, BLOCK = 6, 4
 _INIT = nn.initializers.normal(0.02)
 _DECAY = 0.7
 
@@ -40,7 +42,7 @@ class LatentSpec:
         return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
-        return LayerState((Entry("latent", (C,), dtype),))
+        return LayerState((PagedKind((Entry("latent", (C,), dtype),)),))
 
     def module(self) -> nn.Module:
         return Latent()
@@ -63,13 +65,90 @@ class Latent(nn.Module):
             context = jnp.broadcast_to(latent, (len(latent), *latent.shape))  # [T, T, C]
         else:
             assert ctx.rows is not None
-            pages = ctx.pages[0]
-            pool = state["latent"]
-            flat = pool.reshape(-1, C).at[pages.slot_mapping].set(latent)
-            state = {"latent": flat.reshape(pool.shape)}
-            of_rows = state["latent"][pages.page_table]  # [B, M, page_size, C]
-            context = of_rows.reshape(len(of_rows), -1, C)[ctx.rows.of_token]
+            state = {"latent": _appended(state["latent"], ctx.pages[0], latent)}
+            context = _of_tokens(state["latent"], ctx.pages[0], ctx.rows)
         seen = jnp.arange(context.shape[1])[None] <= ctx.positions[:, None]
+        scores = jnp.where(seen, jnp.einsum("TC,TSC->TS", query, context), -jnp.inf)
+        mixed = jnp.einsum("TS,TSC->TC", jax.nn.softmax(scores), context)
+        out = linear(mixed, self.param("o", _INIT, (C, D), jnp.float32), ctx)
+        if only is None:
+            return stream.x, out, state
+        return stream.take(only), take_rows(out, only), state
+
+
+def _appended(pool: jax.Array, pages: Pages, entries: jax.Array) -> jax.Array:
+    """The pool [P, page_size, ...] with the entries [T, ...] of a step."""
+    return pool.reshape(-1, *pool.shape[2:]).at[pages.slot_mapping].set(entries).reshape(pool.shape)
+
+
+def _of_tokens(pool: jax.Array, pages: Pages, rows: Rows) -> jax.Array:  # [T, M * page_size, ...]
+    """The entries of the context of each token's row."""
+    found = pool[pages.page_table]
+    return found.reshape(len(found), -1, *pool.shape[2:])[rows.of_token]
+
+
+@dataclass(frozen=True)
+class CompressedSpec:
+    """Attention to the latents of the last tokens, and to a summary of each ``BLOCK`` tokens.
+
+    So its state has two paged kinds. A summary is a vector and its scale, which are two entries.
+    """
+
+    rope: RopeConfig | None = None
+
+    def for_context(self, length: int) -> Self:
+        del length
+        return self
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        summary = (Entry("summary", (S,), dtype), Entry("scale", (), jnp.dtype(jnp.float32)))
+        near = PagedKind((Entry("latent", (C,), dtype),), WINDOW)
+        return LayerState((near, PagedKind(summary, tokens_per_entry=BLOCK)))
+
+    def module(self) -> nn.Module:
+        return Compressed()
+
+
+class Compressed(nn.Module):
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+        w = self.param("latent", _INIT, (D, 2 * C), jnp.float32)
+        stream, both = linear_of_norm(stream, norm, w, ctx)
+        query, latent = jnp.split(both, 2, axis=1)
+        into = self.param("into", _INIT, (C, S), jnp.float32)
+        back = self.param("back", _INIT, (S, C), jnp.float32)
+        if state is None:
+            count, at = len(latent), ctx.positions
+            blocks = latent[: count // BLOCK * BLOCK].reshape(-1, BLOCK, C)
+            near = jnp.broadcast_to(latent, (count, *latent.shape))  # [T, T, C]
+            far = jnp.broadcast_to(blocks.mean(1) @ into, (count, len(blocks), S))
+        else:
+            assert ctx.rows is not None
+            rows, (near_pages, far_pages) = ctx.rows, ctx.pages
+            latents = _appended(state["latent"], near_pages, latent)
+            near = _of_tokens(latents, near_pages, rows)
+            passed = ctx.positions[rows.last_tokens] + 1 - near_pages.seq_lens
+            # where each token is in its context; padding sees something too, so that it is finite
+            at = jnp.maximum(ctx.positions - passed[rows.of_token], 0)
+            block = at[:, None] - jnp.arange(BLOCK)[::-1]
+            summary = jnp.take_along_axis(near, block[..., None], axis=1).mean(1) @ into
+            scale = jnp.maximum(jnp.abs(summary).max(1), 1e-30)  # of padding it is 0
+            scales = _appended(state["scale"], far_pages, scale)
+            summaries = _appended(state["summary"], far_pages, summary / scale[:, None])
+            far = _of_tokens(summaries, far_pages, rows)
+            far = far * _of_tokens(scales, far_pages, rows)[..., None]
+            state = {"latent": latents, "summary": summaries, "scale": scales}
+        distance = at[:, None] - jnp.arange(near.shape[1])[None]
+        whole = jnp.arange(far.shape[1])[None] < (ctx.positions[:, None] + 1) // BLOCK
+        seen = jnp.concatenate(((distance >= 0) & (distance < WINDOW), whole), axis=1)
+        context = jnp.concatenate((near, far @ back), axis=1)
         scores = jnp.where(seen, jnp.einsum("TC,TSC->TS", query, context), -jnp.inf)
         mixed = jnp.einsum("TS,TSC->TC", jax.nn.softmax(scores), context)
         out = linear(mixed, self.param("o", _INIT, (C, D), jnp.float32), ctx)
@@ -161,6 +240,7 @@ def mixed_decoder(*kinds: str) -> DecoderSpec:
         "full": AttentionConfig(**attention, rope=RopeConfig(8, 1e4, None)),
         "window": AttentionConfig(**attention, rope=RopeConfig(8, 1e3, None), window=WINDOW),
         "latent": LatentSpec(),
+        "compressed": CompressedSpec(),
         "recurrent": RecurrentSpec(),
     }
     dense = FeedForwardConfig(width=48, activation="silu", gated=True)
@@ -186,6 +266,12 @@ ARRAYS = {  # of each kind of layer; a weight of which nothing else is said is a
     },
     "latent": {
         "latent": ArraySpec((D, 2 * C), (None, None)),
+        "o": ArraySpec((C, D), (None, None)),
+    },
+    "compressed": {
+        "latent": ArraySpec((D, 2 * C), (None, None)),
+        "into": ArraySpec((C, S), (None, None)),
+        "back": ArraySpec((S, C), (None, None)),
         "o": ArraySpec((C, D), (None, None)),
     },
     "recurrent": {
@@ -214,7 +300,12 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """Every array is a tensor of its own name, but for experts: there is a matrix for each."""
     arrays = {"embed": ArraySpec((V, D), ("vocab", None)), "final_norm": ArraySpec((D,), (None,))}
     experts: list[ParamSpec] = []
-    names = {AttentionConfig: "full", LatentSpec: "latent", RecurrentSpec: "recurrent"}
+    names = {
+        AttentionConfig: "full",
+        LatentSpec: "latent",
+        CompressedSpec: "compressed",
+        RecurrentSpec: "recurrent",
+    }
     for i, spec in enumerate(config.layers):
         layer = f"layers_{i}/"
         mixer, ffn = names[type(spec.mixer)], "experts" if i % 2 else "dense"

@@ -12,19 +12,20 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import FinishReason
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
 from jaxinfer.engine.outputs import SequenceTimes
 from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
 from jaxinfer.server.metrics.tally import Rejection
 
 LIMITS = Limits(
-    num_pages=101,
+    num_pages=(101,),
     page_size=16,
     max_num_seqs=8,
     max_model_len=4096,
     max_num_batched_tokens=512,
     buckets=(),
-    windows=(None, 512, 512),
+    groups=(PageGroup(), *[PageGroup(512)] * 2),
 )
 MODEL = {"model_name": "smol", "engine": "0"}
 STATS = EngineStats(

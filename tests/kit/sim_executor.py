@@ -98,7 +98,7 @@ def _result(plan: StepPlan, row: ScheduledSeq) -> RowResult:
 def sim_limits(num_seqs: int) -> Limits:
     """Limits with enough pages for every sequence to fill the context."""
     return Limits(
-        num_pages=1 + num_seqs * 128,
+        num_pages=(1 + num_seqs * 128,),
         page_size=16,
         max_num_seqs=num_seqs,
         max_model_len=2048,

@@ -99,7 +99,7 @@ def watched_engine(
     """An engine that generates the alphabet; one step has up to ``chunk`` tokens of prompts."""
     page_size = 16
     limits = Limits(
-        num_pages=1 + num_seqs * -(-max_model_len // page_size),
+        num_pages=(1 + num_seqs * -(-max_model_len // page_size),),
         page_size=page_size,
         max_num_seqs=num_seqs,
         max_model_len=max_model_len,

@@ -117,7 +117,7 @@ def run_step(
     pad(pad_tokens)
     # each group of layers has its own pages for a sequence, at an offset of NUM_PAGES per group
     real, held = np.array(slots) > 0, table < 10**6
-    groups = range(len(model.state.windows))
+    groups = range(len(model.state.groups))
     moved = [
         (slots + real * g * NUM_PAGES * PAGE_SIZE, table + held * g * NUM_PAGES) for g in groups
     ]
@@ -152,7 +152,7 @@ _jit_forward = _jit(forward, static_argnums=0)
 
 def nan_pool(model: Model) -> State:
     """A pool in which every value is NaN until it is written."""
-    kv = model.state.abstract(NUM_PAGES * len(model.state.windows), PAGE_SIZE, 0)
+    kv = model.state.abstract((NUM_PAGES * len(model.state.groups),), PAGE_SIZE, 0)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
 

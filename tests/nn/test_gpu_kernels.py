@@ -66,7 +66,7 @@ def test_every_norm_of_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None
         return hidden_states(MODEL, params, ids, decode_context(ids, 4), kv)
 
     ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    kv = MODEL.state.abstract(4, 16, 0)
+    kv = MODEL.state.abstract((4,), 16, 0)
     with in_place_of_triton_call(recorder := Recorder()):
         traced = jax.make_jaxpr(step)(abstract_params(MODEL), kv, ids)
     norms = [dict(c.constants) for c in recorder.calls if c.kernel.__name__ == "_add_and_norm"]
@@ -95,7 +95,7 @@ def gemms_of(monkeypatch: pytest.MonkeyPatch, **changes: object) -> set[str]:
     ids = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     with in_place_of_triton_call(Recorder()):
         hidden, _ = jax.eval_shape(
-            step, abstract_params(model), model.state.abstract(4, 16, 0), ids
+            step, abstract_params(model), model.state.abstract((4,), 16, 0), ids
         )
     assert hidden.shape == (ROWS, 1024) and hidden.dtype == jnp.bfloat16
     return recorded

@@ -143,7 +143,7 @@ def test_abort_frees_everything_in_one_call(state: str) -> None:
     drive = Drive(make_limits(max_num_seqs=1), depth=2)
     if state == "waiting":
         drive.arrive(make_request("other", (1,) * 9, max_tokens=30))
-        free = drive.state.pages.num_free
+        free = drive.state.num_free_pages
     else:
         free = drive.limits.num_usable_pages
     drive.arrive(make_request("a", [2] * 40, arrival=1))
@@ -152,7 +152,7 @@ def test_abort_frees_everything_in_one_call(state: str) -> None:
     output = drive.call(Abort("a", FinishReason.STOP))
     (event,) = output.events
     assert (event.request_id, event.finish_reason) == ("a", FinishReason.STOP)
-    assert drive.state.pages.num_free == free
+    assert drive.state.num_free_pages == free
     assert "a" not in drive.state.orders
     assert drive.call(Abort("a")).events == ()
 

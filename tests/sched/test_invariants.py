@@ -26,7 +26,7 @@ def state() -> SchedulerState:
     drive.arrive(*(make_request(n, [1] * 9, arrival=i) for i, n in enumerate("bc", 2)))
     check(drive.state)
     assert (len(drive.state.running), len(drive.state.waiting)) == (2, 1)
-    assert drive.state.pages.num_cached and drive.state.pages.num_sharers.any()
+    assert drive.state.pools[0].num_cached and drive.state.pools[0].num_sharers.any()
     return drive.state
 
 
@@ -35,7 +35,7 @@ def first(state: SchedulerState, **changes: object) -> SchedulerState:
 
 
 def pool(state: SchedulerState, **changes: object) -> SchedulerState:
-    return replace(state, pages=replace(state.pages, **changes))
+    return replace(state, pools=(replace(state.pools[0], **changes),))
 
 
 def written(array: np.ndarray, index: int, value: int) -> np.ndarray:
@@ -50,15 +50,15 @@ def more_pages(state: SchedulerState, *page_ids: int) -> tuple[Pages, ...]:
 
 
 DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
-    (lambda s: pool(s, fresh_head=s.pages.fresh_head + 1), "not in exactly one of"),
+    (lambda s: pool(s, fresh_head=s.pools[0].fresh_head + 1), "not in exactly one of"),
     (lambda s: first(s, pages=more_pages(s, 40)), "not in exactly one of"),
     (lambda s: pool(s, num_cached=0), "num_cached is 0"),
-    (lambda s: pool(s, num_live=(0,)), "pages of each group are live"),
-    (lambda s: pool(s, num_sharers=s.pages.num_sharers * 0), "has 2 owners"),
-    (lambda s: pool(s, stamps=s.pages.stamps + 99), "not in exactly one of"),
-    (lambda s: pool(s, stamps=written(s.pages.stamps, 40, 99)), "the stamp 99 of page 40"),
-    (lambda s: pool(s, page_by_hash=s.pages.page_by_hash.set(b"?", 1)), "not inverse"),
-    (lambda s: pool(s, stamps=s.pages.stamps.copy()), "can be written"),
+    (lambda s: replace(s, num_live_pages=(0,)), "pages of each group are live"),
+    (lambda s: pool(s, num_sharers=s.pools[0].num_sharers * 0), "has 2 owners"),
+    (lambda s: pool(s, stamps=s.pools[0].stamps + 99), "not in exactly one of"),
+    (lambda s: pool(s, stamps=written(s.pools[0].stamps, 40, 99)), "the stamp 99 of page 40"),
+    (lambda s: pool(s, page_by_hash=s.pools[0].page_by_hash.set(b"?", 1)), "not inverse"),
+    (lambda s: pool(s, stamps=s.pools[0].stamps.copy()), "can be written"),
     (lambda s: replace(s, running=s.running[::-1]), "running is not in order"),
     (lambda s: replace(s, waiting=()), "not exactly the unfinished"),
     (lambda s: replace(s, free_slots=(0,)), "slots are lost or given twice"),

@@ -14,7 +14,7 @@ def array(*pages: int) -> np.ndarray:
 
 def cached_pool(*chains: tuple[int, ...], num_pages: int = 9) -> PagePool:
     """A pool without fresh pages in which the chains were used, hashed and released in order."""
-    writer = PageWriter(new_pool(num_pages))
+    writer = PageWriter(new_pool(num_pages), [0])
     writer.take(num_pages - 1)
     for chain in chains:
         writer.register(chain, [bytes([page]) for page in chain])
@@ -24,20 +24,20 @@ def cached_pool(*chains: tuple[int, ...], num_pages: int = 9) -> PagePool:
 
 
 def test_fresh_pages_are_taken_first() -> None:
-    writer = PageWriter(cached_pool((1, 2, 3)))
+    writer = PageWriter(cached_pool((1, 2, 3)), [0])
     writer.release(array(7, 8))
     assert sorted(writer.take(2)) == [7, 8]
     assert writer.num_free == 3
 
 
 def test_evicts_least_recently_released_and_leaves_first() -> None:
-    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)))
+    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)), [0])
     assert writer.take(5) == [3, 2, 1, 5, 4]
     assert writer.lookup([b"\1", b"\2"]) == []
 
 
 def test_sharing_protects_and_renews() -> None:
-    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)))
+    writer = PageWriter(cached_pool((1, 2, 3), (4, 5)), [0])
     writer.share([1, 2])
     assert writer.num_free == 3
     writer.release(array(1, 2))
@@ -45,7 +45,7 @@ def test_sharing_protects_and_renews() -> None:
 
 
 def test_a_page_lives_until_its_last_owner_leaves() -> None:
-    writer = PageWriter(cached_pool((1, 2)))
+    writer = PageWriter(cached_pool((1, 2)), [0])
     writer.share([1])
     writer.share([1])
     assert writer.num_cached_among([1, 2]) == 1
@@ -56,12 +56,12 @@ def test_a_page_lives_until_its_last_owner_leaves() -> None:
 
 
 def test_lookup_stops_at_the_first_gap() -> None:
-    writer = PageWriter(cached_pool((1, 2, 3)))
+    writer = PageWriter(cached_pool((1, 2, 3)), [0])
     assert writer.lookup([b"\1", b"\2", b"?", b"\3"]) == [1, 2]
 
 
 def test_a_hash_stays_with_its_first_page() -> None:
-    writer = PageWriter(cached_pool((1,)))
+    writer = PageWriter(cached_pool((1,)), [0])
     writer.register([2], [b"\1"])
     assert writer.lookup([b"\1"]) == [1]
     writer.release(array(2))
@@ -70,11 +70,11 @@ def test_a_hash_stays_with_its_first_page() -> None:
 
 def test_finished_pools_are_values() -> None:
     pool = cached_pool((1, 2, 3))
-    writer = PageWriter(pool)
+    writer = PageWriter(pool, [0])
     writer.share([1])
     writer.take(2)
     writer.finish()
-    again = PageWriter(pool)
+    again = PageWriter(pool, [0])
     assert again.num_free == 3
     assert again.lookup([b"\1", b"\2", b"\3"]) == [1, 2, 3]
     with pytest.raises(ValueError, match="read-only"):
@@ -84,7 +84,7 @@ def test_finished_pools_are_values() -> None:
 def test_logs_stay_short() -> None:
     pool = cached_pool((1, 2, 3))
     for _ in range(100):
-        writer = PageWriter(pool)
+        writer = PageWriter(pool, [0])
         writer.share([1, 2])
         writer.release(array(1, 2))
         writer.release(array(*writer.take(1)))

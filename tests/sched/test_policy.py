@@ -113,7 +113,7 @@ def test_a_long_head_is_not_overtaken_by_a_short_one() -> None:
 def test_the_watermark_keeps_pages_for_the_running(num_prompt: int, admitted: bool) -> None:
     drive = Drive(make_limits(num_pages=201, enable_prefix_caching=False, max_model_len=800))
     drive.arrive(make_request("a", [1] * 15, max_tokens=700))
-    assert drive.state.pages.num_free == 196
+    assert drive.state.num_free_pages == 196
     drive.arrive(make_request("b", [2] * num_prompt, arrival=1, max_tokens=1))
     assert waiting(drive) == ([] if admitted else ["b"]), "2 of 200 pages stay free"
 

@@ -18,7 +18,7 @@ from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.steering import Steering
-from jaxinfer.core.step import Abort, Arrive, Bucket, Event, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Bucket, Event, PageGroup, StepFailed
 from jaxinfer.sched.schedule import ScheduleOutput
 from kit.drive import EOS, POINT, Drive, make_limits, make_request
 from kit.fake_executor import activations, digest, expected_tokens, salt_digest
@@ -26,6 +26,14 @@ from kit.fake_executor import activations, digest, expected_tokens, salt_digest
 NIGHTLY_TRACES = 100_000
 MAX_MODEL_LEN = 48
 WINDOWS = ((None,), (None,), (None, 6), (None, 9, 9), (5,), (None, None, 1))
+GROUPS = (
+    *(tuple(map(PageGroup, windows)) for windows in WINDOWS),
+    # window, tokens of an entry, pool
+    (PageGroup(), PageGroup(6, 1, 1)),
+    (PageGroup(None, 4), PageGroup(6, 1, 1)),
+    (PageGroup(), PageGroup(), PageGroup(None, 2, 1), PageGroup(9, 3, 2), PageGroup(5)),
+    (PageGroup(7, 2, 1), PageGroup(3)),
+)
 PAGE_SIZE = 4
 STREAM = tuple((7 * i * i + i) % 50 for i in range(MAX_MODEL_LEN))  # prompts are prefixes of it
 
@@ -37,12 +45,12 @@ class Trace:
     requests: tuple[tuple[int, Request], ...]
     aborts: tuple[tuple[int, str], ...]
     depth: int
-    num_pages: int
+    num_pages: tuple[int, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     prefill_first: bool
-    windows: tuple[int | None, ...]
+    groups: tuple[PageGroup, ...]
     query_tokens: int
     num_snapshots: int  # if not 0, the model has state for each sequence
     points: tuple[Point, ...]  # if there are any, some requests tap or steer
@@ -57,7 +65,7 @@ class Trace:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": self.enable_prefix_caching,
             "prefill_first": self.prefill_first,
-            "windows": self.windows,
+            "groups": self.groups,
             "query_tokens": self.query_tokens,
             "num_snapshots": self.num_snapshots,
             "points": self.points,
@@ -90,18 +98,20 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
         requests.append((iteration, _request(draw, i, prompt, in_order)))
     max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
-    windows = draw(st.sampled_from(WINDOWS))
+    groups = draw(st.sampled_from(GROUPS))
     query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
     limits = make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=PAGE_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        windows=windows,
+        groups=groups,
+        num_pages=(0,) * (1 + max(group.pool for group in groups)),
         query_tokens=query_tokens,
     )
-    largest = max(
-        limits.pages_needed(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN))
-        for _, r in requests
+    largest = max(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN) for _, r in requests)
+    num_pages = tuple(
+        1 + needed + draw(st.sampled_from((0, 1, 2, 4, 8, 20)))
+        for needed in limits.pages_needed(largest)
     )
     enable_prefix_caching = draw(st.booleans())
     num_snapshots = (
@@ -115,10 +125,10 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         requests=tuple(requests),
         aborts=tuple((at + draw(st.integers(0, 20)), r.request_id) for at, r in aborted),
         depth=draw(st.integers(1, 3)),
-        num_pages=1 + largest + draw(st.sampled_from((0, 1, 2, 4, 8, 20))),
+        num_pages=num_pages,
         max_num_seqs=draw(st.integers(1, 5)),
         max_num_batched_tokens=max_num_batched_tokens,
-        windows=windows,
+        groups=groups,
         query_tokens=query_tokens,
         enable_prefix_caching=enable_prefix_caching,
         num_snapshots=num_snapshots,
@@ -179,7 +189,7 @@ def check_run(trace: Trace, drive: Drive) -> None:
             assert (ending.output.pooled is not None) == request.pools
         cached = {e.num_cached_tokens for e in drive.events if e.request_id == request.request_id}
         assert len(cached) == 1 or ending.finish_reason is FinishReason.ABORT
-    assert drive.state.pages.num_free == drive.limits.num_usable_pages
+    assert drive.state.num_free_pages == drive.limits.num_usable_pages
     assert drive.state.num_unfinished == len(drive.state.in_flight) == 0
 
 
@@ -280,7 +290,7 @@ def test_histories_branch(trace: Trace, at: int) -> None:
     branch = copy.copy(drive)
     branch.executor = copy.deepcopy(drive.executor)
     branch.plans, branch.events, branch.flying = [], list(drive.events), list(drive.flying)
-    branch._index = dict(drive._index)
+    branch._indices = [dict(index) for index in drive._indices]
     branch.tick(*(Abort(seq.request_id) for seq in drive.state.running))
     branch.finish()
     drive.finish()

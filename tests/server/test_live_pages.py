@@ -49,11 +49,12 @@ def live_pages(metrics: Metrics) -> dict[str, int]:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_layers_with_a_window_hold_a_window_and_a_chunk(platform: str) -> None:
-    windows = build_model(GEMMA3_1B, "bfloat16").state.windows
+    groups = build_model(GEMMA3_1B, "bfloat16").state.groups
+    windows = [group.window for group in groups]
     num_windowed = windows.count(WINDOW)
-    assert windows == (None, *[WINDOW] * num_windowed) and num_windowed == 6
+    assert windows == [None, *[WINDOW] * num_windowed] and num_windowed == 6
     num_pages = 1 + len(windows) * cdiv(sum(PROMPTS) + CONTEXT, 16)
-    limits = default_limits(platform, max_model_len=CONTEXT, num_pages=num_pages, windows=windows)
+    limits = default_limits(platform, max_model_len=CONTEXT, num_pages=num_pages, groups=groups)
     page_size, chunk = limits.page_size, limits.max_num_batched_tokens
     most_prefilling = cdiv(WINDOW - 1 + chunk, page_size) + 1
     most_decoding = cdiv(WINDOW - 1 + 1, page_size) + 1

@@ -196,7 +196,7 @@ def test_cache_config() -> None:
 
 
 def test_nothing_is_looked_up_without_a_prefix_cache() -> None:
-    limits = Limits(100, 16, 8, 4096, 512, (), enable_prefix_caching=False)
+    limits = Limits((100,), 16, 8, 4096, 512, (), enable_prefix_caching=False)
     metrics = Metrics("smol", limits, start=STATS)
     assert value_of(metrics, "vllm:prefix_cache_queries_total") == 0
     assert value_of(metrics, "vllm:prompt_tokens_total") == 100

@@ -25,6 +25,7 @@ from bench.storm import (
     stream_of,
 )
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.server.openai.fields import UNSUPPORTED
@@ -50,7 +51,7 @@ class Weather:
     num_pages: int
     num_random: int
     num_alone: int
-    windows: tuple[int | None, ...] = (None,)
+    groups: tuple[PageGroup, ...] = (PageGroup(),)
     num_streams: int = 0
     stream_tokens: int = 32
 
@@ -62,12 +63,14 @@ class Weather:
 
 GPU = Weather("gpu", 30_000, num_random=250, num_alone=60, num_streams=460)
 GPU_FOR_LONG = replace(GPU, num_random=2000, num_alone=500)
-GPU_WINDOWS = Weather("gpu", 2000, num_random=200, num_alone=30, windows=(None, 512, 512))
+GPU_WINDOWS = Weather(
+    "gpu", 2000, num_random=200, num_alone=30, groups=(PageGroup(), *[PageGroup(512)] * 2)
+)
 CPU_FEW_PAGES = Weather(
     *("cpu", 260),
     num_random=150,
     num_alone=30,
-    windows=(None, 64),
+    groups=(PageGroup(), PageGroup(64)),
     num_streams=20,
     stream_tokens=300,
 )
@@ -100,7 +103,7 @@ def all_at_once(
     ],
 )
 def test_a_storm(weather: Weather) -> None:
-    limits = default_limits(weather.platform, num_pages=weather.num_pages, windows=weather.windows)
+    limits = default_limits(weather.platform, num_pages=weather.num_pages, groups=weather.groups)
     tokenizer = load_tokenizer(real_spec("smollm2"))
     facts = ModelFacts("fake", tokenizer.vocab_size, (EOS,), SamplingParams())
     executor = WatchedExecutor(FakeDevice(limits))

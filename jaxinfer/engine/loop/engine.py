@@ -251,17 +251,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and present values."""
         state = self._loop.state
-        num_free = state.pages.num_free
         return msgspec.structs.replace(
             self._start,
             num_preemptions=state.num_preemptions,
             num_late_compiles=self._late_compiles.count,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
-            num_live_pages=self.limits.num_usable_pages - num_free,
-            num_live_pages_of_groups=state.pages.num_live,
-            num_cached_pages=state.pages.num_cached,
-            num_fresh_pages=num_free - state.pages.num_cached,
+            num_live_pages=sum(state.num_live_pages),
+            num_live_pages_of_groups=state.num_live_pages,
+            num_cached_pages=sum([pool.num_cached for pool in state.pools]),
+            num_fresh_pages=sum([pool.num_fresh for pool in state.pools]),
             weight_version=self.weight_version,
             sleep_level=self._sleep_level if self.asleep else 0,
             **self._counters,

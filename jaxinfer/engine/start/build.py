@@ -30,6 +30,7 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.step import PageGroup
 from jaxinfer.core.structured import FormLimits
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
@@ -213,7 +214,7 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
     return limits_of(
         config,
         _context(config, model),
-        state.windows,
+        state.groups,
         has_slot_state=state.bytes_per_slot > 0,
         points=points_named(names, model.config),
     )
@@ -222,15 +223,15 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
 def limits_of(
     config: EngineConfig,
     max_model_len: int,
-    windows: tuple[int | None, ...] = (None,),
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
     *,
     has_slot_state: bool = False,
     points: tuple[Point, ...] = (),
 ) -> Limits:
     """The limits that settings with their device's defaults amount to, without pages.
 
-    ``windows``: how far back each group of layers looks. A model with state for each sequence
-    reuses prefixes through snapshots. ``points``: those that requests may read and steer.
+    ``groups``: those of the model's layers. A model with state for each sequence reuses prefixes
+    through snapshots. ``points``: those that requests may read and steer.
     """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
@@ -241,7 +242,7 @@ def limits_of(
     reuses = config.enable_prefix_caching and config.pooling in (None, "last")
     snapshots = reuses and has_slot_state
     return Limits(
-        num_pages=0,
+        num_pages=(0,) * (1 + max(group.pool for group in groups)),
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -259,7 +260,7 @@ def limits_of(
         ),
         enable_prefix_caching=reuses,
         prefill_first=bool(config.prefill_first),
-        windows=windows,
+        groups=groups,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
         points=points,
         pooling=config.pooling or "",

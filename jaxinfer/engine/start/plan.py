@@ -87,8 +87,12 @@ class EnginePlan:
     @property
     def bundle_settings(self) -> dict[str, Any]:
         """The settings that a bundle of this plan fixes, with the planned sizes."""
-        sizes = ("num_pages", "page_size", "max_model_len")
-        planned = {name: getattr(self.program.limits, name) for name in sizes}
+        limits = self.program.limits
+        planned = {
+            "num_pages": sum(limits.num_pages),
+            "page_size": limits.page_size,
+            "max_model_len": limits.max_model_len,
+        }
         return {name: getattr(self.config, name) for name in COMPILED} | planned
 
     def load_params(self, progress: Progress) -> Params:

@@ -32,7 +32,7 @@ from pallas_kernels.pins import Pins
 TRACED_FOLDERS = ("core", "exec", "nn")
 MODELS = "jaxinfer.models"
 # the fields of Limits on which shapes depend; only the scheduler uses the others
-SHAPING_LIMITS = ("num_pages", "page_size", "max_num_seqs", "max_model_len")
+SHAPING_LIMITS = ("page_size", "max_num_seqs", "max_model_len")
 KERNEL_COMPILERS = ("triton", "jax-triton")  # packages that compile kernels for GPUs
 LONGEST_SHOWN = 60  # characters of a value in a message
 ABSENT = "not set"
@@ -144,7 +144,8 @@ def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
 
 def of_limits(limits: Limits) -> dict[str, str]:
     """The sizes on which shapes depend, and what the steps make of hidden states."""
-    values = {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
+    values = {"num_pages": " ".join(map(str, limits.num_pages))}  # of each pool
+    values |= {name: str(getattr(limits, name)) for name in SHAPING_LIMITS}
     if limits.num_snapshots:
         values["num_snapshots"] = str(limits.num_snapshots)
     if limits.points:

@@ -10,7 +10,7 @@ bundle is loaded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.experts_memory import experts_bytes
+from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
 from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
@@ -67,8 +68,8 @@ class MemoryPlan:
     """
 
     weights: dict[str, int]  # bytes by form, such as "int4 g128", or dtype
-    page_bytes: int
-    num_pages: int
+    page_bytes: tuple[int, ...]  # of a page of each pool
+    num_pages: tuple[int, ...]
     slot_bytes: int
     state_bytes: int  # layer state of sequences, in slots and snapshots
     batch_bytes: int  # staging buffers for batches
@@ -82,8 +83,13 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the whole page pool."""
-        return self.num_pages * self.page_bytes
+        """Bytes of all page pools."""
+        return self.bytes_of(self.num_pages)
+
+    def bytes_of(self, num_pages: Iterable[int]) -> int:
+        """Bytes of so many pages of each pool."""
+        pairs = zip(num_pages, self.page_bytes, strict=True)
+        return sum(count * each for count, each in pairs)
 
     @property
     def workspace_bytes(self) -> int:
@@ -100,7 +106,7 @@ class MemoryPlan:
         """Two log lines before memory is allocated: the whole plan, and each workspace."""
         parts = [
             f"weights {shown(self.weight_bytes)}{_in_forms(self.weights)}",
-            f"KV cache {shown(self.kv_bytes)} ({self.num_pages} pages)",
+            f"KV cache {shown(self.kv_bytes)} ({sum(self.num_pages)} pages)",
             f"slots {shown(self.slot_bytes)}",
         ]
         share = ""
@@ -136,24 +142,27 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     """
     limits, fixed = program.limits, program_memory(program, device)
     reserve = reserve_bytes(program.model)
-    fitting = (_kv_budget(config, fixed, reserve) - fixed.state_bytes) // fixed.page_bytes
-    if config.num_pages is not None:
-        fitting = config.num_pages
-    pages_per_seq = limits.pages_needed(limits.max_model_len)
-    num_pages = min(1 + limits.max_num_seqs * pages_per_seq, fitting)  # every slot at full length
+    budget = _kv_budget(config, fixed, reserve) - fixed.state_bytes
+    most = sum(most_pages(limits))  # every slot at full length
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_pages = bisect_right(
+            range(1, most + 1), budget, key=lambda n: fixed.bytes_of(split_pages(limits, n))
+        )
     needed, what = _min_pages(config, limits)
     if num_pages < needed:
+        needed_bytes = fixed.bytes_of(split_pages(limits, needed))
         raise ConfigError(
-            f"{what} need {needed} pages of KV cache ({shown(needed * fixed.page_bytes)}, the "
-            f"padding page included) and there is room for {max(0, num_pages)}; raise num_pages or "
+            f"{what} need {needed} pages of KV cache ({shown(needed_bytes)}, the padding page "
+            f"included) and there is room for {num_pages}; raise num_pages or "
             "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization), or lower max_model_len or "
             "max_num_seqs"
         )
-    plan = replace(fixed, num_pages=num_pages)
+    plan = replace(fixed, num_pages=split_pages(limits, num_pages))
     if device is not None and plan.total_bytes + reserve > device.allocator_bytes:
         raise ConfigError(
-            f"{num_pages} pages of KV cache ({shown(plan.kv_bytes)}) and what else is needed "
-            f"({shown(fixed.total_bytes)} and a reserve of {shown(reserve)}) do not fit in "
+            f"{sum(plan.num_pages)} pages of KV cache ({shown(plan.kv_bytes)}) and what else is "
+            f"needed ({shown(fixed.total_bytes)} and a reserve of {shown(reserve)}) do not fit in "
             f"the {shown(device.allocator_bytes)} that JAX may take of the device; raise "
             "gpu_memory_utilization, or lower num_pages or kv_cache_memory_bytes"
         )
@@ -162,13 +171,15 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
 
 def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
     """The smallest possible number of pages, and the reason as words for an error message."""
-    groups, pages_per_seq = len(limits.windows), limits.pages_needed(limits.max_model_len)
+    groups, pages_per_seq = len(limits.groups), limits.pages_needed(limits.max_model_len)
     each = "one page" if groups == 1 else f"{groups} pages"
-    needed = 1 + groups * limits.max_num_seqs
+    needed = [limits.max_num_seqs * count for count in limits.of_pools([1] * groups)]
+    what = f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each"
     derived = config.max_model_len is None or config.num_pages is not None
-    if not derived and pages_per_seq >= needed:
-        return 1 + pages_per_seq, f"a context of {limits.max_model_len} tokens"
-    return needed, f"{limits.max_num_seqs} sequences (max_num_seqs) of {each} each"
+    if not derived and any(own > least for own, least in zip(pages_per_seq, needed, strict=True)):
+        needed = [max(pair) for pair in zip(pages_per_seq, needed, strict=True)]
+        what = f"a context of {limits.max_model_len} tokens"
+    return fewest_pages(limits, [1 + count for count in needed]), what
 
 
 def snapshots_for(max_num_seqs: int) -> int:
@@ -193,7 +204,7 @@ def fitting_seqs(
     fixed = program_memory(program, device)
     budget = _kv_budget(config, fixed, reserve_bytes(program.model))
     needed, _ = _min_pages(config, limits)
-    budget = budget - needed * fixed.page_bytes if chosen else budget // 2
+    budget = budget - fixed.bytes_of(split_pages(limits, needed)) if chosen else budget // 2
 
     def state_bytes(count: int) -> int:
         num_snapshots = snapshots_for(count) if limits.num_snapshots else 0
@@ -210,7 +221,7 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
     return MemoryPlan(
         weights={form: size.nbytes for form, size in sizes.items()},
-        page_bytes=limits.page_size * state.bytes_per_token,
+        page_bytes=tuple(limits.page_size * each for each in state.bytes_per_entry),
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes(program.slots()) + tree_bytes(program.steering()),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
@@ -295,8 +306,8 @@ def check_workspace(plan: MemoryPlan, measured: int) -> None:
     if plan.device is not None and measured > plan.workspace_bytes + RESERVE_BYTES:
         raise ConfigError(
             f"the compiled steps need {shown(measured)} of workspace and "
-            f"{shown(plan.workspace_bytes)} were planned; set num_pages below {plan.num_pages}, "
-            "or lower max_num_batched_tokens"
+            f"{shown(plan.workspace_bytes)} were planned; set num_pages below "
+            f"{sum(plan.num_pages)}, or lower max_num_batched_tokens"
         )
 
 

@@ -91,8 +91,8 @@ class Program:
 
     def __post_init__(self) -> None:
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
-        own, planned = self.model.state.windows, self.limits.windows
-        assert own == planned, f"limits are for windows {planned}, the model has {own}"
+        own, planned = self.model.state.groups, self.limits.groups
+        assert own == planned, f"limits are for groups {planned}, the model has {own}"
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.shapes import cdiv, round_up
-from jaxinfer.core.step import Bucket, StepPlan
+from jaxinfer.core.step import Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
 from jaxinfer.nn.context import Pages, Rows
@@ -89,7 +89,7 @@ class GroupTable(NamedTuple):
     """The page table of one group of layers."""
 
     max_pages: int  # pages of a row
-    window: int | None  # in tokens
+    group: PageGroup
 
     @property
     def width(self) -> int:
@@ -109,15 +109,18 @@ class BatchLayout:
     @cached_property
     def windowed(self) -> tuple[int, ...]:
         """The indices of the groups with a window."""
-        return tuple(i for i, group in enumerate(self.groups) if group.window is not None)
+        return tuple(i for i, own in enumerate(self.groups) if own.group.window is not None)
 
     @classmethod
     def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
         """The layout of a bucket in an engine with these limits."""
         # drafts may be beyond the end of the context; they are written to page 0
-        extra = cdiv(bucket.query_tokens - 1, limits.page_size)
+        drafts = bucket.query_tokens - 1
         groups = (
-            GroupTable(limits.most_pages(window) + extra, window) for window in limits.windows
+            GroupTable(
+                limits.most_pages(group) + cdiv(drafts, limits.tokens_per_page(group)), group
+            )
+            for group in limits.groups
         )
         return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
 
@@ -136,7 +139,7 @@ class BatchLayout:
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if self.bucket.taps else 0,
             first_pages=b * len(self.windowed),
-            page_tables=b * sum(group.width for group in self.groups),
+            page_tables=b * sum(own.width for own in self.groups),
         )
 
     @cached_property
@@ -159,7 +162,7 @@ class BatchLayout:
     @cached_property
     def _tables(self) -> tuple[tuple[slice, tuple[int, int]], ...]:
         """Where each group's table is in the section ``page_tables``, and its shape."""
-        shapes = [(self.bucket.num_seqs, group.width) for group in self.groups]
+        shapes = [(self.bucket.num_seqs, own.width) for own in self.groups]
         starts = accumulate((b * width for b, width in shapes), initial=0)
         return tuple(
             (slice(start, start + b * width), (b, width))
@@ -334,22 +337,27 @@ def _pages_of_groups(
     """The pages of each row's context in each group.
 
     The table of a group with a window begins with the first page that a row still holds
-    (``core.step.Pages.first``), and its lengths count from that page.
+    (``core.step.Pages.first``), and its lengths count from that page. An entry for several tokens
+    is written by the last of them, and counts from then on.
     """
     found: list[Pages] = []
     firsts = iter(wire.first_pages.reshape(len(layout.windowed), layout.bucket.num_seqs))
-    for group, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
+    for own, table in zip(layout.groups, layout.tables(wire.page_tables), strict=True):
         if layout.bucket.num_prefills:
             # XLA fuses the slice of a section into the call of a Mosaic kernel that reads it, and
             # records such a call at every step, which takes the host 10 us per layer. Linked calls
             # are few, so decode steps do not need the barrier.
             table = lax.optimization_barrier(table)
-        page, lens = positions // layout.page_size, seq_lens
-        if group.window is not None:
+        each, lens, entries, ends = own.group.tokens_per_entry, seq_lens, positions, real
+        if each > 1:
+            lens, entries = seq_lens // each, positions // each
+            ends = real & (positions % each == each - 1)
+        page = entries // layout.page_size
+        if own.group.window is not None:
             first = next(firsts)
-            lens, page = seq_lens - first * layout.page_size, page - first[rows]
-        slot_mapping = table[rows, page] * layout.page_size + positions % layout.page_size
-        found.append(Pages(jnp.where(real, slot_mapping, 0), table, lens))
+            lens, page = lens - first * layout.page_size, page - first[rows]
+        slot_mapping = table[rows, page] * layout.page_size + entries % layout.page_size
+        found.append(Pages(jnp.where(ends, slot_mapping, 0), table, lens))
     return tuple(found)
 
 

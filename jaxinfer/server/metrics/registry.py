@@ -233,7 +233,7 @@ def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]
     labels: dict[str, object] = {
         "engine": _ENGINE,
         "block_size": limits.page_size,
-        "num_gpu_blocks": limits.num_pages,
+        "num_gpu_blocks": sum(limits.num_pages),
         "enable_prefix_caching": limits.enable_prefix_caching,
     }
     if config is not None:

@@ -74,7 +74,8 @@ class Tally:
         """Pages that sequences own, by the window of the layers that fill them; groups of one
         window are added up.
         """
-        windows = ["none" if window is None else str(window) for window in self.limits.windows]
+        groups = self.limits.groups
+        windows = ["none" if group.window is None else str(group.window) for group in groups]
         pages = dict.fromkeys(windows, 0)
         # an engine that has not reported yet has no counts
         for window, count in zip(windows, self.engine.num_live_pages_of_groups, strict=False):
