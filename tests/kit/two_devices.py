@@ -140,7 +140,7 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
     """Steps that are divided draw the tokens that steps on one device draw."""
     model = build_model(config, "float32")
     limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=8)
-    limits = msgspec.structs.replace(limits, windows=model.state.windows)
+    limits = msgspec.structs.replace(limits, groups=model.state.groups)
     weights = by_path(random_params(model))
     sampling = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0, 1)]
 
