@@ -128,7 +128,7 @@ def test_steered_pages_are_reused_only_by_the_same_steering() -> None:
 
 def test_preempted_requests_return_each_token_once() -> None:
     longer = replace(GREEDY, max_tokens=20, taps=[POINT])
-    engine = engine_with(num_pages=40)
+    engine = engine_with(num_pages=(40,))
     prompts = [LONG[:50], LONG[20:65], LONG[5:40]]
     outputs = run(engine, prompts, [longer, steered(longer), longer])
     assert engine.stats().num_preemptions > 0
