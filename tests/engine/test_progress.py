@@ -4,6 +4,7 @@ import io
 import logging
 import re
 import threading
+import time
 
 import pytest
 
@@ -119,9 +120,12 @@ def test_a_terminal_gets_bars_while_tasks_run() -> None:
             outer(1)
             inner(5)
             assert drawing_threads(before, seconds=0) == 1
+            deadline = time.monotonic() + 20
+            while "50%" not in stream.getvalue():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
         assert drawing_threads(before) == 0
     assert "Outer" in stream.getvalue()
-    assert "50%" in stream.getvalue()
 
 
 def test_bars_stop_when_a_task_fails() -> None:

@@ -33,7 +33,7 @@ from kit import published_formats
 from kit.checkpoints import random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, Typed, source_of
 from kit.tiny_models import tiny_config
-from pallas_kernels.experts.stack import arrays_of, matrix_of
+from pallas_kernels.experts.stack import matrix_of
 from pallas_kernels.quantised import E2M1, quantised
 from pallas_kernels.route.routing import Groups, Routing
 
@@ -260,8 +260,8 @@ def test_of_fp8_matrices_only_experts_are_in_tiles(
         stored, arranged = by_rows["layers_1"][name], tiles["layers_1"][name]
         assert arranged["scales"].shape == scales
         for expert in range(7):
-            expected = matrix_of(*arrays_of(quantised(stored)), jnp.int32(expert))
-            found = matrix_of(*arrays_of(quantised(arranged)), jnp.int32(expert))
+            expected = matrix_of(quantised(stored), jnp.int32(expert))
+            found = matrix_of(quantised(arranged), jnp.int32(expert))
             np.testing.assert_array_equal(found, expected)
 
 
