@@ -4,7 +4,6 @@ import io
 import logging
 import re
 import threading
-import time
 
 import pytest
 
@@ -120,10 +119,7 @@ def test_a_terminal_gets_bars_while_tasks_run() -> None:
             outer(1)
             inner(5)
             assert drawing_threads(before, seconds=0) == 1
-            deadline = time.monotonic() + 20
-            while "50%" not in stream.getvalue():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: "50%" in stream.getvalue(), "a bar")
         assert drawing_threads(before) == 0
     assert "Outer" in stream.getvalue()
 
