@@ -31,7 +31,7 @@ class SampleArgs:
 
     @property
     def noise(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What a row's noise depends on: its seed in two halves, and its position."""
+        """The seed of a row in two halves, and its position; its noise depends on nothing else."""
         return self.seed_low, self.seed_high, self.positions
 
 

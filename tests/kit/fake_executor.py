@@ -133,7 +133,7 @@ class FakeExecutor:
         self.stores = [np.zeros(0, np.int64) for _ in {group.pool for group in groups}]
 
     def run(self, plan: StepPlan, hashed_pages: Sequence[frozenset[int]] = ()) -> StepResult:
-        """Run a step; nobody may write to ``hashed_pages`` (of each pool)."""
+        """Run a step, which must not write to ``hashed_pages`` (of each pool)."""
         for admission in plan.admissions:
             assert list(admission.token_ids)[: admission.num_prompt_tokens] == list(
                 admission.request.prompt_token_ids

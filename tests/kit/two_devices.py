@@ -159,7 +159,7 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
 
 
 def check_refusals() -> None:
-    """What cannot be divided is said."""
+    """Each error names the parts that cannot be divided."""
     for config, message in (
         (CONFIG, "4 query heads cannot be divided among 3 devices"),
         (EXPERTS, "4 experts cannot be divided among 8 devices"),
