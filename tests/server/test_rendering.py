@@ -169,6 +169,18 @@ def test_everything_else_is_answered_while_a_template_runs() -> None:
         assert failed.status == 400 and "takes more than" in failed.error["message"]
 
 
+@pytest.mark.parametrize("trusts", [False, True])
+def test_an_empty_template_is_as_absent(trusts: bool) -> None:
+    engine, renderer = watched_engine()[0], LocalRenderer()
+    flags: dict[str, Any] = {"chat_template": PLAIN, "trust_request_chat_template": trusts}
+    with serving(engine, renderer=renderer, **flags) as server:
+        for fields in ({}, {"chat_template": ""}):
+            answer = server.post("/tokenize", messages=[USER], **fields)
+            assert answer.status_code == 200 and answer.json()["count"] == len(USER["content"])
+            answer = server.post(CHAT, messages=[USER], max_tokens=2, **fields)
+            assert answer.json()["usage"]["prompt_tokens"] == len(USER["content"])
+
+
 def test_chats_whose_clients_have_left_are_not_rendered(
     monkeypatch: pytest.MonkeyPatch, spawned: list[Spawned]
 ) -> None:

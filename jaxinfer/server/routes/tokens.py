@@ -19,9 +19,11 @@ from jaxinfer.server.routes.service import Service, run_off_loop
 
 
 def chosen_template(service: Service, request: ChatFields) -> str | None:
-    """The request's chat template, or the server's; None for the model's own."""
+    """The request's chat template, or the server's; None for the model's own. An empty one is as
+    absent.
+    """
     template = request.chat_template
-    if template is None:
+    if not template:
         return service.config.chat_template
     if not service.config.trust_request_chat_template:
         raise field_error(
@@ -47,7 +49,7 @@ async def chat_prompt(
         messages,
         variables,
         template,
-        is_own=request.chat_template is None,
+        is_own=not request.chat_template,
         client=call.caller.client,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
