@@ -200,6 +200,7 @@ def test_an_answer_that_is_cut_off_shows_no_json(servers: dict[str, Server]) -> 
             message, reason = message_of(server, max_tokens=length)
             shown = (message["content"] or "").rstrip("\ufffd")  # a character that is cut off
             assert reason == "length" and TEXT.startswith(shown)
+            assert message["content"] != ""  # null, as the JSON that it has written is no text
             for call in message.get("tool_calls") or ():
                 arguments = call["function"]["arguments"]
                 assert '{"city": "Rome"}'.startswith(arguments) and call["function"]["name"]

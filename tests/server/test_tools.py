@@ -207,13 +207,26 @@ def test_strict_arguments_follow_their_schema(scripted: Scripted) -> None:
     assert calls_of(scripted.answer(free, tools=strict).message) == [("clock", {"town": 3})]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_call_without_its_name_is_no_empty_text(scripted: Scripted, choice: str) -> None:
+    call = '<tool_call>\n{"name": "weather"'
+    for length in range(1, len(call)):
+        found = scripted.answer(call, tool_choice=choice, max_tokens=length)
+        assert found.finish_reason == "length" and not found.message.tool_calls
+        assert found.message.content != "", call[:length]
+    for length in range(1, len("<think>ab")):  # nor are thoughts alone, also not shown
+        body = {"include_reasoning": length % 2 > 0}
+        found = scripted.answer("<think>ab", max_tokens=length, extra_body=body)
+        assert found.message.content != ""
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_the_budget_ends_the_thoughts(scripted: Scripted, budget: int) -> None:
     text = "<think>" + "a" * 20
     body = {"thinking_token_budget": budget}
     found = scripted.answer(text, tools=None, max_tokens=40, extra_body=body)
     assert getattr(found.message, "reasoning", "") == "a" * budget
-    assert found.message.content.startswith("a" * 7) or found.message.content == ""
+    assert found.message.content is None or found.message.content.startswith("a" * 7)
     # enough of a budget, and answers without thoughts, change nothing
     for given in (WRITERS["hermes"](MESSAGES["thoughts"]), "Hello!"):
         found = scripted.answer(given, tools=None, extra_body={"thinking_token_budget": 100})

@@ -157,14 +157,16 @@ class _ChoiceReader:
         self._call: NumberedCall | None = None  # the last one
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
-        """The whole message; ``before`` is the text that it continues."""
+        """The whole message; ``before`` is the text that it continues. Its content is null where the
+        model wrote no text for the user but something else, which may be a call without its name.
+        """
         parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning)) or UNSET
         calls = _whole_calls(parts)
         return ChatMessage(
             role=self._role,
-            content=None if calls and not content else content,
+            content=None if delta.text and not content else content,
             reasoning=reasoning,
             reasoning_content=reasoning,
             tool_calls=calls or UNSET,
