@@ -20,7 +20,7 @@ from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
 from jaxinfer.engine.start.start import start_engine
 from jaxinfer.models.registry import build_model
-from jaxinfer.server.routes.app import ADMIN_ROUTES
+from jaxinfer.server.routes.admin import ROUTES
 from kit.brake import Brake
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.engine_process import answer, talk
@@ -87,7 +87,7 @@ def complete(server: Serving, **fields: Any) -> dict[str, Any]:
     return response.json()["outputs"][0]
 
 
-@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+@pytest.mark.parametrize(("method", "path"), [(one.method, one.path) for one in ROUTES])
 def test_only_the_admin_key_opens_a_route(server: Serving, method: str, path: str) -> None:
     body = {"json": {"path": "nowhere"}}
     for key in ({}, USER, {"Authorization": "Bearer wrong"}, {"Authorization": "admin-secret"}):
@@ -106,9 +106,9 @@ def test_the_admin_key_opens_the_other_routes_too(server: Serving) -> None:
 
 def test_without_an_admin_key_there_are_no_such_routes() -> None:
     with serving(tiny_engine(), api_key=("user-secret",)) as made:
-        for method, path in ADMIN_ROUTES:
+        for route in ROUTES:
             with made.client(headers=USER) as client:
-                assert client.request(method, path).status_code == 404
+                assert client.request(route.method, route.path).status_code == 404
 
 
 def test_keys_that_all_clients_have_are_no_admin_keys() -> None:

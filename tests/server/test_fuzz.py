@@ -28,7 +28,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from jaxinfer.server.routes.app import ROUTES
-from jaxinfer.server.routes.operations import OPERATIONS
 from kit.engines import tiny_engine, tiny_limits
 from kit.request_bodies import FORMS, fit_beams, least_body, may_contradict, without_field
 from kit.server import SECONDS, Serving, serving
@@ -43,10 +42,9 @@ CHECKS = [
 # paths of a model for embeddings; /score and others have the handlers of these paths
 POOLED = ("/v1/embeddings", "/pooling", "/v1/score", "/v1/rerank", "/api/embed")
 SAME = ("/score", "/rerank", "/v2/rerank", "/api/embeddings")
+OPERATIONS = {route.key: route for route in ROUTES if route.name}
 PATHS = {
-    path.replace(":path}", "}"): method
-    for method, path in ROUTES
-    if method in ("GET", "POST") and path not in SAME
+    path: method for method, path in OPERATIONS if method in ("GET", "POST") and path not in SAME
 }
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 WITH_BODY = [path for path, method in PATHS.items() if method == "POST" and "{" not in path]

@@ -157,8 +157,8 @@ class _ChoiceReader:
         self._call: NumberedCall | None = None  # the last one
 
     def message(self, delta: Delta, before: str) -> ChatMessage:
-        """The whole message; ``before`` is the text that it continues. Its content is null where the
-        model wrote no text for the user but something else, which may be a call without its name.
+        """The whole message; ``before`` is the text that it continues. Its content is null where
+        the model wrote something, perhaps a call without its name, but no text for the user.
         """
         parts = self._shown(delta)
         content = before + "".join(part.text for part in parts if isinstance(part, Content))

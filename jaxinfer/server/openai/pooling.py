@@ -296,38 +296,3 @@ def ranked(
         )
         for index in order[: request.top_n or None]
     ]
-
-
-OPERATIONS = (  # path, name, summary, response and request, for ``/openapi.json``
-    (
-        "/v1/embeddings",
-        "createEmbedding",
-        "A vector of each text; needs a model for embeddings.",
-        EmbeddingList,
-        EmbeddingRequest,
-    ),
-    (
-        "/pooling",
-        "createPooling",
-        "As /v1/embeddings, in vLLM's form.",
-        PoolingList,
-        PoolingRequest,
-    ),
-    (
-        "/v1/score",
-        "createScore",
-        "How well documents answer queries; needs a reranker or a model for embeddings.",
-        ScoreList,
-        ScoreRequest,
-    ),
-    ("/score", "score", "As /v1/score.", ScoreList, ScoreRequest),
-    (
-        "/v1/rerank",
-        "createRerank",
-        "Documents in the order in which they answer a query.",
-        Reranking,
-        RerankRequest,
-    ),
-    ("/v2/rerank", "createRerankV2", "As /v1/rerank, at Cohere's path.", Reranking, RerankRequest),
-    ("/rerank", "rerank", "As /v1/rerank, at Jina's path.", Reranking, RerankRequest),
-)

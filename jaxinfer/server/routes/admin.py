@@ -15,7 +15,7 @@ from jaxinfer.server.openai.schema import (
     UpdateWeightsRequest,
     change_mode,
 )
-from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 
 
 async def pause(call: Call) -> ASGIApp:
@@ -116,3 +116,28 @@ async def _mode(call: Call) -> Mode:
     if (mode := call.query.get("mode")) is not None:
         return change_mode(mode)
     return change_mode((await call.parse(ChangeRequest)).mode) if call.has_body else "wait"
+
+
+# vLLM has all but /set_steering
+ROUTES = (
+    *(
+        Route("POST", path, handler, is_admin=True, reads_body=True)
+        for path, handler in (
+            ("/pause", pause),
+            ("/reset_prefix_cache", reset_prefix_cache),
+            ("/update_weights", update_weights),
+            ("/set_steering", set_steering),
+        )
+    ),
+    *(
+        Route(method, path, handler, is_admin=True)
+        for method, path, handler in (
+            ("POST", "/resume", resume),
+            ("POST", "/sleep", sleep),
+            ("POST", "/wake_up", wake_up),
+            ("GET", "/is_paused", is_paused),
+            ("GET", "/is_sleeping", is_sleeping),
+            ("GET", "/weight_info", weight_info),
+        )
+    ),
+)

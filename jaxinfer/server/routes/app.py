@@ -1,17 +1,16 @@
-"""The ASGI application: the table of routes, and the responses for unknown routes."""
+"""The ASGI application: the routes of all modules, and the responses for unknown ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.server.http.errors import ApiError
@@ -26,82 +25,52 @@ from jaxinfer.server.routes import (
     status,
     tokens,
 )
-from jaxinfer.server.routes.endpoint import Endpoint
-from jaxinfer.server.routes.page import PAGE_ROUTES, page_files, page_handler
+from jaxinfer.server.routes.endpoint import Call, Endpoint, Route, json_response
+from jaxinfer.server.routes.openapi import openapi_document
+from jaxinfer.server.routes.page import PAGE_PATHS, page_files, page_handler
 from jaxinfer.server.routes.service import Service
 
-ROUTES = MappingProxyType(  # all methods of a path have the same handler
-    {
-        ("GET", "/health"): status.health,
-        ("GET", "/ping"): status.health,  # SageMaker's health check, with either method
-        ("POST", "/ping"): status.health,
-        ("GET", "/ready"): status.ready,
-        ("GET", "/metrics"): status.metrics,
-        ("GET", "/stats"): status.stats,
-        ("GET", "/version"): status.version,
-        ("GET", "/openapi.json"): status.openapi,
-        ("GET", "/v1/models"): status.models,
-        ("GET", "/v1/models/{model:path}"): status.model,  # model names may contain slashes
-        ("POST", "/tokenize"): tokens.tokenize,
-        ("POST", "/detokenize"): tokens.detokenize,
-        ("POST", "/v1/completions"): generation.completions,
-        ("POST", "/v1/chat/completions"): generation.chat_completions,
-        ("POST", "/v1/generate"): generation.generate,
-        ("POST", "/inference/v1/generate"): generation.generate_tokens,
-        ("POST", "/v1/messages"): messages.messages,
-        ("POST", "/v1/messages/count_tokens"): messages.count_tokens,
-        ("POST", "/v1/responses"): responses.create,
-        ("GET", "/v1/responses/{response_id}"): responses.stored,
-        ("DELETE", "/v1/responses/{response_id}"): responses.stored,
-        ("POST", "/v1/responses/{response_id}/cancel"): responses.cancel,
-        ("GET", "/v1/responses/{response_id}/input_items"): responses.input_items,
-        ("POST", "/v1/embeddings"): pooling.embeddings,
-        ("POST", "/pooling"): pooling.pooling,
-        ("POST", "/v1/score"): pooling.score,
-        ("POST", "/score"): pooling.score,
-        ("POST", "/v1/rerank"): pooling.rerank,
-        ("POST", "/v2/rerank"): pooling.rerank,
-        ("POST", "/rerank"): pooling.rerank,
-        ("GET", "/api/version"): ollama.version,
-        ("GET", "/api/tags"): ollama.tags,
-        ("GET", "/api/ps"): ollama.running,
-        ("POST", "/api/show"): ollama.show,
-        ("POST", "/api/chat"): ollama.chat,
-        ("POST", "/api/generate"): ollama.generate,
-        ("POST", "/api/embed"): ollama.embed,
-        ("POST", "/api/embeddings"): ollama.embeddings,
-        ("GET", "/props"): ollama.props,
-    }
-)
 
-BODILESS = frozenset(  # POST routes whose requests have no body, besides those with parameters
-    {"/ping", "/resume", "/sleep", "/wake_up"}
-)
-ADMIN_ROUTES = MappingProxyType(  # with --admin-api-key; vLLM has all but /set_steering
-    {
-        ("POST", "/pause"): admin.pause,
-        ("POST", "/resume"): admin.resume,
-        ("POST", "/reset_prefix_cache"): admin.reset_prefix_cache,
-        ("POST", "/update_weights"): admin.update_weights,
-        ("POST", "/sleep"): admin.sleep,
-        ("POST", "/wake_up"): admin.wake_up,
-        ("GET", "/is_paused"): admin.is_paused,
-        ("GET", "/is_sleeping"): admin.is_sleeping,
-        ("GET", "/weight_info"): admin.weight_info,
-        ("POST", "/set_steering"): admin.set_steering,
-    }
+async def openapi(call: Call) -> ASGIApp:
+    """The description of all routes."""
+    service = call.service
+    return json_response(
+        openapi_document(
+            ROUTES,
+            secured=service.keys is not None,
+            models=service.model_names,
+            vocab_size=service.client.facts.vocab_size,
+            root_path=service.config.root_path,
+        )
+    )
+
+
+_DOCUMENT = Route("GET", "/openapi.json", openapi, "openapi", "This document.", "application/json")
+ROUTES = (
+    *status.ROUTES,
+    _DOCUMENT,
+    *tokens.ROUTES,
+    *generation.ROUTES,
+    *messages.ROUTES,
+    *responses.ROUTES,
+    *pooling.ROUTES,
+    *ollama.ROUTES,
+    *admin.ROUTES,
 )
 
 
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
-    table = ROUTES | ADMIN_ROUTES if service.config.admin_api_key else ROUTES
+    served = [route for route in ROUTES if service.config.admin_api_key or not route.is_admin]
     page = page_files(service.config.root_path) if service.config.ui else {}
     if page:
-        table = {**table, **dict.fromkeys(PAGE_ROUTES, page_handler(page))}
-    by_path = {path: Endpoint(service, path, handler) for (_, path), handler in table.items()}
-    methods = {path: [method for method, other in table if other == path] for path in by_path}
-    routes = [Route(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()]
+        handler = page_handler(page)
+        served += [Route("GET", path, handler) for path in PAGE_PATHS]
+    by_path = {one.path: Endpoint(service, one.path, one.handler) for one in served}
+    methods = {path: [one.method for one in served if one.path == path] for path in by_path}
+    routes = [
+        StarletteRoute(path, endpoint, methods=methods[path]) for path, endpoint in by_path.items()
+    ]
     for route in routes:  # Starlette's pattern ends with $, which a line feed may follow
         pattern = route.path_regex.pattern.removesuffix("$")
         route.path_regex = re.compile(rf"{pattern}\Z")
@@ -129,8 +98,9 @@ def create_app(service: Service) -> ASGIApp:
         service.note_response(None, method, status, 0.0)
 
     root = service.config.root_path
-    known = {(method, root + path): by_path[path] for method, path in table if "{" not in path}
-    with_body = {root + path for method, path in table if method == "POST" and path not in BODILESS}
+    fixed = [route for route in served if "{" not in route.path]
+    known = {(route.method, root + route.path): by_path[route.path] for route in fixed}
+    with_body = {root + route.path for route in fixed if route.takes_body}
     return guarded(
         ExactPaths(known, app),
         service.config,

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
 from jaxinfer.server.http.errors import OLLAMA_PATH, is_below
+from jaxinfer.server.routes.app import ROUTES
 from jaxinfer.server.routes.direct import call_app
-from jaxinfer.server.routes.operations import OPERATIONS
 
 MAX_SHOWN = 200  # characters of a wrong value in a message
 
@@ -168,8 +168,8 @@ def _check(request: _Line) -> None:
     # paths with parameters concern one earlier response
     urls = [
         path
-        for (method, path), operation in OPERATIONS.items()
-        if method == "POST" and operation.request is not None and "{" not in path
+        for path in (route.path for route in ROUTES if route.request is not None)
+        if "{" not in path
         # those of ollama stream by default
         if not is_below(path, OLLAMA_PATH)
     ]

@@ -1,4 +1,7 @@
-"""One HTTP request: ``Call`` is its handler's argument, ``Endpoint`` the handler's ASGI app."""
+"""One HTTP request: ``Call`` is its handler's argument, ``Endpoint`` the handler's ASGI app.
+
+A module of handlers lists them as ``Route``s.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -19,7 +23,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.structured import FIELD
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
-from jaxinfer.server.http.errors import ApiError
+from jaxinfer.server.http.errors import ApiError, error_body
 from jaxinfer.server.http.guard import request_bytes
 from jaxinfer.server.http.sse import EventStream, on_disconnect
 from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
@@ -36,6 +40,45 @@ MAX_WARNING_CHARACTERS = 1000
 INLINE_BYTES = 16384  # of a body that is parsed in the event loop: 100,000 bytes take about 10 ms
 
 type Handler = Callable[[Call], Awaitable[ASGIApp]]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One method of one path: its handler, and what ``/openapi.json`` says of it.
+
+    All methods of a path have the same handler. ``response`` is a struct, or the media type of
+    another body. A route without ``name`` is not in the document.
+    """
+
+    method: str
+    path: str  # as Starlette writes it
+    handler: Handler
+    name: str = ""
+    summary: str = ""
+    response: type[msgspec.Struct] | str | None = None  # None: an empty body
+    request: type[AnyRequest] | None = None
+    events: tuple[type[msgspec.Struct], ...] = ()  # the data of the events of a stream
+    named_events: bool = False  # their names are the types of the data; no [DONE] follows
+    has_lines: bool = False  # a stream has lines of ``response``, and is the default
+    query: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # parameters with their schemas
+    errors: tuple[int, ...] = ()  # besides those of all such routes
+    is_admin: bool = False  # exists only with --admin-api-key
+    reads_body: bool = False  # also without a documented ``request``
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Method and path as ``/openapi.json`` writes it."""
+        return self.method, self.path.replace(":path}", "}")
+
+    @property
+    def error(self) -> type[msgspec.Struct]:
+        """The struct of an error."""
+        return error_body(self.path)
+
+    @property
+    def takes_body(self) -> bool:
+        """True if the route reads a body."""
+        return self.request is not None or self.reads_body
 
 
 class Call:

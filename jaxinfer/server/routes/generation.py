@@ -21,6 +21,14 @@ from jaxinfer.server.openai.fields import (
     limit_max_tokens,
     to_sampling,
 )
+from jaxinfer.server.openai.responses import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    GenerateResponse,
+    TokensResponse,
+)
 from jaxinfer.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,7 +38,7 @@ from jaxinfer.server.openai.schema import (
 from jaxinfer.server.openai.tools import AnswerReading, check_names, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
-from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.limits import bounded_answers
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
@@ -239,3 +247,47 @@ def open_answer[R: GenerationFields, W: Writer[Any]](
     writer = make_writer(context, request, prompts)
     answer = service.open(context.request_id, call.route, prompts, sampling, request, call.caller)
     return answer, writer
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        "createCompletion",
+        "Continue prompts.",
+        Completion,
+        CompletionRequest,
+        (CompletionChunk,),
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "createChatCompletion",
+        "Answer a chat.",
+        ChatCompletion,
+        ChatCompletionRequest,
+        (ChatChunk,),
+    ),
+    Route(
+        "POST",
+        "/v1/generate",
+        generate,
+        "generate",
+        "Continue one prompt; text, token ids and times come back plainly.",
+        GenerateResponse,
+        GenerateRequest,
+        (GenerateResponse,),
+    ),
+    Route(
+        "POST",
+        "/inference/v1/generate",
+        generate_tokens,
+        "generateTokens",
+        "Continue token ids with token ids, in the form of vLLM's route.",
+        TokensResponse,
+        TokensRequest,
+        (TokensResponse,),
+    ),
+)

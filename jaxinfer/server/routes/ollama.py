@@ -45,7 +45,7 @@ from jaxinfer.server.ollama.schema import (
 )
 from jaxinfer.server.ollama.writer import OllamaChatWriter, OllamaGenerateWriter
 from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.generation import answer_chat, answer_prompts
 from jaxinfer.server.routes.names import LATEST
 from jaxinfer.server.routes.pooling import INLINE_NUMBERS, vectors
@@ -290,3 +290,90 @@ def _count(number: int) -> str:
     """A number of parameters as ollama writes it: 134.5M, 7.2B."""
     millions = number / 1e6
     return f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B"
+
+
+ROUTES = (
+    Route(
+        "GET",
+        "/props",
+        props,
+        "props",
+        "Context, slots and template, in llama.cpp's form.",
+        Props,
+    ),
+    Route(
+        "GET",
+        "/api/version",
+        version,
+        "ollamaVersion",
+        "The version of ollama whose API /api is.",
+        OllamaVersion,
+    ),
+    Route(
+        "GET",
+        "/api/tags",
+        tags,
+        "ollamaTags",
+        "The names under which the model is served, in ollama's form.",
+        OllamaModels,
+    ),
+    Route(
+        "GET",
+        "/api/ps",
+        running,
+        "ollamaPs",
+        "The same, with the memory of the model.",
+        OllamaRunningModels,
+    ),
+    Route(
+        "POST",
+        "/api/show",
+        show,
+        "ollamaShow",
+        "What the model is made of, and what it can do.",
+        OllamaModelInfo,
+        OllamaShowRequest,
+    ),
+    Route(
+        "POST",
+        "/api/chat",
+        chat,
+        "ollamaChat",
+        "Answer a chat, in ollama's form.",
+        OllamaChatAnswer,
+        OllamaChatRequest,
+        has_lines=True,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/api/generate",
+        generate,
+        "ollamaGenerate",
+        "Answer one question, or continue a text, in ollama's form.",
+        OllamaGenerateAnswer,
+        OllamaGenerateRequest,
+        has_lines=True,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/api/embed",
+        embed,
+        "ollamaEmbed",
+        "A vector of each text, in ollama's form; needs a model for embeddings.",
+        OllamaEmbeddings,
+        OllamaEmbedRequest,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        embeddings,
+        "ollamaEmbeddings",
+        "The vector of one text, in ollama's older form.",
+        OllamaEmbedding,
+        OllamaEmbeddingsRequest,
+        errors=(429,),
+    ),
+)

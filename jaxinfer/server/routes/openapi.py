@@ -15,7 +15,7 @@ from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody, OllamaErr
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.http.sse import LINES
 from jaxinfer.server.routes.descriptions import description_of
-from jaxinfer.server.routes.operations import OPERATIONS, Operation
+from jaxinfer.server.routes.endpoint import Route
 from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
 
 ERRORS: Mapping[int, str] = MappingProxyType(
@@ -37,6 +37,7 @@ ERRORS: Mapping[int, str] = MappingProxyType(
 
 @lru_cache(maxsize=1)
 def openapi_document(
+    routes: tuple[Route, ...],
     *,
     secured: bool = False,
     models: tuple[str, ...] = (),
@@ -45,12 +46,14 @@ def openapi_document(
 ) -> dict[str, Any]:
     """The document; the last one is kept, so do not change it.
 
-    ``secured``: whether the server has an API key. ``models`` and ``vocab_size`` are the served
-    model's names and bound of token ids.
+    ``routes``: those without a name are left out. ``secured``: whether the server has an API key.
+    ``models`` and ``vocab_size`` are the served model's names and bound of token ids.
     """
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(operation, path, secured)
+    documented = [route for route in routes if route.name]
+    for route in documented:
+        method, path = route.key
+        paths.setdefault(path, {})[method.lower()] = _operation(route, path, secured)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -63,7 +66,7 @@ def openapi_document(
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
-            "schemas": _schemas(models, vocab_size),
+            "schemas": _schemas(documented, models, vocab_size),
             "responses": {
                 _error_name(kind, status): _error(kind, status)
                 for kind in (ErrorBody, AnthropicErrorBody, OllamaErrorBody)
@@ -99,9 +102,10 @@ def _json(kind: type) -> dict[str, Any]:
     return {"application/json": {"schema": _ref(kind)}}
 
 
-def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
+def _schemas(
+    operations: Sequence[Route], models: Sequence[str], vocab_size: int | None
+) -> dict[str, Any]:
     """The schemas of all structs that requests and responses consist of."""
-    operations = OPERATIONS.values()
     structs = {
         kind for one in operations for kind in (one.request, one.response, one.error, *one.events)
     }
@@ -122,7 +126,7 @@ def _schemas(models: Sequence[str], vocab_size: int | None) -> dict[str, Any]:
     return schemas
 
 
-def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]:
+def _operation(operation: Route, path: str, secured: bool) -> dict[str, Any]:
     names, segment = re.findall(r"{(\w+)}", path), {"type": "string", "minLength": 1}
     errors = {405, 431, 500, 503, *operation.errors}
     if path not in OPEN_PATHS:
@@ -165,7 +169,7 @@ def _operation(operation: Operation, path: str, secured: bool) -> dict[str, Any]
     return described
 
 
-def _success(operation: Operation) -> dict[str, Any]:
+def _success(operation: Route) -> dict[str, Any]:
     """The response with status 200."""
     success: dict[str, Any] = {"description": operation.summary, "headers": _headers()}
     if operation.request is not None:
@@ -190,7 +194,7 @@ def _success(operation: Operation) -> dict[str, Any]:
     return success
 
 
-def _event(operation: Operation) -> dict[str, Any]:
+def _event(operation: Route) -> dict[str, Any]:
     """One event of a stream; a struct in its data is JSON."""
     texts: list[dict[str, Any]] = [
         {"contentMediaType": "application/json", "contentSchema": _ref(struct)}

@@ -21,7 +21,7 @@ from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.routes.endpoint import Call, Handler
 
 INDEX = "index.html"
-PAGE_ROUTES = (("GET", "/"), ("GET", "/ui/{name}"))
+PAGE_PATHS = ("/", "/ui/{name}")
 MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "html": "text/html; charset=utf-8",
@@ -75,7 +75,7 @@ def page_files(root_path: str) -> Mapping[str, File]:
 
 
 def page_handler(files: Mapping[str, File]) -> Handler:
-    """The handler of ``PAGE_ROUTES``: sends a file, or 304 if the client has it already."""
+    """The handler of ``PAGE_PATHS``: sends a file, or 304 if the client has it already."""
 
     async def send_file(call: Call) -> ASGIApp:
         file = files.get(call.route)

@@ -45,7 +45,7 @@ from jaxinfer.server.openai.pooling import (
 )
 from jaxinfer.server.openai.responses import Usage
 from jaxinfer.server.openai.writer import prompt_details
-from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.limits import check_prompts, too_large
 from jaxinfer.server.routes.service import INLINE_CHARACTERS, Service, run_off_loop
 
@@ -264,3 +264,59 @@ def _identity(call: Call, request: PoolingFields) -> dict[str, Any]:
         "created": int(time.time()),
         "model": call.service.model_names[0],
     }
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "createEmbedding",
+        "A vector of each text; needs a model for embeddings.",
+        EmbeddingList,
+        EmbeddingRequest,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/pooling",
+        pooling,
+        "createPooling",
+        "As /v1/embeddings, in vLLM's form.",
+        PoolingList,
+        PoolingRequest,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/v1/score",
+        score,
+        "createScore",
+        "How well documents answer queries; needs a reranker or a model for embeddings.",
+        ScoreList,
+        ScoreRequest,
+        errors=(429,),
+    ),
+    Route(
+        "POST",
+        "/score",
+        score,
+        "score",
+        "As /v1/score.",
+        ScoreList,
+        ScoreRequest,
+        errors=(429,),
+    ),
+    *(
+        Route("POST", path, rerank, name, summary, Reranking, RerankRequest, errors=(429,))
+        for path, name, summary in (
+            (
+                "/v1/rerank",
+                "createRerank",
+                "Documents in the order in which they answer a query.",
+            ),
+            ("/v2/rerank", "createRerankV2", "As /v1/rerank, at Cohere's path."),
+            ("/rerank", "rerank", "As /v1/rerank, at Jina's path."),
+        )
+    ),
+)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ContextLengthError
+from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, frame
@@ -20,12 +21,18 @@ from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.parse import MAX_DIGITS
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.responses.background import BackgroundRun
-from jaxinfer.server.responses.listing import page, with_ids
-from jaxinfer.server.responses.objects import DeletedResponse, ResponseObject, Status
+from jaxinfer.server.responses.listing import MAX_LISTED, page, with_ids
+from jaxinfer.server.responses.objects import (
+    EVENTS,
+    DeletedResponse,
+    InputItemList,
+    ResponseObject,
+    Status,
+)
 from jaxinfer.server.responses.schema import ResponsesRequest, renamed
 from jaxinfer.server.responses.store import StoredResponse, Turn
 from jaxinfer.server.responses.writer import ResponseWriter
-from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, json_response
+from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, Route, json_response
 from jaxinfer.server.routes.generation import chat_reading, open_answer
 from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt
@@ -285,3 +292,63 @@ def _first_event(call: Call) -> int:
     if not given.removeprefix("-").isdecimal() or len(given) > MAX_DIGITS:
         raise field_error("starting_after", "starting_after must be the number of an event")
     return max(int(given), -1) + 1
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/v1/responses",
+        create,
+        "createResponse",
+        "Answer input items with output items, in the form of OpenAI's Responses API.",
+        ResponseObject,
+        ResponsesRequest,
+        EVENTS,
+        named_events=True,
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}",
+        stored,
+        "getResponse",
+        "A stored response, or its events if it was created in the background.",
+        ResponseObject,
+        query={
+            "stream": {"type": "boolean"},
+            "starting_after": {"type": "integer", "minimum": 0, "maximum": INT32_MAX},
+        },
+        errors=(400,),
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        stored,
+        "deleteResponse",
+        "Forget a stored response.",
+        DeletedResponse,
+    ),
+    Route(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        cancel,
+        "cancelResponse",
+        "End a background response early.",
+        ResponseObject,
+        errors=(400,),
+    ),
+    Route(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        input_items,
+        "listInputItems",
+        "The items that a stored response answers, those of earlier turns too.",
+        InputItemList,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
+            "order": {"enum": ["asc", "desc"]},
+            "after": {"type": "string"},
+            "include": {"type": "array", "items": {"type": "string"}},
+        },
+        errors=(400,),
+    ),
+)

@@ -10,8 +10,7 @@ from starlette.types import ASGIApp
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
-from jaxinfer.server.routes.endpoint import Call, json_response
-from jaxinfer.server.routes.openapi import openapi_document
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.service import Service
 
 
@@ -64,19 +63,6 @@ async def version(call: Call) -> ASGIApp:
     return json_response(Version(version=VERSION))
 
 
-async def openapi(call: Call) -> ASGIApp:
-    """The description of all routes."""
-    service = call.service
-    return json_response(
-        openapi_document(
-            secured=service.keys is not None,
-            models=service.model_names,
-            vocab_size=service.client.facts.vocab_size,
-            root_path=service.config.root_path,
-        )
-    )
-
-
 def _card(service: Service, name: str) -> ModelCard:
     return ModelCard(
         id=name,
@@ -85,3 +71,44 @@ def _card(service: Service, name: str) -> ModelCard:
         max_model_len=service.client.limits.max_model_len,
         tool_call_parser=service.form_of_calls,
     )
+
+
+ROUTES = (
+    Route("GET", "/health", health, "health", "Whether the engine's loop answers."),
+    Route("GET", "/ping", health, "ping", "As /health, under SageMaker's name."),
+    Route("POST", "/ping", health, "postPing", "As GET /ping."),
+    Route("GET", "/ready", ready, "ready", "Whether new requests are taken."),
+    Route(
+        "GET",
+        "/v1/models",
+        models,
+        "listModels",
+        "The names under which the model is served.",
+        ModelList,
+    ),
+    Route(
+        "GET",
+        "/v1/models/{model:path}",  # names may contain slashes
+        model,
+        "retrieveModel",
+        "One of the names that /v1/models lists.",
+        ModelCard,
+    ),
+    Route(
+        "GET",
+        "/metrics",
+        metrics,
+        "metrics",
+        "Counters, gauges and histograms for Prometheus.",
+        "text/plain",
+    ),
+    Route(
+        "GET",
+        "/stats",
+        stats,
+        "stats",
+        "The same counters as JSON, with quantiles.",
+        "application/json",
+    ),
+    Route("GET", "/version", version, "version", "The server's version.", Version),
+)

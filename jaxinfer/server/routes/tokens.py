@@ -13,7 +13,7 @@ from jaxinfer.engine.prompts import Prompt
 from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
-from jaxinfer.server.routes.endpoint import Call, json_response
+from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.limits import too_large
 from jaxinfer.server.routes.service import Service, run_off_loop
 
@@ -97,3 +97,25 @@ async def detokenize(call: Call) -> ASGIApp:
     decode = partial(tokenizer.decode, request.tokens, skip_special_tokens=False)
     text = await run_off_loop(decode, call.is_small)
     return json_response(Detokenized(prompt=text))
+
+
+ROUTES = (
+    Route(
+        "POST",
+        "/tokenize",
+        tokenize,
+        "tokenize",
+        "Token ids of a prompt, or of messages as the model would see them.",
+        Tokenized,
+        TokenizeRequest,
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        "detokenize",
+        "The text of token ids.",
+        Detokenized,
+        DetokenizeRequest,
+    ),
+)
