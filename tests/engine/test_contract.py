@@ -147,10 +147,8 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
     assert cached > 0
 
 
-def test_several_copies_in_a_call() -> None:
-    """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
-    program, _ = executables("all", "gpu")
-    assert program.rows_per_copy > len(PROMPTS)
+def test_a_split_step_reads_and_saves_rows() -> None:
+    """As on a GPU, where a prompt's step is two executables."""
     served = engine("all", platform="gpu")
     for cached in ([0, 0, 0], [36, 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)
@@ -169,7 +167,7 @@ def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyP
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert found == expected("recurrent", SHORT, LONG.max_tokens)
     assert served.stats().num_preemptions > 0
-    assert [one for plan in plans for one in plan.admissions if one.snapshot is not None]
+    assert [one for plan in plans for one in plan.prefills if one.reads is not None]
     assert not any(output.num_cached_tokens for output in outputs)  # of the first admission
 
 
