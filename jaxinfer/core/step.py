@@ -122,9 +122,9 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
     pools: bool = False  # whether the row yields the vector of its prompt
-    # of models with state for each sequence: the snapshot that a prefill row starts from (None: from
-    # its slot's state), and what it saves: up to ``MAX_SAVES`` pairs of a number of the row's tokens,
-    # ascending, and the snapshot that becomes the state after them
+    # of a model with state for each sequence: the snapshot that a prefill row starts from (None:
+    # its slot's state), and up to ``MAX_SAVES`` pairs, ascending, of a number of the row's tokens
+    # and the snapshot in which the state after them is saved
     reads: int | None = None
     saves: tuple[tuple[int, int], ...] = ()
 

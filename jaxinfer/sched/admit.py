@@ -222,7 +222,7 @@ def _with_watermark(counts: list[int], limits: Limits) -> list[int]:
 
 
 def _num_whole_pages(num_tokens: int, limits: Limits) -> int:
-    """Pages of ``page_size`` tokens up to the last border that a prefix of these tokens can have."""
+    """Pages of ``page_size`` tokens up to the last border at which a prefix of them can end."""
     return num_tokens // limits.page_size // limits.reuse_step * limits.reuse_step
 
 

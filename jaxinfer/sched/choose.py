@@ -3,9 +3,10 @@
 Requests are served in order of (priority, arrival). Every decoding sequence gets a row, then
 started prefills continue, then waiting requests are admitted, as far as ``max_num_batched_tokens``
 prompt tokens and a bucket allow. Prefill chunks shrink to fit a bucket, to a multiple of
-``Limits.align`` tokens; decode rows are never dropped. A row with prompt logprobs needs a bucket that scores, and a row whose activations are read
-or steered one that taps; steps without such a row have a bucket that does not tap. With
-``prefill_first`` there are also steps without the decodes (``_only_prefills``).
+``Limits.align`` tokens; decode rows are never dropped. A row with prompt logprobs needs a bucket
+that scores, and a row whose activations are read or steered one that taps; steps without such a row
+have a bucket that does not tap. With ``prefill_first`` there are also steps without the decodes
+(``_only_prefills``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It runs a plan as the device would, in launch order, and checks on every row that the pages of its
 context hold exactly the right prefix, and with snapshots that the layer state that a row starts
-from is of exactly the tokens before it. Any schedule must therefore give the same tokens, and a page or snapshot
-shared or reused wrongly is an error at once.
+from is of exactly the tokens before it. Any schedule must therefore give the same tokens, and a
+page or snapshot shared or reused wrongly is an error at once.
 """
 
 from __future__ import annotations
