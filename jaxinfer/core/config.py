@@ -205,7 +205,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def reuse_step(self) -> int:
-        """Pages of ``page_size`` tokens by which prefixes grow that every group and state allows."""
+        """Pages of ``page_size`` tokens by which prefixes grow that all groups can reuse."""
         tokens = self.page_size * lcm(*[group.tokens_per_entry for group in self.groups])
         return lcm(tokens, self.align) // self.page_size
 

@@ -18,7 +18,7 @@ from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.steering import Steering
-from jaxinfer.core.step import Abort, Arrive, Bucket, Event, PageGroup, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Bucket, Event, Hold, PageGroup, StepFailed
 from jaxinfer.sched.schedule import ScheduleOutput
 from kit.drive import EOS, POINT, Drive, make_limits, make_request
 from kit.fake_executor import activations, digest, expected_tokens, salt_digest
@@ -365,6 +365,30 @@ def test_no_request_starves(trace: Trace) -> None:
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
         bound += num_chunks + request.max_tokens + trace.depth
         assert planned[request.request_id] <= bound
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(9, 24)), max_size=8),
+    st.integers(1, 2),
+    st.sampled_from((1, 4, 8)),
+)
+def test_few_snapshots_of_prompts_that_share_prefixes(
+    arrivals: list[tuple[int, int, int]], num_snapshots: int, align: int
+) -> None:
+    """Rows of one step start from snapshots and save others, and there are not enough."""
+    limits = make_limits(
+        max_num_batched_tokens=64, num_pages=100, num_snapshots=num_snapshots, align=align
+    )
+    drive = Drive(limits)
+    requests: list[Request] = []
+    for i, (gap, first, length) in enumerate(((9, 0, 24), (0, 0, 24), (9, 1, 24), *arrivals)):
+        for _ in range(gap):
+            drive.tick()
+        prompt = (first // 2, *STREAM[1 : length - 2], first, first)
+        requests.append(make_request(f"r{i}", prompt, arrival=i, max_tokens=4))
+        drive.call(Arrive(requests[-1]), Hold())
+    drive.finish()
+    assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
 
 
 @given(traces(in_order=True))

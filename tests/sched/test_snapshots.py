@@ -207,6 +207,18 @@ def test_pages_before_a_snapshot_are_held_until_it_is_registered() -> None:
     assert one.endings()["r1"].num_cached_tokens == 16
 
 
+def test_limits_count_the_pages_that_are_held_for_a_snapshot() -> None:
+    """Pages of the other group cover 16 tokens, so two chunks follow the border at 16."""
+    groups = (PageGroup(None, 4), PageGroup(6, 1, 1))
+    limits = make_limits(
+        num_snapshots=4, max_num_batched_tokens=7, groups=groups, num_pages=(20, 20)
+    )
+    one = Drive(limits, depth=3)
+    run_each(one, (*PROMPT, *PROMPT)[:32], (*PROMPT, *PROMPT)[:32])
+    assert chunks(one.plans, "r0") == [(0, 7), (7, 14), (14, 21, 16), (21, 28), (28, 32)]
+    assert one.endings()["r1"].num_cached_tokens == 16
+
+
 @pytest.mark.parametrize("how", ["aborted", "failed"])
 def test_the_snapshot_of_an_aborted_or_failed_prefill_is_freed(how: str) -> None:
     one = drive()
