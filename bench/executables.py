@@ -56,8 +56,9 @@ def program_of(folder: Path, quantization: str | None = None) -> Program:
         config.model, load_format="dummy", cache_dir=cache_root(), progress=NO_PROGRESS
     )
     _, model = model_of(source, config, jax.default_backend())
-    has_slot_state = model.state.bytes_per_slot > 0
-    limits = limits_of(config, MAX_MODEL_LEN, model.state.groups, has_slot_state=has_slot_state)
+    state = model.state
+    kept = {"has_slot_state": state.bytes_per_slot > 0, "align": state.align}
+    limits = limits_of(config, MAX_MODEL_LEN, state.groups, **kept)
     return Program(
         model, msgspec.structs.replace(limits, num_pages=(NUM_PAGES,) * len(limits.num_pages))
     )

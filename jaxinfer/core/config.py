@@ -188,6 +188,8 @@ class Limits(msgspec.Struct, frozen=True):
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0
+    # tokens: chunks of a prompt end at multiples of it, or with the prompt (``LayerState.align``)
+    align: int = 1
     points: tuple[Point, ...] = ()  # that requests may read and steer, in buckets that tap
     form: FormLimits = DEFAULT_FORM_LIMITS  # of structured outputs
 
@@ -203,8 +205,9 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def reuse_step(self) -> int:
-        """Pages of ``page_size`` tokens by which prefixes grow that every group can reuse."""
-        return lcm(*[group.tokens_per_entry for group in self.groups])
+        """Pages of ``page_size`` tokens by which prefixes grow that all groups can reuse."""
+        tokens = self.page_size * lcm(*[group.tokens_per_entry for group in self.groups])
+        return lcm(tokens, self.align) // self.page_size
 
     def tokens_per_page(self, group: PageGroup) -> int:
         """Tokens of context that a page of a group covers."""
@@ -233,7 +236,9 @@ class Limits(msgspec.Struct, frozen=True):
         if group.window is None:
             return whole
         chunk = self.max_num_batched_tokens if prefills else 0
-        new = max(chunk, MAX_STEPS_IN_FLIGHT * self.query_tokens)
+        # pages for a snapshot stay until its step ends: see ``sched.state.Sequence.saving``
+        since_saved = self.page_size * self.reuse_step if self.num_snapshots else 0
+        new = max(chunk, since_saved + MAX_STEPS_IN_FLIGHT * self.query_tokens)
         span = group.window - 1 + min(new, self.max_model_len)
         return min(cdiv(span, tokens_per_page) + 1, whole)
 

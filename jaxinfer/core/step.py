@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without 
 
 
 NO_TAPS = memoryview(b"")
+MAX_SAVES = 2  # snapshots of layer state that a row of a step can save
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -121,7 +122,11 @@ class ScheduledSeq(msgspec.Struct, frozen=True, gc=False):
     # chunk's last token is the prompt's last one
     target_ids: np.ndarray | None = None  # int32[num_scheduled_tokens] or None
     pools: bool = False  # whether the row yields the vector of its prompt
-    snapshot: int | None = None  # where the slot's layer state is copied to after the step
+    # of a model with state for each sequence: the snapshot that a prefill row starts from (None:
+    # its slot's state), and up to ``MAX_SAVES`` pairs, ascending, of a number of the row's tokens
+    # and the snapshot in which the state after them is saved
+    reads: int | None = None
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def most_drawn(self) -> int:
@@ -135,14 +140,12 @@ class SlotAdmission(msgspec.Struct, frozen=True, gc=False):
     """Assigns a slot to a request; the executor writes its sampling state before the step runs.
 
     ``token_ids`` are all tokens known at admission (the prompt, and after a preemption the tokens
-    generated so far); the first ``num_prompt_tokens`` are the prompt. ``snapshot``: where the
-    layer state of a reused prefix is copied from before the step, for models with such state.
+    generated so far); the first ``num_prompt_tokens`` are the prompt.
     """
 
     slot: int
     request: Request
     token_ids: IntLog
-    snapshot: int | None = None
     epoch: int = 0  # the number of this admission, as in its rows
 
     @property

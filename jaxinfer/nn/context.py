@@ -18,6 +18,22 @@ from jaxinfer.nn.points import GivenPoints, Points
 from pallas_kernels.pins import ALL_XLA, NO_PINS, Pins
 
 
+class Saves(NamedTuple):
+    """States of prefill rows that a layer stores in addition to each row's last one.
+
+    A row saves up to N; the others have 0 tokens and the sink's state row.
+    """
+
+    num_tokens: jax.Array  # int32[R, N]: the number of the row's tokens that the state is after
+    state_rows: jax.Array  # int32[R, N]: where it is stored
+
+    def last_tokens(self, rows: Rows) -> jax.Array:  # int32[R, N]
+        """The index in the step of the last of these tokens."""
+        first = rows.last_tokens[-len(self.num_tokens) :] + 1
+        first -= rows.query_start_loc[1:] - rows.query_start_loc[:-1]
+        return jnp.maximum(first[:, None] + self.num_tokens - 1, 0)
+
+
 class Rows(NamedTuple):
     """The rows of a step and their tokens.
 
@@ -31,6 +47,9 @@ class Rows(NamedTuple):
     begins: jax.Array  # int32[B]: position of each row's first token; 0 for a new sequence
     last_tokens: jax.Array  # int32[B]: index of each row's last token in the step
     query_start_loc: jax.Array  # int32[R + 1]: start of each prefill row among the prefill tokens
+    # of models with state for each sequence, in steps with prompts (``nn.state.read_states``)
+    reads: jax.Array | None = None  # int32[B]: the state row that each row starts from; None: slots
+    saves: Saves | None = None  # what prefill rows save
 
 
 class Pages(NamedTuple):

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import PageGroup
+from jaxinfer.nn.context import Rows
 from jaxinfer.nn.placement import Axes, Placement
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
@@ -70,12 +71,41 @@ class PagedKind:
 class LayerState:
     """The state of one layer; the names of its entries differ.
 
-    ``per_slot`` has an entry for each sequence: the state before the row that the layer computes.
-    At position 0 it still is an earlier sequence's, so the layer must start with zeros.
+    ``per_slot`` has an entry for each sequence: the state after its last computed token. A mixer
+    reads and stores it by index (``read_states``, ``stored_states``). ``align`` is the number of
+    tokens that the mixer computes at a time: chunks of a prompt begin, and end before the prompt
+    does, at multiples of it, and only states there are saved. So a state does not depend on how the
+    prompt was divided.
     """
 
     paged: tuple[PagedKind, ...] = ()
     per_slot: tuple[Entry, ...] = ()
+    align: int = 1
+
+
+def read_states(array: jax.Array, rows: Rows) -> jax.Array:  # [B, ...]
+    """The state before the first token of each row, from an array with an entry for each sequence.
+
+    It is that of the row's slot, or a snapshot, of which a prefix is reused. A new sequence starts
+    with zeros, as the slot still has the state of an earlier one.
+    """
+    found = array[rows.slots if rows.reads is None else rows.reads]
+    is_new = (rows.begins == 0).reshape(-1, *(1,) * (found.ndim - 1))
+    return jnp.where(is_new, jnp.zeros((), array.dtype), found)
+
+
+def stored_states(
+    array: jax.Array,
+    rows: Rows,
+    last: jax.Array,  # [B, ...]: after the last token of each row
+    saved: jax.Array | None = None,  # [R, N, ...]: after ``Saves.num_tokens``; None without saves
+) -> jax.Array:
+    """The array with the state of each row in its slot, and those that are saved in snapshots."""
+    array = array.at[rows.slots].set(last)
+    if rows.saves is None:
+        return array
+    assert saved is not None, "rows.saves are stored"
+    return array.at[rows.saves.state_rows].set(saved)
 
 
 def keys_and_values(
@@ -114,6 +144,7 @@ class StateLayout:
     pools: tuple[int | None, ...]  # of each array; None: it has an entry for each slot
     groups: tuple[PageGroup, ...]
     layers: tuple[LayerPlace, ...]
+    align: int = 1  # the least common multiple of the layers'
 
     @property
     def bytes_per_entry(self) -> tuple[int, ...]:
@@ -135,11 +166,6 @@ class StateLayout:
     def _nbytes(self, pool: int | None) -> int:
         pairs = zip(self.arrays, self.pools, strict=True)
         return sum(entry.nbytes for entry, own in pairs if own == pool)
-
-    @property
-    def slot_arrays(self) -> tuple[int, ...]:
-        """Indices of the arrays with an entry for each sequence."""
-        return tuple(i for i, pool in enumerate(self.pools) if pool is None)
 
     def arrays_of(self, layers: range) -> tuple[int, ...]:
         """Indices of the arrays of a range of layers."""
@@ -202,4 +228,5 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
         assert len(dict(named)) == len(named), f"layer {i} has two entries of one name"
         found.append(LayerPlace(tuple(places[kind, i][0] for kind in layer.paged), tuple(named)))
     entries, of_pools = zip(*arrays, strict=True) if arrays else ((), ())
-    return StateLayout(entries, of_pools, tuple(groups), tuple(found))
+    align = lcm(*(layer.align for layer in layers))
+    return StateLayout(entries, of_pools, tuple(groups), tuple(found), align)

@@ -8,6 +8,8 @@ that it returned are still shared. Pages for drawn tokens are taken as decoding 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from jaxinfer.core.config import Limits
@@ -99,11 +101,19 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
-def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
+class Admitted(NamedTuple):
+    """A sequence with a slot and its pages."""
+
+    seq: Sequence
+    admission: SlotAdmission
+    reads: int | None  # the snapshot that its first row starts from
+
+
+def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Admitted | None:
     """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
 
-    The caller moves it to running (``Draft.start``). If no sequence runs, every page is free and
-    the head is always admitted.
+    ``max_chunk``: the tokens of its first chunk, at most. The caller moves it to running
+    (``Draft.start``). If no sequence runs, every page is free and the head is always admitted.
     """
     limits = draft.limits
     if not draft.free_slots:
@@ -111,6 +121,8 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
     num_cached_tokens = hit.num_pages * limits.page_size
+    if not chunk_tokens(len(seq.token_ids) - num_cached_tokens, max_chunk, limits):
+        return None
     firsts = [limits.first_page(num_cached_tokens, group) for group in limits.groups]
     num_new = _num_new_pages(seq, firsts, hit.ids, limits)
     idle = len(draft.free_slots) == draft.num_slots
@@ -124,9 +136,10 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         Pages(IntLog(hit.ids[group] + draft.pages[group].take(count, group)), firsts[group])
         for group, count in enumerate(num_new)
     ]
-    snapshot: int | None = None
+    reads: int | None = None
     if limits.num_snapshots and hit.num_pages:
-        snapshot, draft.snapshots = draft.snapshots.use(reusable[hit.num_pages - 1])
+        reads, draft.snapshots = draft.snapshots.use(reusable[hit.num_pages - 1])
+        draft.restored.add(reads)
     epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
     slot = draft.free_slots.pop()
     admitted = msgspec.structs.replace(
@@ -142,7 +155,16 @@ def admit(draft: Draft, seq: Sequence) -> tuple[Sequence, SlotAdmission] | None:
         ),
         borders=_borders(seq, hit, limits) if limits.num_snapshots else (),
     )
-    return admitted, SlotAdmission(slot, seq.request, seq.token_ids, snapshot, epoch)
+    return Admitted(admitted, SlotAdmission(slot, seq.request, seq.token_ids, epoch), reads)
+
+
+def chunk_tokens(num_left: int, max_chunk: int, limits: Limits) -> int:
+    """The tokens of the next chunk of a prefill with ``num_left`` tokens; 0: too few are allowed.
+
+    A chunk that does not end the prefill has a multiple of ``Limits.align``: so the state there is
+    the same, whatever was cached or computed together.
+    """
+    return num_left if num_left <= max_chunk else max_chunk // limits.align * limits.align
 
 
 def all_fit(draft: Draft) -> bool:
@@ -181,12 +203,12 @@ def _num_new_pages(
 
 
 def _borders(seq: Sequence, hit: PrefixHit, limits: Limits) -> tuple[int, ...]:
-    """The page borders at which a prefill is split to take a snapshot, in tokens.
+    """The page borders whose state a prefill saves in snapshots, in tokens: at most ``MAX_SAVES``.
 
-    There are at most two, as each costs a step. The first is the end of the pages that the pool
-    knows, if it has no snapshot: another prompt had this beginning, so a third may have it (the
-    branching point of SGLang's and TensorRT-LLM's caches). The second is the prompt's last border:
-    the same prompt, or one that continues it, can start from there.
+    The first is the end of the pages that the pool knows, if it has no snapshot: another prompt had
+    this beginning, so a third may have it (the branching point of SGLang's and TensorRT-LLM's
+    caches). The second is the prompt's last border: the same prompt, or one that continues it, can
+    start from there.
     """
     last = _num_whole_pages(len(seq.token_ids) - 1, limits)
     ends = {num_pages for num_pages in (hit.num_known, last) if num_pages > hit.num_pages}
@@ -200,7 +222,7 @@ def _with_watermark(counts: list[int], limits: Limits) -> list[int]:
 
 
 def _num_whole_pages(num_tokens: int, limits: Limits) -> int:
-    """Pages of ``page_size`` tokens up to the last border, within these tokens, of every group."""
+    """Pages of ``page_size`` tokens up to the last border at which a prefix of them can end."""
     return num_tokens // limits.page_size // limits.reuse_step * limits.reuse_step
 
 

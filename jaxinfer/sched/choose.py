@@ -2,10 +2,11 @@
 
 Requests are served in order of (priority, arrival). Every decoding sequence gets a row, then
 started prefills continue, then waiting requests are admitted, as far as ``max_num_batched_tokens``
-prompt tokens and a bucket allow. Prefill chunks shrink to fit a bucket; decode rows are never
-dropped. A row with prompt logprobs needs a bucket that scores, and a row whose activations are read
-or steered one that taps; steps without such a row have a bucket that does not tap. With
-``prefill_first`` there are also steps without the decodes (``_only_prefills``).
+prompt tokens and a bucket allow. Prefill chunks shrink to fit a bucket, to a multiple of
+``Limits.align`` tokens; decode rows are never dropped. A row with prompt logprobs needs a bucket
+that scores, and a row whose activations are read or steered one that taps; steps without such a row
+have a bucket that does not tap. With ``prefill_first`` there are also steps without the decodes
+(``_only_prefills``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
-from jaxinfer.sched.admit import admit, all_fit, with_page_hashes
+from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
 from jaxinfer.sched.state import Draft, Sequence
 
@@ -135,7 +136,7 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
         if limits.query_tokens > 1:
             num_tokens = _num_query_tokens(seq, limits)
         if has_windows:
-            held = release_passed(pages, held, seq.min_computed_tokens(limits.query_tokens), limits)
+            held = release_passed(pages, held, seq.first_needed(limits.query_tokens), limits)
         end = position + num_tokens
         begins_page = -position % page_size < num_tokens
         if begins_page and any(missing := num_missing_pages(held, end, limits)):
@@ -186,11 +187,13 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
     rows: list[ScheduledSeq] = []
     for request_id, seq in tuple(draft.running.items()):
         if seq.is_prefilling:
-            if (max_chunk := budget.tokens_for(seq)) <= 0:
+            max_chunk = budget.tokens_for(seq)
+            if _chunk_end(seq, max_chunk, draft.limits) <= seq.num_computed_tokens:
                 break
             if draft.has_windows:
                 seq = _with_pages_of_chunk(draft, seq, max_chunk)
-                if any(num_missing_pages(seq.pages, _chunk_end(seq, max_chunk), draft.limits)):
+                end = _chunk_end(seq, max_chunk, draft.limits)
+                if any(num_missing_pages(seq.pages, end, draft.limits)):
                     break  # wait until other sequences return pages
             row, draft.running[request_id] = _prefill_row(draft, seq, max_chunk)
             budget.add(seq, row.num_scheduled_tokens)
@@ -209,12 +212,12 @@ def _new_prefills(
         if (max_chunk := budget.tokens_for(head)) <= 0:
             break
         hashed = with_page_hashes(draft, head)
-        if (admitted := admit(draft, hashed)) is None:
+        if (admitted := admit(draft, hashed, max_chunk)) is None:
             blocked = hashed
             break
-        seq, admission = admitted
-        admissions.append(admission)
-        row, after = _prefill_row(draft, seq, max_chunk)
+        seq = admitted.seq
+        admissions.append(admitted.admission)
+        row, after = _prefill_row(draft, seq, max_chunk, admitted.reads)
         budget.add(seq, row.num_scheduled_tokens)
         rows.append(row)
         started.append(after)
@@ -225,10 +228,10 @@ def _new_prefills(
     return rows, tuple(admissions)
 
 
-def _chunk_end(seq: Sequence, max_chunk: int) -> int:
-    """The end of a chunk of up to ``max_chunk`` tokens, which is not beyond the next border."""
-    end = seq.borders[0] if seq.borders else seq.num_prefill_tokens
-    return min(seq.num_computed_tokens + max_chunk, end)
+def _chunk_end(seq: Sequence, max_chunk: int, limits: Limits) -> int:
+    """The end of the next chunk of up to ``max_chunk`` tokens."""
+    num_left = seq.num_prefill_tokens - seq.num_computed_tokens
+    return seq.num_computed_tokens + chunk_tokens(num_left, max_chunk, limits)
 
 
 def _with_pages_of_chunk(draft: Draft, seq: Sequence, max_chunk: int) -> Sequence:
@@ -236,22 +239,26 @@ def _with_pages_of_chunk(draft: Draft, seq: Sequence, max_chunk: int) -> Sequenc
 
     The new pages are missing if not enough are free.
     """
-    limits, pages, end = draft.limits, draft.pages, _chunk_end(seq, max_chunk)
-    held = release_passed(pages, seq.pages, seq.num_computed_tokens, limits)
+    limits, pages = draft.limits, draft.pages
+    end = _chunk_end(seq, max_chunk, limits)
+    held = release_passed(pages, seq.pages, seq.first_needed(limits.query_tokens), limits)
     if have(draft.pools, num_missing_pages(held, end, limits)):
         held = extend_pages(pages, held, end, limits)
     seq = draft.running[seq.request_id] = msgspec.structs.replace(seq, pages=held)
     return seq
 
 
-def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[ScheduledSeq, Sequence]:
-    """A row for the next chunk of up to ``max_chunk`` tokens, and the sequence after it."""
-    start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk)
+def _prefill_row(
+    draft: Draft, seq: Sequence, max_chunk: int, reads: int | None = None
+) -> tuple[ScheduledSeq, Sequence]:
+    """A row for the next chunk of up to ``max_chunk`` tokens, and the sequence after it.
+
+    ``reads``: the snapshot that it starts from.
+    """
+    start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk, draft.limits)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
-    at_border, snapshot = seq.borders[:1] == (end,), None
-    if at_border:
-        snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has)
+    seq, saves = _with_saves(draft, seq, end) if seq.borders else (seq, ())
     row = ScheduledSeq(
         seq.request_id,
         seq.epoch,
@@ -263,14 +270,28 @@ def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[Scheduled
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
-        snapshot=snapshot,
+        reads=reads,
+        saves=saves,
     )
     return row, msgspec.structs.replace(
         seq,
         num_computed_tokens=end,
         num_in_flight_tokens=seq.num_in_flight_tokens + samples,
-        borders=seq.borders[1:] if at_border else seq.borders,
     )
+
+
+def _with_saves(
+    draft: Draft, seq: Sequence, end: int
+) -> tuple[Sequence, tuple[tuple[int, int], ...]]:
+    """``seq`` without the borders up to ``end``, and the snapshots that are saved there."""
+    borders, saves, saving = seq.borders, list[tuple[int, int]](), seq.saving
+    while borders and borders[0] <= end:
+        snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has, draft.restored)
+        if snapshot is not None:
+            saves.append((borders[0] - seq.num_computed_tokens, snapshot))
+            saving = borders[0] if len(borders) == 1 else saving
+        borders = borders[1:]
+    return msgspec.structs.replace(seq, borders=borders, saving=saving), tuple(saves)
 
 
 def _target_ids(seq: Sequence, start: int, end: int) -> np.ndarray | None:

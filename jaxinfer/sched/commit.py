@@ -103,9 +103,12 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         num_delivered=num_delivered,
     )
     seq = _register_pages(draft, seq, known if row.token_ids is not None else len(token_ids) - 1)
-    if row.snapshot is not None:
-        page_hash = seq.page_hashes[known // draft.limits.page_size - 1]  # it ends at a page border
-        draft.snapshots = draft.snapshots.register(row.snapshot, page_hash)
+    for count, snapshot in row.saves:
+        border = row.num_computed_tokens + count
+        page_hash = seq.page_hashes[border // draft.limits.page_size - 1]
+        draft.snapshots = draft.snapshots.register(snapshot, page_hash)
+        if border == seq.saving:
+            seq = msgspec.structs.replace(seq, saving=None)
     if drawn or output.is_of_tokens or reason is not None:
         draft.events.append(
             TokenEvent(

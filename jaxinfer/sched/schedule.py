@@ -8,11 +8,10 @@ preempted, and every planned step has a row for it (a chunk of its prompt, or on
 rest of it is already in flight. So while requests arrive in order, the k-th request ends within the
 sum over the first k requests of ``cdiv(tokens, chunk) + max_tokens + depth`` planned steps. Here
 ``tokens`` is prompt plus max_tokens (a preempted sequence prefills its own output again), ``chunk``
-is the largest chunk of a single prefill row next to decodes of all other slots, ``depth`` is the
-number of steps in flight. With snapshots a prefill is split at two borders at most, which adds up
-to two steps per request. A request with a lower priority number than running ones does not preempt
-them for admission, but no other request is admitted before it: for it, the requests that run at its
-arrival also count as earlier ones.
+is the largest chunk of a single prefill row next to decodes of all other slots, a multiple of
+``Limits.align``, and ``depth`` is the number of steps in flight. A request with a lower priority
+number than running ones does not preempt them for admission, but no other request is admitted
+before it: for it, the requests that run at its arrival also count as earlier ones.
 
 With ``prefill_first`` a planned step may leave out all decodes, also the first request's, if
 prompts wait or prefill. Such a step computes a chunk of the first prompt, or its rest, so it adds

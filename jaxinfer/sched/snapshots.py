@@ -1,13 +1,14 @@
-"""Snapshots: copies of a sequence's state from which another one with the same prefix starts.
+"""Snapshots: saved states of a sequence from which another one with the same prefix starts.
 
 A layer with state for each sequence (``LayerState.per_slot``) keeps only its newest value, so a
-prefix can be reused only at page borders where that value was copied. A snapshot is a row of the
-device's arrays, after the rows of the slots. Its key is the hash of the page that ends at its
-border (``sched.prefix``). A row is in exactly one of three states:
+prefix can be reused only at page borders where that value was saved. A snapshot is a row of the
+device's arrays, after the rows of the slots. The step whose chunk passes a border saves it. Its key
+is the hash of the page that ends at its border (``sched.prefix``). A row is in exactly one of three
+states:
 
 - free;
-- pending: a step in flight copies a slot to it (``ScheduledSeq.snapshot``); when the step is
-  reported, the row is registered, or freed if the step failed or its sequence is not running;
+- pending: a step in flight saves a state in it (``ScheduledSeq.saves``); when the step is reported,
+  the row is registered, or freed if the step failed or its sequence is not running;
 - registered, until its row is needed for another snapshot.
 
 A snapshot is useless while no page is registered with its hash, so such rows are taken first, then
@@ -16,13 +17,13 @@ snapshot is useful again.
 
 Rows are reused as soon as they are registered or free, while steps in flight may still read or
 write them. That is safe for the same reason as for pages (``Draft.remove``): the device runs calls
-in launch order. A step restores its slots before it computes and saves them afterwards, so a row
-that one plan both restores and overwrites is read first.
+in launch order. Within a step there is no order: a kernel may write the snapshot of one row before
+it reads that of another. So a plan does not take a row from which one of its own rows starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Items
 
 import msgspec
@@ -55,16 +56,19 @@ class SnapshotPool(msgspec.Struct, frozen=True):
         row, _ = self.by_hash[page_hash]
         return row, self._put(page_hash, row)
 
-    def take(self, has_page: Callable[[bytes], bool]) -> tuple[int | None, SnapshotPool]:
-        """A row for a new snapshot; None if all are pending.
+    def take(
+        self, has_page: Callable[[bytes], bool], restored: Container[int] = ()
+    ) -> tuple[int | None, SnapshotPool]:
+        """A row for a new snapshot, but none of ``restored``; None if all others are pending.
 
         ``has_page`` is whether a page is registered with a hash.
         """
         if self.free:
             return self.free[-1], replace(self, free=self.free[:-1])
-        if not self.by_hash:
+        left = [key for key, (row, _) in self.by_hash.items() if row not in restored]
+        if not left:
             return None, self
-        oldest = min(self.by_hash, key=lambda key: (has_page(key), self.by_hash[key][1]))
+        oldest = min(left, key=lambda key: (has_page(key), self.by_hash[key][1]))
         return self.by_hash[oldest][0], replace(self, by_hash=self.by_hash.delete(oldest))
 
     def release(self, rows: Iterable[int]) -> SnapshotPool:

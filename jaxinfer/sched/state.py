@@ -55,8 +55,9 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     # tokens whose activations and logprobs as a prompt have been delivered, perhaps before a
     # preemption
     num_delivered: int = 0
-    # positions of page borders at which a prefill chunk ends and a snapshot is taken, ascending
+    # positions of page borders whose state a later chunk saves in a snapshot, ascending
     borders: tuple[int, ...] = ()
+    saving: int | None = None  # the last of them, while the step that saves it is in flight
 
     @property
     def request_id(self) -> str:
@@ -80,6 +81,15 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
         """
         rows = cdiv(self.num_in_flight_tokens, query_tokens)
         return self.num_computed_tokens - self.num_in_flight_tokens + rows
+
+    def first_needed(self, query_tokens: int) -> int:
+        """The position from which windows count whose pages the sequence keeps.
+
+        It is that of its next token, or of a snapshot that a step in flight saves: another sequence
+        can start there only if the pages before it are held until they are registered.
+        """
+        least = self.min_computed_tokens(query_tokens)
+        return least if self.saving is None else min(least, self.saving)
 
     @property
     def scores(self) -> bool:
@@ -164,9 +174,10 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
 def missing_size(buckets: Iterable[Bucket], limits: Limits, slots: int) -> str:
     """A step of ``slots`` sequences that no bucket holds, in words; empty if each has a bucket.
 
-    One must hold a decode row of every slot, and one a scored prompt next to decode rows of all
-    other slots; with points there must be such buckets that tap, too. An engine that pools needs
-    one that holds a prompt. Every other step shrinks to a bucket (``choose``).
+    One must hold a decode row of every slot, and one the smallest chunk (``Limits.align``) of a
+    scored prompt next to decode rows of all other slots; with points there must be such buckets
+    that tap, too. An engine that pools needs one that holds a prompt. Every other step shrinks to a
+    bucket (``choose``).
     """
     sizes, kinds = ((slots, 0), (slots - 1, 1)), (False, True) if limits.points else (False,)
     if limits.pooling:
@@ -174,9 +185,12 @@ def missing_size(buckets: Iterable[Bucket], limits: Limits, slots: int) -> str:
     for (decodes, prefills), taps in product(sizes, kinds):
         scores = bool(prefills) and not limits.pooling
         query_tokens = limits.query_tokens if decodes else 1
-        size = Bucket(decodes, prefills, prefills, scores, query_tokens, taps)
-        if not any(bucket.holds(size) for bucket in buckets):
-            what = " with prompt logprobs" if scores else ""
+        num_tokens = prefills * limits.align
+        size = Bucket(decodes, num_tokens, prefills, scores, query_tokens, taps)
+        fits = num_tokens <= limits.max_num_batched_tokens
+        if not fits or not any(bucket.holds(size) for bucket in buckets):
+            what = f" of {num_tokens} tokens" if num_tokens > 1 else ""
+            what += " with prompt logprobs" if scores else ""
             what += " with taps" if taps else ""
             return f"{decodes} decodes and {prefills} prefills{what}"
     return ""
@@ -209,6 +223,7 @@ class Draft:
         self._open_pools(state.pools)
         self.has_windows = any([group.window is not None for group in self.limits.groups])
         self.snapshots = state.snapshots
+        self.restored: set[int] = set()  # snapshots that rows of the step start from
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
@@ -285,6 +300,7 @@ class Draft:
                 num_in_flight_tokens=0,
                 num_registered_pages=0,
                 borders=(),
+                saving=None,
             )
         )
 
@@ -346,8 +362,8 @@ class Draft:
             )
         plan, self.in_flight = self.in_flight[0], self.in_flight[1:]
         if self.limits.num_snapshots:
-            rows = (row.snapshot for row in plan.prefills)
-            self.snapshots = self.snapshots.release(row for row in rows if row is not None)
+            saves = (snapshot for row in plan.prefills for _, snapshot in row.saves)
+            self.snapshots = self.snapshots.release(saves)
         return plan
 
     def _open_pools(self, pools: Iterable[PagePool]) -> None:

@@ -22,13 +22,16 @@ from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
 
 KINDS = {
-    "all": ("window", "latent", "recurrent", "full", "window"),
+    "all": ("window", "latent", "aligned", "full", "window"),
     "paged": ("window", "latent", "full", "window", "window"),
     "recurrent": ("recurrent", "full", "recurrent"),
     # its pools are of keys and values, latents, and summaries of four tokens
     "compressed": ("compressed", "latent", "full", "compressed"),
     "compressed and recurrent": ("recurrent", "compressed", "full"),
 }
+# where the longest prompt, of 40 tokens, has its last border: a page of summaries covers 16 tokens,
+# and the state of "aligned" is saved every 8
+PROMPTS_END = dict.fromkeys(KINDS, 32) | {"paged": 36, "recurrent": 36}
 STATEFUL = ("all", "recurrent", "compressed and recurrent")
 MOST_SNAPSHOTS = 3
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
@@ -66,6 +69,7 @@ def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]
         groups=model.state.groups,
         num_pages=LIMITS.num_pages * len(model.state.bytes_per_entry),
         num_snapshots=MOST_SNAPSHOTS if model.state.bytes_per_slot else 0,
+        align=model.state.align,
     )
     program = Program(model, limits, platform=platform)
     return program, compiled_for(program, extras=platform == "gpu")
@@ -131,8 +135,25 @@ def test_prefix_hits(name: str, overlap: bool) -> None:
     again = run(served, PROMPTS, GREEDY)
     assert [tuple(output.outputs[0].token_ids) for output in again] == expected(name)
     cached = [output.num_cached_tokens for output in again]
-    # a prefix ends with a page of every group, and a page of summaries covers 16 tokens
-    assert cached == ([32, 32, 0] if "compressed" in name else [36, 32, 0])
+    assert cached == [PROMPTS_END[name], 32, 0]
+
+
+@pytest.mark.parametrize("name", ["all", "recurrent"])
+def test_one_chunk_saves_several_states(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prompt saves where it leaves the first one, and at its last border.
+
+    Without overlap, as pages that a window passes are else returned before they can be known.
+    """
+    served, plans, launch = engine(name, overlap=False), list[StepPlan](), Executor.launch
+    monkeypatch.setattr(Executor, "launch", lambda self, p: plans.append(p) or launch(self, p))
+    (first,), ends = prompts_of((1, 18)), prompts_of((2, 9), (3, 9))
+    second, third = (*first[:11], *ends[0][:7]), (*first[:9], *ends[1])
+    prompts = (first, second, third, second)
+    outputs = run(served, prompts, GREEDY, together=False)
+    assert [tuple(one.outputs[0].token_ids) for one in outputs] == expected(name, prompts)
+    assert [one.num_cached_tokens for one in outputs] == [0, 0, 8, 16]
+    saved = [[count for count, _ in row.saves] for plan in plans for row in plan.prefills]
+    assert [8, 16] in saved
 
 
 @pytest.mark.parametrize("num_snapshots", [1, 2])
@@ -147,12 +168,10 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
     assert cached > 0
 
 
-def test_several_copies_in_a_call() -> None:
-    """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
-    program, _ = executables("all", "gpu")
-    assert program.rows_per_copy > len(PROMPTS)
+def test_a_split_step_reads_and_saves_rows() -> None:
+    """As on a GPU, where a prompt's step is two executables."""
     served = engine("all", platform="gpu")
-    for cached in ([0, 0, 0], [36, 32, 0]):
+    for cached in ([0, 0, 0], [32, 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)
         assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected("all")
         assert [output.num_cached_tokens for output in outputs] == cached
@@ -169,7 +188,7 @@ def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyP
     found = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert found == expected("recurrent", SHORT, LONG.max_tokens)
     assert served.stats().num_preemptions > 0
-    assert [one for plan in plans for one in plan.admissions if one.snapshot is not None]
+    assert [one for plan in plans for one in plan.prefills if one.reads is not None]
     assert not any(output.num_cached_tokens for output in outputs)  # of the first admission
 
 

@@ -15,7 +15,6 @@ from jaxinfer.core.progress import Advance
 from jaxinfer.engine.start import build
 from jaxinfer.engine.start import model as start_model
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile.program import COPY
 from jaxinfer.nn.state import Entry, LayerState
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 from kit.mixed_family import RecurrentSpec, mixed_model
@@ -41,7 +40,8 @@ class Notes:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model that the registry does not know."""
     entry = Entry("sum", (STATE_BYTES // 4,), np.dtype(np.float32))
-    monkeypatch.setattr(RecurrentSpec, "state", lambda *_: LayerState(per_slot=(entry,)))
+    state = LayerState(per_slot=(entry,), align=64)
+    monkeypatch.setattr(RecurrentSpec, "state", lambda *_: state)
     monkeypatch.setattr(start_model, "build_model", lambda *_: mixed_model("recurrent", "full")[0])
     write_hf_folder(tmp_path, tiny_llama_config())
     return tmp_path
@@ -68,7 +68,6 @@ def test_fewer_sequences_by_default(folder: Path) -> None:
     assert made.program.limits.num_snapshots == 6 and made.program.limits.enable_prefix_caching
     assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 6
     assert made.memory.state_bytes == 13 * STATE_BYTES
-    assert COPY in made.program.names()
     assert made.bundle_settings["max_num_seqs"] == 6
 
 
@@ -76,7 +75,11 @@ def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:
     made, said = planned(folder, enable_prefix_caching=False)
     assert "and 0 snapshots); serving 12," in said[0]
     assert made.program.limits.max_num_seqs == 12 and made.program.limits.num_snapshots == 0
-    assert COPY not in made.program.names()
+
+
+def test_the_scheduler_keeps_to_the_grid_of_the_layers(folder: Path) -> None:
+    made, _ = planned(folder, max_num_batched_tokens=128, max_num_mixed_tokens=128)
+    assert made.program.limits.align == made.program.model.state.align == 64
 
 
 def test_more_memory(folder: Path) -> None:
@@ -95,6 +98,15 @@ def test_a_chosen_number_that_fits(folder: Path) -> None:
     [
         ({"max_num_seqs": 16}, r"16 sequences need 1.32 GB .* and 12 fit; set max_num_seqs to 12"),
         ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 2.60 GB .* and not one fits"),
+        (
+            {"max_num_batched_tokens": 63},
+            r"in multiples of 64 tokens, and no step holds 31 decodes and 1 prefills of 64 tokens "
+            r"with prompt logprobs; raise max_num_batched_tokens \(63\) .* to 128 or more",
+        ),
+        (
+            {"max_num_batched_tokens": 512, "max_num_mixed_tokens": 32},
+            r"no step holds .*; raise .* max_num_mixed_tokens \(32\) to 128 or more",
+        ),
     ],
 )
 def test_refused(folder: Path, settings: dict[str, int], message: str) -> None:

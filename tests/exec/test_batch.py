@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.step import Bucket, PageGroup, Pages, ScheduledSeq, StepPlan
 from jaxinfer.exec.step.batch import ALIGN, BatchLayout, GroupTable, copy_batch, pack, unpack
 from jaxinfer.exec.step.slots import init_slots
+from jaxinfer.nn.context import Rows, Saves
+from jaxinfer.nn.state import read_states, stored_states
 
 SLOTS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 64, 16, 70, 4000
 BUCKETS = (Bucket(1), Bucket(0, 64, 4), Bucket(3, 65, 5))
@@ -88,6 +91,66 @@ def test_every_index_of_a_batch_is_in_range(
     assert last.tolist() == [span[-1] for span in spans]
     padding = np.delete(np.asarray(batch_rows.slots), taken)
     assert np.all(padding == SLOTS) and not np.delete(np.asarray(attention.seq_lens), taken).any()
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
+def test_only_prompts_of_an_engine_with_snapshots_have_state_rows(bucket: Bucket) -> None:
+    groups = (GroupTable(MAX_PAGES, PageGroup()),)
+    plain, own = (BatchLayout(bucket, groups, SLOTS, PAGE_SIZE, has) for has in (False, True))
+    assert plain.sizes().state_rows == 0
+    assert (own.size > plain.size) == bool(bucket.num_prefills)
+    flat = jnp.asarray(pack(StepPlan(0, bucket, (), (), ()), plain))
+    slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
+    rows = unpack(flat, plain, slots).rows
+    assert rows.reads is None and rows.saves is None
+
+
+def test_state_rows() -> None:
+    """Two decode rows, a prompt that starts from a snapshot, one that saves two, and padding."""
+    bucket, sink = Bucket(3, 64, 4), SLOTS
+    layout = BatchLayout(bucket, (GroupTable(MAX_PAGES, PageGroup()),), SLOTS, PAGE_SIZE, True)
+    decodes = _row(9, 40, 1, decode=True), _row(8, 41, 1, decode=True)
+    prefills = replace(_row(7, 32, 5), reads=3), replace(_row(6, 0, 40), saves=((16, 4), (32, 0)))
+    slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
+    flat = pack(StepPlan(0, bucket, (), decodes, prefills), layout)
+    rows = unpack(jnp.asarray(flat), layout, slots).rows
+    assert rows.reads is not None and rows.saves is not None
+    assert rows.reads.tolist() == [9, 8, sink, sink + 4, 6, sink, sink]
+    assert rows.slots.tolist() == [9, 8, sink, 7, 6, sink, sink]
+    assert rows.saves.num_tokens.tolist() == [[0, 0], [16, 32], [0, 0], [0, 0]]
+    rest = [[sink, sink]]
+    assert rows.saves.state_rows.tolist() == [*rest, [sink + 5, sink + 1], *rest, *rest]
+    # the second prompt's tokens begin at 3 + 5
+    assert rows.saves.last_tokens(rows)[1].tolist() == [8 + 15, 8 + 31]
+    in_range = (rows.saves.last_tokens(rows) >= 0) & (rows.saves.last_tokens(rows) < 67)
+    assert bool(in_range.all())
+
+
+def test_states_are_read_and_stored_by_row() -> None:
+    """A row at position 0 starts with zeros; rows of padding write the sink alone."""
+    nothing = jnp.zeros(0, jnp.int32)
+    array = jnp.arange(10.0)[:, None] * jnp.ones((1, 2))  # 4 slots, the sink, 5 snapshots
+    saves = Saves(jnp.asarray([[2, 3], [0, 0]]), jnp.asarray([[5, 9], [4, 4]]))
+    rows = Rows(
+        *(nothing, nothing),
+        slots=jnp.asarray([1, 0, 4]),
+        begins=jnp.asarray([7, 0, 0]),
+        last_tokens=nothing,
+        query_start_loc=nothing,
+    )
+    assert read_states(array, rows)[:, 0].tolist() == [1, 0, 0]
+    assert read_states(array, rows._replace(reads=jnp.asarray([8, 0, 4])))[:, 0].tolist() == [
+        8,
+        0,
+        0,
+    ]
+    last = jnp.asarray([[-1.0, -1], [-2, -2], [-3, -3]])
+    assert stored_states(array, rows, last)[:, 0].tolist() == [-2, -1, 2, 3, -3, *range(5, 10)]
+    saved = -jnp.arange(10.0, 18.0).reshape(2, 2, 2)
+    stored = stored_states(array, rows._replace(saves=saves), last, saved)
+    assert stored[jnp.asarray([0, 1, 2, 3, 5, 6, 7, 8, 9]), 0].tolist() == [
+        *(-2, -1, 2, 3, -10, 6, 7, 8, -12)
+    ]
 
 
 def test_copied_in_has_the_same_sections() -> None:

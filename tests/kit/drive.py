@@ -106,7 +106,7 @@ class Drive:
 
     def _new_executor(self) -> FakeExecutor:
         limits = self.limits
-        return FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots)
+        return FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots, limits.align)
 
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""

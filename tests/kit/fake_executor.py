@@ -1,9 +1,9 @@
 """An executor without a model: tokens are a function of (seed, prefix), pages hold prefix digests.
 
 It runs a plan as the device would, in launch order, and checks on every row that the pages of its
-context hold exactly the right prefix, and with snapshots that the slot's layer state is of exactly
-the tokens before the row. Any schedule must therefore give the same tokens, and a page or snapshot
-shared or reused wrongly is an error at once.
+context hold exactly the right prefix, and with snapshots that the layer state that a row starts
+from is of exactly the tokens before it. Any schedule must therefore give the same tokens, and a
+page or snapshot shared or reused wrongly is an error at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.core.config import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
+    MAX_SAVES,
     NO_TAPS,
     Bucket,
     PageGroup,
@@ -121,10 +122,12 @@ class FakeExecutor:
         page_size: int,
         groups: tuple[PageGroup, ...] = (PageGroup(),),
         num_snapshots: int = 0,
+        align: int = 1,
     ) -> None:
         self.page_size = page_size
         self.groups = groups
         self.num_snapshots = num_snapshots
+        self.align = align
         self.states: dict[int, int] = {}  # slot -> digest of the tokens that its state is of
         self.snapshots: dict[int, int] = {}  # likewise, of each row
         self.drafts: dict[int, list[int]] = {}  # of the row of each slot, in the step that runs
@@ -139,25 +142,34 @@ class FakeExecutor:
                 admission.request.prompt_token_ids
             )
             self.slots[admission.slot] = Slot(admission.request, list(admission.token_ids))
-            if admission.snapshot is not None:
-                self.states[admission.slot] = self.snapshots[admission.snapshot]
         self._check_shape(plan)
+        self._check_saves(plan)
         # a layer first appends every row's KV, then attends
         written = [place for row in plan.rows for place in self._write(row, hashed_pages)]
         assert len(set(written)) == len(written), "two rows write to one place"
-        results = tuple(self._attend(row) for row in plan.rows)
-        self._save(plan)
-        return StepResult(plan.step_id, results)
+        return StepResult(plan.step_id, tuple(self._attend(row) for row in plan.rows))
 
-    def _save(self, plan: StepPlan) -> None:
-        """Copy slots to snapshots, after the step."""
-        saved = [row for row in plan.prefills if row.snapshot is not None]
-        rows = {row.snapshot for row in saved}
-        assert len(rows) == len(saved) and rows <= set(range(self.num_snapshots))
-        assert all(row.snapshot is None for row in plan.decodes)
-        for row in saved:
-            assert row.snapshot is not None
-            self.snapshots[row.snapshot] = self.states[row.slot]
+    def _check_saves(self, plan: StepPlan) -> None:
+        """A step saves each snapshot once, at multiples of pages and of ``align``, and none that a
+        row of the step starts from: a layer computes the rows in any order.
+        """
+        saves = [snapshot for row in plan.prefills for _, snapshot in row.saves]
+        reads = [row.reads for row in plan.prefills if row.reads is not None]
+        assert len(set(saves)) == len(saves) and {*saves, *reads} <= set(range(self.num_snapshots))
+        assert not set(saves) & set(reads), f"snapshots {set(saves) & set(reads)} are overwritten"
+        assert all(row.reads is None and not row.saves for row in plan.decodes)
+        first = {admission.slot for admission in plan.admissions}
+        for row in plan.prefills:
+            assert row.reads is None or row.slot in first
+            counts = [count for count, _ in row.saves]
+            assert counts == sorted(set(counts)) and len(counts) <= MAX_SAVES
+            assert all(0 < count <= row.num_scheduled_tokens for count in counts)
+            borders = [row.num_computed_tokens + count for count in counts]
+            assert not any(border % self.page_size for border in borders)
+            ends = (row.num_computed_tokens, *borders)
+            if not (row.samples or row.pools):
+                ends = (*ends, row.num_computed_tokens + row.num_scheduled_tokens)
+            assert not any(end % self.align for end in ends), f"{ends} are not aligned"
 
     def _check_shape(self, plan: StepPlan) -> None:
         prefill_tokens = sum(row.num_scheduled_tokens for row in plan.prefills)
@@ -219,11 +231,14 @@ class FakeExecutor:
     def _attend(self, row: ScheduledSeq) -> RowResult:
         slot, start = self.slots[row.slot], self._start(row)
         end = start + (row.num_scheduled_tokens if row.token_ids is not None else 1)
-        if start:
-            assert not self.num_snapshots or self.states[row.slot] == slot.prefixes[start - 1], (
+        if start and self.num_snapshots:
+            state = self.states[row.slot] if row.reads is None else self.snapshots[row.reads]
+            assert state == slot.prefixes[start - 1], (
                 f"request {row.request_id!r} goes on at {start} from the state of other tokens"
             )
         self.states[row.slot] = slot.prefixes[end - 1]
+        for count, snapshot in row.saves:
+            self.snapshots[snapshot] = slot.prefixes[start + count - 1]
         for group, own in enumerate(self.groups):
             first = 0 if own.window is None else max(0, start + 1 - own.window)
             first_page = first // (self.page_size * own.tokens_per_entry)
@@ -322,7 +337,8 @@ class FakeDevice:
     def make_state(self) -> None:
         """Begin with empty ones."""
         limits = self._limits
-        self.fake = FakeExecutor(limits.page_size, limits.groups, limits.num_snapshots)
+        sizes = limits.page_size, limits.groups, limits.num_snapshots, limits.align
+        self.fake = FakeExecutor(*sizes)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Run the step."""

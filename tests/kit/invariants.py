@@ -81,8 +81,8 @@ def _check_snapshots(state: SchedulerState) -> None:
     A registered row may outlive the page of its hash.
     """
     pool = state.snapshots
-    rows = (row.snapshot for plan in state.in_flight for row in plan.prefills)
-    pending = [row for row in rows if row is not None]
+    rows = [row for plan in state.in_flight for row in plan.prefills]
+    pending = [snapshot for row in rows for _, snapshot in row.saves]
     known = [row for row, _ in pool.by_hash.values()]
     if sorted([*pool.free, *known, *pending]) != list(range(state.limits.num_snapshots)):
         _fail(
@@ -134,16 +134,19 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
         capacity = pages.end * state.limits.tokens_per_page(group)
         if seq.num_computed_tokens > capacity:
             _fail(f"{name} computes {seq.num_computed_tokens} tokens in pages for {capacity}")
-        least = seq.min_computed_tokens(state.limits.query_tokens)
+        least = seq.first_needed(state.limits.query_tokens)
         if pages.first > state.limits.first_page(least, group):
             _fail(f"{name} has returned page {pages.first - 1}, which its next token attends to")
         if len(pages.ids) > state.limits.most_pages(group):
             _fail(f"{name} holds {len(pages.ids)} pages in {group}")
     for border in seq.borders:
         if not seq.num_computed_tokens < border < seq.num_prefill_tokens:
-            _fail(f"{name} is to be split at {border}, with {seq.num_computed_tokens} computed")
+            _fail(f"{name} is to be saved at {border}, with {seq.num_computed_tokens} computed")
         if border % (state.limits.page_size * state.limits.reuse_step):
-            _fail(f"{name} is to be split at {border}, which is no page border")
+            _fail(f"{name} is to be saved at {border}, which is no page border")
+    saved = {row.num_computed_tokens + count for row in rows for count, _ in row.saves}
+    if seq.saving is not None and seq.saving not in saved:
+        _fail(f"{name} holds pages for a snapshot at {seq.saving}, and steps save at {saved}")
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
     if seq.num_registered_pages * state.limits.page_size > done:
         _fail(f"{name} has registered {seq.num_registered_pages} pages with {done} tokens computed")

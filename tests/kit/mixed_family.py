@@ -22,7 +22,14 @@ from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForward
 from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised, take_rows
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import Entry, LayerArrays, LayerState, PagedKind
+from jaxinfer.nn.state import (
+    Entry,
+    LayerArrays,
+    LayerState,
+    PagedKind,
+    read_states,
+    stored_states,
+)
 from kit.checkpoints import Tensors, built_arrays
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
@@ -159,8 +166,9 @@ class Compressed(nn.Module):
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """A leaky sum over the tokens of a sequence."""
+    """A leaky sum over the tokens of a sequence, as if ``align`` tokens were computed at a time."""
 
+    align: int = 1
     rope: RopeConfig | None = None
 
     def for_context(self, length: int) -> Self:
@@ -168,13 +176,15 @@ class RecurrentSpec:
         return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
-        return LayerState(per_slot=(Entry("sum", (D,), dtype),))
+        return LayerState(per_slot=(Entry("sum", (D,), dtype),), align=self.align)
 
     def module(self) -> nn.Module:
-        return Recurrent()
+        return Recurrent(self.align)
 
 
 class Recurrent(nn.Module):
+    align: int
+
     @nn.compact
     def __call__(
         self,
@@ -187,20 +197,31 @@ class Recurrent(nn.Module):
         w = self.param("into", _INIT, (D, D), jnp.float32)
         stream, added = linear_of_norm(stream, norm, w, ctx)
         if state is None or ctx.rows is None:
-            slots, real = jnp.zeros(len(added), jnp.int32), jnp.ones(len(added), bool)
+            of_token, real = jnp.zeros(len(added), jnp.int32), jnp.ones(len(added), bool)
             sums = jnp.zeros((1, D))
         else:
-            slots, real, sums = ctx.rows.slots[ctx.rows.of_token], ctx.rows.is_token, state["sum"]
+            of_token, real = ctx.rows.of_token, ctx.rows.is_token
+            sums = read_states(state["sum"], ctx.rows)
+            # rows that the engine must not plan have no result
+            prompts = ctx.rows.begins[ctx.num_decodes :] % self.align
+            sums = sums.at[ctx.num_decodes :].set(
+                jnp.where((prompts == 0)[:, None], sums[ctx.num_decodes :], jnp.nan)
+            )
 
         def token(sums: jax.Array, one: Any) -> tuple[jax.Array, jax.Array]:
-            slot, is_token, position, value = one
-            before = jnp.where(position == 0, 0.0, sums[slot])
-            now = jnp.where(is_token, _DECAY * before + value, sums[slot])
-            return sums.at[slot].set(now), now
+            row, is_token, value = one
+            now = jnp.where(is_token, _DECAY * sums[row] + value, sums[row])
+            return sums.at[row].set(now), now
 
-        sums, each = jax.lax.scan(token, sums, (slots, real, ctx.positions, added))
+        sums, each = jax.lax.scan(token, sums, (of_token, real, added))
         out = linear(jnp.tanh(each), self.param("o", _INIT, (D, D), jnp.float32), ctx)
-        state = None if state is None else {"sum": sums}
+        if state is not None:
+            assert ctx.rows is not None
+            saved, saves = None, ctx.rows.saves
+            if saves is not None:
+                aligned = (saves.num_tokens % self.align == 0)[..., None]
+                saved = jnp.where(aligned, each[saves.last_tokens(ctx.rows)], jnp.nan)
+            state = {"sum": stored_states(state["sum"], ctx.rows, sums, saved)}
         if only is None:
             return stream.x, out, state
         return stream.take(only), take_rows(out, only), state
@@ -242,6 +263,7 @@ def mixed_decoder(*kinds: str) -> DecoderSpec:
         "latent": LatentSpec(),
         "compressed": CompressedSpec(),
         "recurrent": RecurrentSpec(),
+        "aligned": RecurrentSpec(align=8),
     }
     dense = FeedForwardConfig(width=48, activation="silu", gated=True)
     return DecoderSpec(

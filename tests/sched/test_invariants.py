@@ -34,6 +34,11 @@ def first(state: SchedulerState, **changes: object) -> SchedulerState:
     return replace(state, running=(replace(state.running[0], **changes), *state.running[1:]))
 
 
+def second(state: SchedulerState, **changes: object) -> SchedulerState:
+    one, two, *others = state.running
+    return replace(state, running=(one, replace(two, **changes), *others))
+
+
 def pool(state: SchedulerState, **changes: object) -> SchedulerState:
     return replace(state, pools=(replace(state.pools[0], **changes),))
 
@@ -81,7 +86,7 @@ DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], ...] = (
 
 @pytest.fixture
 def with_snapshots() -> SchedulerState:
-    """A registered snapshot, one that a step in flight takes, and a prompt that will be split."""
+    """A registered snapshot, one that a step in flight saves, and a prompt that will save one."""
     drive = Drive(make_limits(num_snapshots=3), depth=1)
     drive.arrive(make_request("old", [5] * 9, max_tokens=1))
     drive.finish()
@@ -102,8 +107,9 @@ SNAPSHOT_DAMAGES: tuple[tuple[Callable[[SchedulerState], SchedulerState], str], 
     (lambda s: snapshots(s, by_hash=Map()), "not once in free"),
     (lambda s: replace(s, in_flight=(), next_step_id=0), "not once in free"),
     (lambda s: snapshots(s, clock=0), "the clock is 0"),
-    (lambda s: first(s, borders=(4,)), "is to be split at 4, with 8 computed"),
-    (lambda s: first(s, borders=(9,)), "is no page border"),
+    (lambda s: second(s, borders=(4,)), "is to be saved at 4, with 5 computed"),
+    (lambda s: second(s, borders=(9,)), "is no page border"),
+    (lambda s: second(s, saving=16), "holds pages for a snapshot at 16, and steps save at set"),
 )
 
 

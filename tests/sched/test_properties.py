@@ -18,7 +18,7 @@ from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.steering import Steering
-from jaxinfer.core.step import Abort, Arrive, Bucket, Event, PageGroup, StepFailed
+from jaxinfer.core.step import Abort, Arrive, Bucket, Event, Hold, PageGroup, StepFailed
 from jaxinfer.sched.schedule import ScheduleOutput
 from kit.drive import EOS, POINT, Drive, make_limits, make_request
 from kit.fake_executor import activations, digest, expected_tokens, salt_digest
@@ -53,6 +53,7 @@ class Trace:
     groups: tuple[PageGroup, ...]
     query_tokens: int
     num_snapshots: int  # if not 0, the model has state for each sequence
+    align: int
     points: tuple[Point, ...]  # if there are any, some requests tap or steer
 
     def drive(self, **changes: object) -> Drive:
@@ -68,6 +69,7 @@ class Trace:
             "groups": self.groups,
             "query_tokens": self.query_tokens,
             "num_snapshots": self.num_snapshots,
+            "align": self.align,
             "points": self.points,
         }
         limits = make_limits(**(values | changes))
@@ -98,8 +100,13 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         prompt = (*STREAM[: draw(st.integers(0, 30))], draw(st.integers(0, 3)))
         requests.append((iteration, _request(draw, i, prompt, in_order)))
     max_num_batched_tokens = draw(st.sampled_from((1, 7, 16, 64)))
+    align = draw(st.sampled_from([n for n in (1, 4, 6, 16) if n <= max_num_batched_tokens]))
     groups = draw(st.sampled_from(GROUPS))
     query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
+    enable_prefix_caching = draw(st.booleans())
+    num_snapshots = (
+        draw(st.sampled_from((0, 0, 1, 2, 5))) if enable_prefix_caching and query_tokens == 1 else 0
+    )
     limits = make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=PAGE_SIZE,
@@ -107,15 +114,13 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         groups=groups,
         num_pages=(0,) * (1 + max(group.pool for group in groups)),
         query_tokens=query_tokens,
+        num_snapshots=num_snapshots,
+        align=align,
     )
     largest = max(min(len(r.prompt_token_ids) + r.max_tokens, MAX_MODEL_LEN) for _, r in requests)
     num_pages = tuple(
         1 + needed + draw(st.sampled_from((0, 1, 2, 4, 8, 20)))
         for needed in limits.pages_needed(largest)
-    )
-    enable_prefix_caching = draw(st.booleans())
-    num_snapshots = (
-        draw(st.sampled_from((0, 0, 1, 2, 5))) if enable_prefix_caching and query_tokens == 1 else 0
     )
     points = (POINT,) if query_tokens == 1 and draw(st.booleans()) else ()
     if points:
@@ -132,6 +137,7 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
         query_tokens=query_tokens,
         enable_prefix_caching=enable_prefix_caching,
         num_snapshots=num_snapshots,
+        align=align,
         prefill_first=draw(st.booleans()),
         points=points,
     )
@@ -352,14 +358,37 @@ def test_no_request_starves(trace: Trace) -> None:
         trace.max_num_batched_tokens,
         max(b.num_prefill_tokens for b in drive.limits.buckets if b.holds(mixed)),
     )
+    chunk = chunk // trace.align * trace.align
     most_tokens = [len(r.prompt_token_ids) + r.max_tokens for _, r in trace.requests]
     most_chunks = [cdiv(num_tokens, chunk) for num_tokens in most_tokens]
-    if trace.num_snapshots:  # a prefill is split at two borders at most
-        most_chunks = [num_chunks + 2 for num_chunks in most_chunks]
     bound = sum(most_chunks) if trace.prefill_first else 0
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
         bound += num_chunks + request.max_tokens + trace.depth
         assert planned[request.request_id] <= bound
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(9, 24)), max_size=8),
+    st.integers(1, 2),
+    st.sampled_from((1, 4, 8)),
+)
+def test_few_snapshots_of_prompts_that_share_prefixes(
+    arrivals: list[tuple[int, int, int]], num_snapshots: int, align: int
+) -> None:
+    """Rows of one step start from snapshots and save others, and there are not enough."""
+    limits = make_limits(
+        max_num_batched_tokens=64, num_pages=100, num_snapshots=num_snapshots, align=align
+    )
+    drive = Drive(limits)
+    requests: list[Request] = []
+    for i, (gap, first, length) in enumerate(((9, 0, 24), (0, 0, 24), (9, 1, 24), *arrivals)):
+        for _ in range(gap):
+            drive.tick()
+        prompt = (first // 2, *STREAM[1 : length - 2], first, first)
+        requests.append(make_request(f"r{i}", prompt, arrival=i, max_tokens=4))
+        drive.call(Arrive(requests[-1]), Hold())
+    drive.finish()
+    assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
 
 
 @given(traces(in_order=True))

@@ -59,6 +59,7 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import default_placement, placement_in
+from jaxinfer.sched.state import missing_size
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.native.library import BrokenLibrary, library
@@ -216,6 +217,7 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         _context(config, model),
         state.groups,
         has_slot_state=state.bytes_per_slot > 0,
+        align=state.align,
         points=points_named(names, model.config),
     )
 
@@ -226,12 +228,14 @@ def limits_of(
     groups: tuple[PageGroup, ...] = (PageGroup(),),
     *,
     has_slot_state: bool = False,
+    align: int = 1,
     points: tuple[Point, ...] = (),
 ) -> Limits:
     """The limits that settings with their device's defaults amount to, without pages.
 
     ``groups``: those of the model's layers. A model with state for each sequence reuses prefixes
-    through snapshots. ``points``: those that requests may read and steer.
+    through snapshots, and computes prompts in multiples of ``align`` tokens. ``points``: those that
+    requests may read and steer. Raises ``ConfigError`` if a step has no space for ``align`` tokens.
     """
     max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
     decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
@@ -241,7 +245,7 @@ def limits_of(
     # the mean and the first token need hidden states of the whole prompt
     reuses = config.enable_prefix_caching and config.pooling in (None, "last")
     snapshots = reuses and has_slot_state
-    return Limits(
+    limits = Limits(
         num_pages=(0,) * (1 + max(group.pool for group in groups)),
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
         max_num_seqs=max_num_seqs,
@@ -262,10 +266,18 @@ def limits_of(
         prefill_first=bool(config.prefill_first),
         groups=groups,
         num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
+        align=align,
         points=points,
         pooling=config.pooling or "",
         form=FormLimits(config.max_form_seconds, config.max_form_bytes),
     )
+    if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
+        raise ConfigError(
+            f"this model computes prompts in multiples of {align} tokens, and no step holds "
+            f"{missing}; raise max_num_batched_tokens ({chunk}) and max_num_mixed_tokens "
+            f"({config.max_num_mixed_tokens or chunk}) to {2 * align} or more"
+        )
+    return limits
 
 
 def build_engine(

@@ -22,7 +22,7 @@ from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
-from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.program import EXTRAS, SCORE, Program
 from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
@@ -251,8 +251,6 @@ def _workspaces(program: Program) -> dict[str, int]:
         bounds[f"{EXTRAS}{rows}"] = extras_bound(model, rows, limits.max_model_len)
     for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
         bounds[f"{SCORE}{tokens}"] = score_bound(model, tokens)
-    if limits.num_snapshots:
-        bounds[COPY] = program.rows_per_copy * model.state.bytes_per_slot
     return bounds
 
 

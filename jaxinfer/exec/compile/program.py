@@ -29,7 +29,7 @@ from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, scored
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
 from jaxinfer.exec.step.points import Steering, StepEdits, steered
-from jaxinfer.exec.step.slots import SlotState, admit, copied, empty_rows, init_slots, slot_rows
+from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots, slot_rows
 from jaxinfer.models.base import Model, Params, head_params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
@@ -39,13 +39,11 @@ from pallas_kernels.pins import LINKS, Pins
 from pallas_kernels.registry import UnfitKernel, current_platform
 
 ADMIT = "admit"
-COPY = "copy"  # copies layer state between slots and snapshots
 EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
 SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
 STEER = "steer"  # writes the steering of a request into its slot
 FIRST = "_first"  # suffix of the first executable of a split step
 ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
-ROWS_PER_COPY = 4  # for ``COPY`` on a GPU; padding is copied too, and a row may be tens of MB
 # Up to this many decode rows, let XLA autotune matmuls (Triton or cuBLAS). The head's matmul is
 # then bound by memory, and Triton's reaches that bound (Qwen3-4B, H200, 8 rows: 176 us). For larger
 # steps cuBLAS's default is as fast as the autotuned choice (4,096 tokens: 57.5 ms, autotuned 58.0;
@@ -93,6 +91,8 @@ class Program:
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
         own, planned = self.model.state.groups, self.limits.groups
         assert own == planned, f"limits are for groups {planned}, the model has {own}"
+        align, planned = self.model.state.align, self.limits.align
+        assert align == planned, f"limits align chunks to {planned} tokens, the model to {align}"
         query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
         assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"
@@ -203,10 +203,6 @@ class Program:
         config, limits = self.model.config, self.limits
         if name == ADMIT:
             return jax.jit(admit, donate_argnums=0).trace(self.slots(), self.admission_rows(()))
-        if name == COPY:
-            state, pairs = self.state(), jax.ShapeDtypeStruct((2, self.rows_per_copy), jnp.int32)
-            arrays = tuple(state[i] for i in self.model.state.slot_arrays)
-            return jax.jit(copied, donate_argnums=0).trace(arrays, pairs)
         if name == STEER:
             wire = jax.ShapeDtypeStruct((1 + sum(p.width for p in limits.points),), jnp.int32)
             return jax.jit(steered, donate_argnums=0).trace(self.steering(), wire)
@@ -341,7 +337,6 @@ class Program:
         sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
         return (
             ADMIT,
-            *([COPY] if self.limits.num_snapshots else []),
             *([STEER] if self.limits.points else []),
             *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
             *(f"{SCORE}{size}" for size in sizes),
@@ -359,11 +354,6 @@ class Program:
     def rows_per_admit(self) -> int:
         """The number of slots that a call of ``ADMIT`` fills: a launch takes longer than a call."""
         return 1 if self.platform == "cpu" else ROWS_PER_ADMIT
-
-    @property
-    def rows_per_copy(self) -> int:
-        """The number of rows that a call of ``COPY`` copies."""
-        return 1 if self.platform == "cpu" else ROWS_PER_COPY
 
     @cached_property
     def _steps(self) -> dict[str, tuple[Bucket, Part]]:

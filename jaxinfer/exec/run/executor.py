@@ -1,8 +1,8 @@
 """Runs compiled steps: holds weights, layer state, slots and executables.
 
-A step is a sequence of up to six kinds of calls: ``ADMIT`` for requests whose slots need more than
-settings, ``COPY`` from snapshots to slots, ``STEER`` for steered requests, the step of the bucket,
-``COPY`` from slots to snapshots, then draws with extras and scores of prompts.
+A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
+settings, ``STEER`` for steered requests, the step of the bucket, then draws with extras and scores
+of prompts.
 
 The mask of a constrained row depends on its token in the step before. If that step is in flight,
 the mask is written when it is collected, to the mask board or for draws that are launched then. At
@@ -26,7 +26,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import ADMIT, COPY, EXTRAS, FIRST, SCORE, STEER, Program
+from jaxinfer.exec.compile.program import ADMIT, EXTRAS, FIRST, SCORE, STEER, Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.device_memory import compile_init_state, is_intact, no_steering
@@ -43,7 +43,7 @@ from jaxinfer.exec.run.in_flight import (
     tokens_of_rows,
 )
 from jaxinfer.exec.run.mask_board import MaskBoard
-from jaxinfer.exec.run.prompts import copy_pairs, with_prompts
+from jaxinfer.exec.run.prompts import with_prompts
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.extras import pack_extras
@@ -144,10 +144,6 @@ class Executor:
             return
         self.run_once(buckets)
         self._admit(self._program.admission_rows(()))
-        if self._program.limits.num_snapshots:
-            sink = self._program.limits.max_num_seqs
-            for pairs in copy_pairs([(sink, sink)], self._program):
-                self._copy(pairs)
         if points := self._program.limits.points:
             values = bytes(4 * sum(point.width for point in points))
             self._steer(pack_steering(self._program.limits.max_num_seqs, values))
@@ -265,14 +261,10 @@ class Executor:
         staged = self._staged(prepared.batch)
         for rows in prepared.admissions:
             self._admit(rows)
-        for pairs in prepared.restores:
-            self._copy(pairs)
         for wire in prepared.steers:
             self._steer(wire)
         output = self._launch_step(bucket, staged)
         self._read_later(output.token_ids, staged)
-        for pairs in prepared.saves:
-            self._copy(pairs)
         scores = None
         if prepared.targets is not None:
             name = f"{SCORE}{len(prepared.targets)}"
@@ -312,12 +304,6 @@ class Executor:
 
     def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
         self._slots = self._by_name[ADMIT](self._slots, rows)
-
-    def _copy(self, pairs: np.ndarray) -> None:  # int32[2, N]
-        """Copy rows of the layers' state; see ``pack_copies``."""
-        indices = self._program.model.state.slot_arrays
-        copy = self._by_name[COPY]
-        self._replace(indices, copy(self._arrays(indices), pairs))
 
     def _steer(self, wire: np.ndarray) -> None:  # int32[...]: see ``pack_steering``
         self._steering = self._by_name[STEER](self._steering, wire)

@@ -58,9 +58,6 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     # only steps with prompts have these
     admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
     targets: np.ndarray | None = None  # int32[Tp] if prompts are scored
-    # int32[2, N] for each call of ``COPY`` before and after the step
-    restores: tuple[np.ndarray, ...] = ()
-    saves: tuple[np.ndarray, ...] = ()
     steers: tuple[np.ndarray, ...] = ()  # for each call of ``STEER``: see ``points.pack_steering``
     needs_taps: bool = False  # whether activations of any row are read
 

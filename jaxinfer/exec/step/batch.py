@@ -22,6 +22,7 @@ from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
+from jaxinfer.exec.step.state_rows import NUM_STATE_ROWS, pack_state_rows, with_state_rows
 from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA passes the address of a section to a kernel, and kernels are compiled
@@ -81,6 +82,7 @@ class Fields[A](NamedTuple):
     token_ids: A  # [Tp]
     query_lens: A  # [D]: tokens of each decode row; empty if they have one
     steered: A  # [B]: whether the row is steered; empty if the bucket does not tap
+    state_rows: A  # [R * NUM_STATE_ROWS]: see ``state_rows``; empty if the engine has no snapshots
     first_pages: A  # [B] for each group with a window: the number of the first page in its table
     page_tables: A  # [B * M] for each group
 
@@ -105,6 +107,7 @@ class BatchLayout:
     groups: tuple[GroupTable, ...]
     sink_slot: int
     page_size: int
+    has_snapshots: bool = False  # of layer state: rows may start from them and save them
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
@@ -122,7 +125,8 @@ class BatchLayout:
             )
             for group in limits.groups
         )
-        return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size)
+        has_snapshots = limits.num_snapshots > 0
+        return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size, has_snapshots)
 
     def sizes(self) -> Fields[int]:
         """The length of each section."""
@@ -138,6 +142,7 @@ class BatchLayout:
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if self.bucket.taps else 0,
+            state_rows=self.bucket.num_prefills * NUM_STATE_ROWS if self.has_snapshots else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(own.width for own in self.groups),
         )
@@ -213,6 +218,8 @@ def pack(
         wire.steered[: len(plan.decodes)] = steered[: len(plan.decodes)]
         prefills = steered[len(plan.decodes) :]
         wire.steered[bucket.num_decodes : bucket.num_decodes + len(prefills)] = prefills
+    if wire.state_rows.size:
+        pack_state_rows(wire.state_rows, plan.prefills, layout.sink_slot)
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
@@ -287,11 +294,14 @@ def unpack(
         draws = Draws(tokens, own, lens)
         # rows with drafts attend as prompts do
         query_starts = jnp.concatenate((jnp.arange(d, dtype=jnp.int32) * q, d * q + starts))
+    step_rows = Rows(rows, real, wire.seq_slots, begins, last, query_starts)
+    if layout.has_snapshots and bucket.num_prefills:
+        step_rows = with_state_rows(step_rows, wire.state_rows)
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,
         seq_lens=seq_lens,
-        rows=Rows(rows, real, wire.seq_slots, begins, last, query_starts),
+        rows=step_rows,
         pages=_pages_of_groups(layout, wire, seq_lens, rows, positions, real),
         draws=draws,
         drafts=drafts,

@@ -7,15 +7,12 @@ a slot. Other slots keep the data of an earlier request, and their settings swit
 of each draw is also stored, for an executable that draws again with extras. With all this on the
 device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
 read the token of step n before the host does.
-
-A model may also keep layer state for each sequence, in rows of the layers' arrays. ``copied``
-copies rows: from a slot to a snapshot, and back, as the scheduler decides (``sched.snapshots``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, batched
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -215,25 +212,3 @@ def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
     """The sections of rows; they are views of a numpy array."""
     ends = (*SECTION_STARTS[1:], rows.shape[1])
     return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))
-
-
-def copied(arrays: tuple[jax.Array, ...], pairs: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [rows, ...] in which rows ``pairs[0]`` are copied to rows ``pairs[1]``.
-
-    ``pairs`` is int32[2, N]. All N rows are read before any is written. Compiled for one N;
-    ``arrays`` are donated.
-    """
-    source, target = pairs
-    return tuple(array.at[target].set(array[source]) for array in arrays)
-
-
-def pack_copies(
-    pairs: Iterable[tuple[int, int]], count: int, sink: int
-) -> tuple[np.ndarray, ...]:  # int32[2, count] each
-    """The arguments of the calls that copy (from, to) rows; padding copies the sink to itself."""
-    calls: list[np.ndarray] = []
-    for some in batched(pairs, count):
-        call = np.full((2, count), sink, np.int32)
-        call[:, : len(some)] = np.array(some, np.int32).T
-        calls.append(call)
-    return tuple(calls)
