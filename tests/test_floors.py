@@ -43,6 +43,7 @@ LAYER_OF = {
     for name in names
 }
 TRITON = ("triton", "jax_triton")  # optional packages
+MAX_NOTE_WORDS, MAX_NOTES_WORDS = 400, 9000  # of one file in docs/notes, and of all
 MAY_ASK_FOR_DEVICES = ("jaxinfer.nn.placement", "jaxinfer.cli.doctor")  # doctor reports them
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter"}
 MUTABLE_DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
@@ -236,6 +237,13 @@ def broken(rule, root: Path) -> list[str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_tree_obeys(rule) -> None:
     assert broken(rule, ROOT) == []
+
+
+def test_notes_are_short() -> None:
+    """Samples stay in bench/results, and the course of the work in git: see docs/style.md."""
+    words = {path.name: len(path.read_text().split()) for path in ROOT.glob("docs/notes/*.md")}
+    assert [name for name, count in words.items() if count > MAX_NOTE_WORDS] == []
+    assert sum(words.values()) <= MAX_NOTES_WORDS
 
 
 @pytest.mark.parametrize(
