@@ -44,7 +44,10 @@ NATIVE := setup.py $(wildcard pallas_kernels/native/src/*)
 
 # What setup.py builds with. In an environment of its own, as pip would make, JAX were installed twice.
 BUILD := 'setuptools>=80' jax $(if $(shell command -v c++ || command -v clang++),,ziglang)
-INSTALL := $(BIN)/pip install --no-input -c constraints.txt
+# Python compiles the modules that it imports, and keeps them (3 s here); pip would compile all, one
+# after the other (27 s).
+INSTALL := $(BIN)/pip install --no-input --no-compile -c constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
