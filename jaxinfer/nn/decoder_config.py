@@ -30,6 +30,8 @@ from pallas_kernels.route.routing import Routing
 if TYPE_CHECKING:
     import flax.linen as nn
 
+    from jaxinfer.nn.residual import Residual
+
 
 class MixerSpec(Protocol):
     """The mixer of a layer. Hashable; its module is called like ``mixers.attention.Attention``."""
@@ -214,6 +216,37 @@ class ExpertsConfig:
         return import_module("jaxinfer.nn.ffn.experts").Experts(self)
 
 
+class ResidualSpec(Protocol):
+    """The residual stream of a decoder. Hashable.
+
+    It may be several streams of the decoder's width, as in hyper-connections (Zhu et al. 2024,
+    arXiv:2409.19606), which are adjacent in one array [T, n * D].
+    """
+
+    @property
+    def num_streams(self) -> int:
+        """n."""
+        ...
+
+    def module(self, name: str) -> Residual:
+        """How one block uses the stream, or with ``name`` "residual" the decoder: its parameters
+        have this name among those of the layer, or of the decoder.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PlainResidual:
+    """One stream, to which blocks add their outputs."""
+
+    num_streams: int = 1
+
+    def module(self, name: str) -> Residual:
+        """See ``ResidualSpec``; it has no parameters."""
+        del name
+        return import_module("jaxinfer.nn.residual").Plain()
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """The kind, epsilon and weight dtype of all norms of the residual stream."""
@@ -267,6 +300,7 @@ class DecoderSpec:
     norm_dtype: jnp.dtype | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
+    residual: ResidualSpec = PlainResidual()
 
     def for_context(self, length: int) -> DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
@@ -284,6 +318,11 @@ class DecoderSpec:
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
         return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
+
+    @property
+    def stream_width(self) -> int:
+        """Elements of a token in the residual stream."""
+        return self.residual.num_streams * self.hidden_size
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
