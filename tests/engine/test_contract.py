@@ -18,8 +18,10 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models.base import Model, Params
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
+from kit.stream_family import stream_model
 
 KINDS = {
     "all": ("window", "latent", "recurrent", "full", "window"),
@@ -28,6 +30,7 @@ KINDS = {
     # its pools are of keys and values, latents, and summaries of four tokens
     "compressed": ("compressed", "latent", "full", "compressed"),
     "compressed and recurrent": ("recurrent", "compressed", "full"),
+    "two streams": ("window", "recurrent", "full", "full"),
 }
 STATEFUL = ("all", "recurrent", "compressed and recurrent")
 MOST_SNAPSHOTS = 3
@@ -48,6 +51,11 @@ LIMITS = replace(
 )
 
 
+def model_of(name: str) -> tuple[Model, Params]:
+    """The model; one has two residual streams, and adapters beside its weights."""
+    return (stream_model if name == "two streams" else mixed_model)(*KINDS[name])
+
+
 @cache
 def expected(
     name: str,
@@ -55,12 +63,12 @@ def expected(
     max_tokens: int = 14,
 ) -> list[tuple[int, ...]]:
     """Greedy tokens of the dense form."""
-    return dense_greedy(*mixed_model(*KINDS[name]), prompts, max_tokens)
+    return dense_greedy(*model_of(name), prompts, max_tokens)
 
 
 @cache
 def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]:
-    model, _ = mixed_model(*KINDS[name])
+    model, _ = model_of(name)
     limits = replace(
         LIMITS,
         groups=model.state.groups,
@@ -81,7 +89,7 @@ def engine(
 ) -> Engine:
     """The scheduler has ``num_pages`` and ``num_snapshots``; steps are compiled for the most."""
     program, compiled = executables(name, platform)
-    _, params = mixed_model(*KINDS[name])
+    _, params = model_of(name)
     executor = Executor(program, compiled, params, *init_state(program))
     executor.warm_up()
     limits = replace(
@@ -147,14 +155,15 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
     assert cached > 0
 
 
-def test_several_copies_in_a_call() -> None:
+@pytest.mark.parametrize("name", ["all", "two streams"])
+def test_several_copies_in_a_call(name: str) -> None:
     """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
-    program, _ = executables("all", "gpu")
+    program, _ = executables(name, "gpu")
     assert program.rows_per_copy > len(PROMPTS)
-    served = engine("all", platform="gpu")
+    served = engine(name, platform="gpu")
     for cached in ([0, 0, 0], [36, 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)
-        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected("all")
+        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected(name)
         assert [output.num_cached_tokens for output in outputs] == cached
 
 
