@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.core.errors import ArgumentError
 from pallas_kernels.arrangements import rows_of
 from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import Quantised, is_matrix, quantised
@@ -45,11 +46,7 @@ class Weight(ABC):
 
     # what the kernels take that fuse other operations with the GEMM; None if it is several arrays
     matrix: Any = None
-
-    @property
-    @abstractmethod
-    def num_outputs(self) -> int:
-        """O."""
+    by_output: bool = False  # its dense form is [O, I], as it is an embedding
 
     @abstractmethod
     def matmul(
@@ -59,11 +56,16 @@ class Weight(ABC):
     ) -> jax.Array:  # [T, O], but see ``Matmul``
         """``x`` times the matrix, in the dtype of ``x``, accumulated in float32."""
 
-    @abstractmethod
+    @property
+    def num_outputs(self) -> int:
+        """O; known of embeddings, which are one tensor."""
+        raise NotImplementedError
+
     def take(self, ids: jax.Array) -> jax.Array:  # int32[T] -> [T, I]
-        """Rows of an embedding, of ids that are clamped to it; those of a quantised one are
+        """Rows of an embedding, of ids that are clamped to it. Those of a quantised one are
         float32.
         """
+        raise NotImplementedError
 
     def take_of(self, ids: jax.Array, axis: str | None) -> jax.Array:
         """``take`` on a mesh, where each device has a part of the rows: those that others have are
@@ -83,7 +85,7 @@ class Weight(ABC):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense(Weight):
-    """One array; with ``by_output`` it is stored [O, I]."""
+    """One array, stored as ``by_output`` says."""
 
     matrix: Any
     by_output: bool = field(default=False, metadata=STATIC)
@@ -120,7 +122,7 @@ class QuantisedWeight(Weight):
     """A quantised matrix, or a stack of them, which is always stored [O, I]."""
 
     matrix: Quantised
-    by_output: bool = field(default=False, metadata=STATIC)  # of its dense form
+    by_output: bool = field(default=False, metadata=STATIC)
 
     @property
     def num_outputs(self) -> int:
@@ -155,12 +157,6 @@ class Parts(Weight):
     """Weights with consecutive outputs, of several forms."""
 
     parts: tuple[Weight, ...]
-    by_output: bool = field(default=False, metadata=STATIC)
-
-    @property
-    def num_outputs(self) -> int:
-        """See ``Weight``."""
-        return sum(part.num_outputs for part in self.parts)
 
     def matmul(self, x: jax.Array, how: Matmul) -> jax.Array:
         """See ``Weight``; parts multiply one by one, and their result is not split."""
@@ -168,14 +164,10 @@ class Parts(Weight):
         y = jnp.concatenate([part.matmul(x, own) for part in self.parts], axis=-1)
         return _swiglu(y) if how.swiglu else y
 
-    def take(self, ids: jax.Array) -> jax.Array:
-        """See ``Weight``; a family has no embedding of several tensors."""
-        raise NotImplementedError
-
     def dense(self, dtype: jnp.dtype) -> jax.Array:
         """See ``Weight``."""
-        parts = [part.dense(dtype) for part in self.parts]
-        return jnp.concatenate(parts, axis=0 if self.by_output else 1)
+        axis = 0 if self.parts[0].by_output else 1
+        return jnp.concatenate([part.dense(dtype) for part in self.parts], axis=axis)
 
 
 @jax.tree_util.register_dataclass
@@ -186,7 +178,6 @@ class Adapted(Weight):
     base: Weight
     a: jax.Array  # [I, R]
     b: jax.Array  # [R, O]
-    by_output: bool = field(default=False, metadata=STATIC)
 
     @property
     def num_outputs(self) -> int:
@@ -209,7 +200,7 @@ class Adapted(Weight):
     def dense(self, dtype: jnp.dtype) -> jax.Array:
         """See ``Weight``."""
         addend = self.a @ self.b
-        return self.base.dense(dtype) + (addend.T if self.by_output else addend).astype(dtype)
+        return self.base.dense(dtype) + (addend.T if self.base.by_output else addend).astype(dtype)
 
 
 def stored(tree: Any, *, by_output: bool = False) -> Weight:
@@ -219,10 +210,9 @@ def stored(tree: Any, *, by_output: bool = False) -> Weight:
     if is_matrix(tree):
         return QuantisedWeight(quantised(tree), by_output)
     if "base" in tree:
-        return Adapted(stored(tree["base"], by_output=by_output), tree["a"], tree["b"], by_output)
-    # by number, which is not their sorted order
-    parts = (tree[f"part_{i}"] for i in range(len(tree)))
-    return Parts(tuple(stored(part, by_output=by_output) for part in parts), by_output)
+        return Adapted(stored(tree["base"], by_output=by_output), tree["a"], tree["b"])
+    names = [f"part_{i}" for i in range(len(tree))]  # by number, which is not their sorted order
+    return Parts(tuple([stored(tree[name], by_output=by_output) for name in names]))
 
 
 def tree_of_parts(parts: Sequence[Any]) -> Any:
@@ -246,10 +236,11 @@ def matrices(params: Any) -> list[Any]:
 def param(module: nn.Module, name: str) -> Any:
     """A module's parameter as it is stored. Modules declare no shapes: ``models`` does.
 
-    Raises ``KeyError`` if the params tree has no such parameter.
+    Raises ``ArgumentError`` if the params tree has no such parameter.
     """
     if not module.has_variable("params", name):
-        raise KeyError("/".join((*module.path, name)))
+        path = "/".join((*module.path, name))
+        raise ArgumentError(f"params have no {path}; give the whole tree of parameters")
     return module.get_variable("params", name)
 
 

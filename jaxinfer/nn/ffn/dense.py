@@ -16,7 +16,7 @@ from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
-from jaxinfer.nn.weight import Weight, param, weight
+from jaxinfer.nn.weight import param, weight
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import quantised_mlp
 
@@ -36,7 +36,9 @@ class FeedForward(nn.Module):
         bias = param(self, f"{name}_bias") if c.bias else None
         swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
-        if swiglu and not ctx.uses("mlp_post") and _is_quantised(w, down) and len(stream.x) > 1:
+        # for one token ``norm_gemm`` has a kernel
+        fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
+        if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
             stream, h = normalised(stream, norm, ctx)
             y = quantised_mlp(h, w.matrix, down.matrix, split=ctx.axis is None, pins=ctx.pins)
             return stream.x, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
@@ -50,8 +52,3 @@ class FeedForward(nn.Module):
         hidden = ctx.at("mlp_post", hidden)
         bias = param(self, "down_bias") if c.bias else None
         return stream.x, linear(hidden, down, ctx, bias=bias, partial=True).y
-
-
-def _is_quantised(*weights: Weight) -> bool:
-    """True if each is one quantised matrix."""
-    return all(isinstance(w.matrix, Quantised) for w in weights)
