@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
@@ -29,8 +29,6 @@ from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
     import flax.linen as nn
-
-    from jaxinfer.nn.residual import Residual
 
 
 class MixerSpec(Protocol):
@@ -228,9 +226,9 @@ class ResidualSpec(Protocol):
         """n."""
         ...
 
-    def module(self, name: str) -> Residual:
-        """How one block uses the stream, or with ``name`` "residual" the decoder: its parameters
-        have this name among those of the layer, or of the decoder.
+    def module(self, name: str) -> Any:
+        """How one block uses the stream, or with ``name`` "residual" the decoder; see
+        ``residual.Plain``. Parameters of a Flax module have this name in those of the layer.
         """
         ...
 
@@ -241,7 +239,7 @@ class PlainResidual:
 
     num_streams: int = 1
 
-    def module(self, name: str) -> Residual:
+    def module(self, name: str) -> Any:
         """See ``ResidualSpec``; it has no parameters."""
         del name
         return import_module("jaxinfer.nn.residual").Plain()

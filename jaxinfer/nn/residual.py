@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 
@@ -14,15 +13,16 @@ from jaxinfer.nn.linear import Stream
 type Add = Callable[[jax.Array, jax.Array], Stream]
 
 
-class Residual(Protocol):
-    """How blocks use a residual stream [T, n * D]: what ``ResidualSpec.module`` returns.
+class Plain:
+    """One stream. A block's output is not added before the next norm: see ``Stream``.
 
-    ``begin`` and ``end`` are called for the decoder, ``read`` for each block.
+    The module of another ``ResidualSpec`` has the same methods. ``begin`` and ``end`` are called
+    for the decoder, ``read`` for each block. In between the stream is [T, n * D].
     """
 
     def begin(self, x: jax.Array) -> Stream:  # [T, D]
         """The stream that embeddings begin."""
-        ...
+        return Stream(x)
 
     def read(
         self,
@@ -32,25 +32,9 @@ class Residual(Protocol):
         """The input [T, D] of a block, and how its output is added: that of all tokens, or ``only``
         of these.
         """
-        ...
-
-    def end(self, stream: Stream) -> Stream:
-        """The input [T, D] of the final norm."""
-        ...
-
-
-class Plain:
-    """One stream. A block's output is not added before the next norm: see ``Stream``."""
-
-    def begin(self, x: jax.Array) -> Stream:
-        """See ``Residual``."""
-        return Stream(x)
-
-    def read(self, stream: Stream, only: jax.Array | None) -> tuple[Stream, Add]:
-        """See ``Residual``."""
         del only  # the block returns its input with the output of the last block added
         return stream, Stream
 
     def end(self, stream: Stream) -> Stream:
-        """See ``Residual``."""
+        """The input [T, D] of the final norm."""
         return stream
