@@ -159,15 +159,15 @@ def first_layers(
     ctx: StepContext,
     state: State,
     count: int,
-) -> tuple[jax.Array, State]:  # and [T, D]: the residual stream
+) -> tuple[jax.Array, State]:  # and [T, n * D]: the residual stream
     """Run the first ``count`` layers; ``other_layers`` continues from their result.
 
     ``params`` need no other layers, and the arrays of other layers in ``state`` may be None.
     """
 
     def run(module: Any) -> tuple[jax.Array, State]:
-        stream = Stream(module.embedded(token_ids, ctx))
-        after, new = module.run_layers(stream, state, ctx, layers=range(count))
+        stream, layers = module.embedded(token_ids, ctx), range(count)
+        after, new = module.run_layers(stream, state, ctx, layers=layers)
         return after.total(), new
 
     return model.module_on(ctx.axis).apply({"params": params}, method=run)  # type: ignore[return-value]
@@ -176,7 +176,7 @@ def first_layers(
 def other_layers(
     model: Model,
     params: Params,
-    x: jax.Array,  # [T, D]
+    x: jax.Array,  # [T, n * D]
     ctx: StepContext,
     state: State,
     first: int,
@@ -206,14 +206,14 @@ def unembed(
 
 
 def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:
-    """The final norm of residual streams [..., D], for ``unembed``: a logit lens."""
+    """The final norm of residual streams [..., n * D], for ``unembed``: a logit lens."""
 
     def run(module: Any) -> jax.Array:
         flat = stream.reshape(-1, stream.shape[-1])
         return module.finished(Stream(flat), dense_context(len(flat)))  # type: ignore[no-any-return]
 
     hidden: Any = model.module.apply({"params": params}, method=run)
-    return hidden.reshape(stream.shape)  # type: ignore[no-any-return]
+    return hidden.reshape(*stream.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 def forward(

@@ -2,8 +2,8 @@
 
 A family declares its matrices as if they were not quantised. ``keep_quantised`` replaces the specs
 of those whose checkpoint tensors are quantised. Tensors of one form, such as q, k and v, become one
-matrix; with several forms the parameter is a dict of parts, each with consecutive outputs
-(``nn.linear`` multiplies part by part).
+matrix; with several forms the parameter is a dict of parts, each with consecutive outputs (see
+``nn.weight``).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, gates_first, join_outputs
 from jaxinfer.nn.placement import Axes, Axis, Fused
+from jaxinfer.nn.weight import is_quantised, tree_of_parts
 from pallas_kernels.arrangements import Arrangement, arrangement_of
-from pallas_kernels.quantised import Form, Quantised, is_matrix, joined, quantised
+from pallas_kernels.quantised import Form, Quantised, joined, quantised
 
 type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
 
@@ -97,9 +98,8 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
         for part, axis in zip(parts, axes, strict=True)
     ]
     build = partial(join_parts, arrangement=arrangement)
-    tree = arrays[0] if len(arrays) == 1 else {f"part_{i}": one for i, one in enumerate(arrays)}
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
-    return replace(spec, arrays=tree, sources=sources, build=build, finish=finish)
+    return replace(spec, arrays=tree_of_parts(arrays), sources=sources, build=build, finish=finish)
 
 
 def _check_rows(source: Source) -> None:
@@ -208,8 +208,7 @@ def join_parts(
         parts = (None if part is None else gates_first(part) for part in matrix.arrays)
         tensors = (Quantised(matrix.kind, *parts),)
     groups = [list(members) for _, members in groupby(tensors, _form_of)]
-    parts = [_joined(members, arrangement) for members in groups]
-    return parts[0] if len(parts) == 1 else {f"part_{i}": part for i, part in enumerate(parts)}
+    return tree_of_parts([_joined(members, arrangement) for members in groups])
 
 
 def _joined(members: Sequence[Any], arrangement: Arrangement | None) -> Any:
@@ -231,14 +230,16 @@ def arranged_on_device(tree: Any) -> Any:
     """A placed parameter, or a piece of a stack, whose quantised matrices are still by rows,
     arranged as they are named.
     """
-    if not isinstance(tree, Mapping):
-        return tree
-    if not is_matrix(tree):
-        return {name: arranged_on_device(part) for name, part in tree.items()}
-    w = quantised(tree)
+    return jax.tree.map(_arranged, tree, is_leaf=is_quantised)
+
+
+def _arranged(leaf: Any) -> Any:
+    if not is_quantised(leaf):
+        return leaf
+    w = quantised(leaf)
     arrangement = arrangement_of(w.kind)
     if arrangement is None or arrangement.on_device is None:
-        return tree
+        return leaf
     values = w.values.view(jnp.int8) if w.base == "int8" else w.values
     return arrangement.on_device(replace(w, kind=w.base, values=values)).tree()
 

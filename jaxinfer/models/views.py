@@ -16,7 +16,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     LatentAttentionConfig,
 )
-from jaxinfer.nn.linear import dense_weight
+from jaxinfer.nn.weight import stored
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,7 +223,7 @@ class WeightViews:
     @property
     def W_E(self) -> jax.Array:  # [V, D]
         """The embedding, before ``embed_scale``."""
-        return self._dense(self.params["embed"], rows=True)
+        return self._dense(self.params["embed"], by_output=True)
 
     @property
     def W_U(self) -> jax.Array:  # [D, V]
@@ -235,8 +235,8 @@ class WeightViews:
     def _view(self, name: str, of_layer: Callable[[int], jax.Array]) -> LayerView:
         return LayerView(name, len(self.model.config.layers), of_layer)
 
-    def _dense(self, weight: Any, *, rows: bool = False) -> jax.Array:
-        return dense_weight(weight, self.model.config.dtype, rows=rows)
+    def _dense(self, weight: Any, *, by_output: bool = False) -> jax.Array:
+        return stored(weight, by_output=by_output).dense(self.model.config.dtype)
 
     def _matrix(self, layer: int, name: str) -> jax.Array:  # [I, O]
         return self._dense(self.params[f"layers_{layer}"][name])

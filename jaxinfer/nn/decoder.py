@@ -2,7 +2,7 @@
 
 ``decoder_config`` has the options. Layers are unrolled, with one array per layer and weight. Fused
 weights need fewer arguments per call, and their GEMM reads each activation once. Weights are stored
-as [in, out], and GEMMs are ``x @ w``. Parameters:
+as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``models``:
 
     embed      [V, D]           layers_i/...    see ``nn.mixers`` and ``nn.ffn``
     positions  [positions, D]   layers_i/norms  [2, D] before or after mixer and feed-forward;
@@ -23,22 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, NormSpec
-from jaxinfer.nn.linear import (
-    Norm,
-    Stream,
-    head_logits,
-    normalised,
-    take_rows,
-    tied_logits,
-    weight,
-)
+from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, NormSpec, ResidualSpec
+from jaxinfer.nn.linear import Norm, Stream, normalised
 from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
+from jaxinfer.nn.weight import Matmul, param, take_rows, weight
 from pallas_kernels.pins import ALL_XLA, Pins
-
-_INIT = nn.initializers.normal(0.02)
 
 
 class DecoderLayer(nn.Module):
@@ -50,6 +41,7 @@ class DecoderLayer(nn.Module):
 
     spec: LayerSpec
     norm: NormSpec
+    residual: ResidualSpec
 
     @nn.compact
     def __call__(
@@ -60,25 +52,25 @@ class DecoderLayer(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[Stream, LayerArrays | None]:
         """One layer. With ``only`` (see ``Attention``) the result has only those tokens."""
-        norms = self._norms(stream.x.shape[1])
-        stream = _at("resid_pre", stream, ctx)
+        norms = self._norms()
         mixer, ffn = self.spec.mixer.module(), self.spec.ffn.module()
         nn.share_scope(self, mixer)
         nn.share_scope(self, ffn)
-        x, delta, state = mixer(stream, norms[0], state, ctx, only)
-        stream = _joined("attn_out", x, delta, norms[1], ctx)
+        stream = _at("resid_pre", stream, ctx)
+        own, add = self.residual.module("mixer_residual").read(stream, only)
+        x, delta, state = mixer(own, norms[0], state, ctx, only)
+        stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
         stream = _at("resid_mid", stream, ctx)
-        x, delta = ffn(stream, norms[2], ctx if only is None else ctx.of_tokens(only))
-        stream = _joined("mlp_out", x, delta, norms[3], ctx)
+        own, add = self.residual.module("ffn_residual").read(stream, None)
+        x, delta = ffn(own, norms[2], ctx if only is None else ctx.of_tokens(only))
+        stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
         return _at("resid_post", stream, ctx), state
 
-    def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
+    def _norms(self) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
-        own, placed = self.norm, self.spec.norms
+        own, placed, weights = self.norm, self.spec.norms, param(self, "norms")
         rows_each = 2 if own.kind == "layer" else 1
-        shape = ((4 if placed == "both" else 2) * rows_each, width)
-        weights = self.param("norms", _init_norms(own.kind), shape, own.dtype)
-        norms = [Norm(weights, row, own.eps, own.kind) for row in range(0, shape[0], rows_each)]
+        norms = [Norm(weights, row, own.eps, own.kind) for row in range(0, len(weights), rows_each)]
         if placed == "both":
             return norms[0], norms[1], norms[2], norms[3]
         if placed == "before":
@@ -125,18 +117,18 @@ def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
     return stream if new is total else Stream(new)
 
 
-def _joined(
+def _output(
     point: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext
-) -> Stream:
-    """The stream with a block's output, after the block's post norm if there is one."""
+) -> jax.Array:  # as ``delta``
+    """A block's output, after the block's post norm if there is one; ``x`` is its input."""
     if post is not None:
         _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
     if not ctx.uses(point):
-        return Stream(x, delta)
+        return delta
     delta = ctx.shifted(point, delta)
     total = Stream(jnp.zeros_like(x), delta).total()
     new = ctx.seen(point, total)
-    return Stream(x, delta if new is total else new)
+    return delta if new is total else new
 
 
 class Decoder(nn.Module):
@@ -151,21 +143,17 @@ class Decoder(nn.Module):
     dense: bool = False
 
     def setup(self) -> None:
-        """Declare the parameters that both methods need."""
+        """The modules of the layers, and the parameters outside them."""
         c = self.spec
-        self.embed = weight(self, "embed", (c.vocab_size, c.hidden_size), c.dtype)
+        self.embed = weight(self, "embed", by_output=True)
         if c.num_positions is not None:
-            shape = (c.num_positions, c.hidden_size)
-            self.positions = self.param("positions", _INIT, shape, c.dtype)
+            self.positions = param(self, "positions")
         apart: Any = SharedLayerWithPoints if self.dense else DecoderLayer
         self.layers = [
-            (apart if i in self.apart else SharedLayer)(layer, c.norms)
+            (apart if i in self.apart else SharedLayer)(layer, c.norms, c.residual)
             for i, layer in enumerate(c.layers)
         ]
-        shape = (2, c.hidden_size) if c.norm == "layer" else (c.hidden_size,)
-        self.final_norm = self.param("final_norm", _init_norms(c.norm), shape, c.norms.dtype)
-        if not c.tie_word_embeddings:
-            self.lm_head = weight(self, "lm_head", (c.hidden_size, c.vocab_size), c.dtype)
+        self.residual = c.residual.module("residual")
 
     def __call__(
         self,
@@ -175,19 +163,18 @@ class Decoder(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
         """Hidden states after the final norm, and the state with this step's tokens."""
-        stream = Stream(ctx.at("embed", self.embedded(token_ids, ctx)))
-        every = range(len(self.layers))
+        stream, every = self.embedded(token_ids, ctx), range(len(self.layers))
         stream, state = self.run_layers(stream, state, ctx, layers=every, only=only)
         return self.finished(stream, ctx), state
 
-    def embedded(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
-        """Embeddings of tokens int32[T] at the positions of the context."""
-        x = take_rows(self.embed, token_ids, ctx.axis).astype(self.spec.dtype)
+    def embedded(self, token_ids: jax.Array, ctx: StepContext) -> Stream:
+        """The stream that begins with tokens int32[T] at the positions of the context."""
+        x = self.embed.take_of(token_ids, ctx.axis).astype(self.spec.dtype)
         if self.spec.embed_scale is not None:
             x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
         if self.spec.num_positions is not None:
             x = x + take_rows(self.positions, ctx.positions)
-        return x
+        return self.residual.begin(ctx.at("embed", x))
 
     def run_layers(
         self,
@@ -220,8 +207,10 @@ class Decoder(nn.Module):
 
     def finished(self, stream: Stream, ctx: StepContext) -> jax.Array:  # [T, D]
         """The final norm of the stream."""
-        c, weights = self.spec, jnp.atleast_2d(self.final_norm)
-        _, hidden = normalised(stream, Norm(weights, 0, c.norm_eps, c.norm), ctx)
+        norm = Norm(
+            jnp.atleast_2d(param(self, "final_norm")), 0, self.spec.norm_eps, self.spec.norm
+        )
+        _, hidden = normalised(self.residual.end(stream), norm, ctx)
         return ctx.at("final_norm", hidden)
 
     def unembed(
@@ -231,20 +220,6 @@ class Decoder(nn.Module):
         axis: str | None = None,
     ) -> jax.Array:  # float32[..., V]
         """Logits of hidden states; ``axis`` is as in ``StepContext``."""
-        if self.spec.tie_word_embeddings:
-            logits = tied_logits(hidden, self.embed, pins)
-        else:
-            logits = head_logits(hidden, self.lm_head, pins)
+        head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
+        logits = head.matmul(hidden, Matmul(pins, wide=True))
         return logits if axis is None else jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
-
-
-def _init_norms(kind: str) -> Any:
-    """An initialiser: weights are 1; biases, every second row of layer norms, are 0."""
-    return nn.initializers.ones if kind == "rms" else _weights_and_biases
-
-
-def _weights_and_biases(
-    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype
-) -> jax.Array:  # [2 * norms, D]
-    del key
-    return jnp.zeros(shape, dtype).at[::2].set(1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
@@ -214,6 +214,37 @@ class ExpertsConfig:
         return import_module("jaxinfer.nn.ffn.experts").Experts(self)
 
 
+class ResidualSpec(Protocol):
+    """The residual stream of a decoder. Hashable.
+
+    It may be several streams of the decoder's width, as in hyper-connections (Zhu et al. 2024,
+    arXiv:2409.19606), which are adjacent in one array [T, n * D].
+    """
+
+    @property
+    def num_streams(self) -> int:
+        """n."""
+        ...
+
+    def module(self, name: str) -> Any:
+        """How one block uses the stream, or with ``name`` "residual" the decoder; see
+        ``residual.Plain``. Parameters of a Flax module have this name in those of the layer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PlainResidual:
+    """One stream, to which blocks add their outputs."""
+
+    num_streams: int = 1
+
+    def module(self, name: str) -> Any:
+        """See ``ResidualSpec``; it has no parameters."""
+        del name
+        return import_module("jaxinfer.nn.residual").Plain()
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """The kind, epsilon and weight dtype of all norms of the residual stream."""
@@ -267,6 +298,7 @@ class DecoderSpec:
     norm_dtype: jnp.dtype | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
+    residual: ResidualSpec = PlainResidual()
 
     def for_context(self, length: int) -> DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
@@ -284,6 +316,11 @@ class DecoderSpec:
     def norms(self) -> NormSpec:
         """The norms of the residual stream."""
         return NormSpec(self.norm, self.norm_eps, self.norm_dtype or self.dtype)
+
+    @property
+    def stream_width(self) -> int:
+        """Elements of a token in the residual stream."""
+        return self.residual.num_streams * self.hidden_size
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:

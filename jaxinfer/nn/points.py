@@ -2,7 +2,8 @@
 
 The points, and TransformerLens's names for them; ``i`` is a layer. Queries, keys and values are
 those that attention multiplies, after norms and rope; scores are scaled and masked. A mixture of
-experts has no points within its experts:
+experts has no points within its experts. With n residual streams, resid_pre, resid_mid and
+resid_post are [T, n * D]:
 
     embed                  [T, D]      hook_embed
     layers.i.resid_pre     [T, D]      blocks.i.hook_resid_pre      the stream before the layer
@@ -109,7 +110,7 @@ class Points:
             self._found[name] = value
         return value
 
-    def run_layer(self, number: int, layer: CutLayer) -> jax.Array:  # [T, D]
+    def run_layer(self, number: int, layer: CutLayer) -> jax.Array:  # [T, n * D]
         """The stream after a layer of the dense form whose points are in use.
 
         The layer is compiled, and an edit need not be: ``layer`` is called for the activation at

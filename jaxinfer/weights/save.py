@@ -15,7 +15,7 @@ from jaxinfer.core.staging import build_once
 from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ArraySpec, ParamSpec, tensors_of
-from jaxinfer.nn.linear import dense_weight
+from jaxinfer.nn.weight import stored
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.quantised.write import write_tensors
@@ -75,8 +75,8 @@ class ParamsCheckpoint:
             leaf = leaf[part]
         if not isinstance(spec.arrays, ArraySpec):  # made of one tensor that is not quantised
             return {name: np.asarray(array) for name, array in leaf.items()}
-        dtype = self._model.config.dtype
-        return np.asarray(dense_weight(leaf, dtype, rows=spec.matrix == "rows"))
+        found = stored(leaf, by_output=spec.matrix == "rows")
+        return np.asarray(found.dense(self._model.config.dtype))
 
 
 def _dtype_of(spec: ParamSpec, model: Model) -> np.dtype:

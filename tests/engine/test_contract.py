@@ -18,8 +18,10 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models.base import Model, Params
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import WINDOW, mixed_model
+from kit.stream_family import stream_model
 
 KINDS = {
     "all": ("window", "latent", "aligned", "full", "window"),
@@ -28,10 +30,11 @@ KINDS = {
     # its pools are of keys and values, latents, and summaries of four tokens
     "compressed": ("compressed", "latent", "full", "compressed"),
     "compressed and recurrent": ("recurrent", "compressed", "full"),
+    "two streams": ("window", "recurrent", "full", "full"),
 }
 # where the longest prompt, of 40 tokens, has its last border: a page of summaries covers 16 tokens,
 # and the state of "aligned" is saved every 8
-PROMPTS_END = dict.fromkeys(KINDS, 32) | {"paged": 36, "recurrent": 36}
+PROMPTS_END = dict.fromkeys(KINDS, 32) | {"paged": 36, "recurrent": 36, "two streams": 36}
 STATEFUL = ("all", "recurrent", "compressed and recurrent")
 MOST_SNAPSHOTS = 3
 GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True)
@@ -51,6 +54,11 @@ LIMITS = replace(
 )
 
 
+def model_of(name: str) -> tuple[Model, Params]:
+    """The model; one has two residual streams, and adapters beside its weights."""
+    return (stream_model if name == "two streams" else mixed_model)(*KINDS[name])
+
+
 @cache
 def expected(
     name: str,
@@ -58,12 +66,12 @@ def expected(
     max_tokens: int = 14,
 ) -> list[tuple[int, ...]]:
     """Greedy tokens of the dense form."""
-    return dense_greedy(*mixed_model(*KINDS[name]), prompts, max_tokens)
+    return dense_greedy(*model_of(name), prompts, max_tokens)
 
 
 @cache
 def executables(name: str, platform: str = "cpu") -> tuple[Program, Executables]:
-    model, _ = mixed_model(*KINDS[name])
+    model, _ = model_of(name)
     limits = replace(
         LIMITS,
         groups=model.state.groups,
@@ -85,7 +93,7 @@ def engine(
 ) -> Engine:
     """The scheduler has ``num_pages`` and ``num_snapshots``; steps are compiled for the most."""
     program, compiled = executables(name, platform)
-    _, params = mixed_model(*KINDS[name])
+    _, params = model_of(name)
     executor = Executor(program, compiled, params, *init_state(program))
     executor.warm_up()
     limits = replace(
@@ -168,12 +176,13 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
     assert cached > 0
 
 
-def test_a_split_step_reads_and_saves_rows() -> None:
+@pytest.mark.parametrize("name", ["all", "two streams"])
+def test_a_split_step_reads_and_saves_rows(name: str) -> None:
     """As on a GPU, where a prompt's step is two executables."""
-    served = engine("all", platform="gpu")
-    for cached in ([0, 0, 0], [32, 32, 0]):
+    served = engine(name, platform="gpu")
+    for cached in ([0, 0, 0], [PROMPTS_END[name], 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)
-        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected("all")
+        assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected(name)
         assert [output.num_cached_tokens for output in outputs] == cached
 
 

@@ -23,8 +23,8 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.models.params import by_path, nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.linear import dense_weight
 from jaxinfer.nn.placement import default_placement
+from jaxinfer.nn.weight import stored
 from jaxinfer.weights.load import stream_params
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.quantised.convert import convert_folder
@@ -149,6 +149,6 @@ def test_matrices_of_every_layout(family: str, form: Form) -> None:
     assert by_path(made).keys() == model.arrays.keys() != floats.arrays.keys()
     for spec in specs:
         old, new = (reduce(getitem, spec.path.split("/"), tree) for tree in (params, made))
-        found = dense_weight(new, jnp.float32, rows=spec.matrix == "rows")
+        found = stored(new, by_output=spec.matrix == "rows").dense(jnp.dtype(jnp.float32))
         error = jnp.linalg.norm((found - old).ravel()) / jnp.linalg.norm(old.ravel())
         assert error < 0.13, spec.path

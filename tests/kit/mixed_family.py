@@ -19,7 +19,7 @@ from jaxinfer.models.base import Model, ModelFamily, Params
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
 from jaxinfer.nn.context import Pages, Rows, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, normalised, take_rows
+from jaxinfer.nn.linear import Norm, Stream, linear, normalised
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import (
@@ -30,11 +30,11 @@ from jaxinfer.nn.state import (
     read_states,
     stored_states,
 )
+from jaxinfer.nn.weight import param, take_rows, weight
 from kit.checkpoints import Tensors, built_arrays
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
 S, BLOCK = 6, 4
-_INIT = nn.initializers.normal(0.02)
 _DECAY = 0.7
 
 
@@ -65,8 +65,7 @@ class Latent(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
-        w = self.param("latent", _INIT, (D, 2 * C), jnp.float32)
-        stream, both = linear_of_norm(stream, norm, w, ctx)
+        both, stream, _ = linear(stream, weight(self, "latent"), ctx, norm=norm)
         query, latent = jnp.split(both, 2, axis=1)
         if state is None:
             context = jnp.broadcast_to(latent, (len(latent), *latent.shape))  # [T, T, C]
@@ -77,7 +76,7 @@ class Latent(nn.Module):
         seen = jnp.arange(context.shape[1])[None] <= ctx.positions[:, None]
         scores = jnp.where(seen, jnp.einsum("TC,TSC->TS", query, context), -jnp.inf)
         mixed = jnp.einsum("TS,TSC->TC", jax.nn.softmax(scores), context)
-        out = linear(mixed, self.param("o", _INIT, (C, D), jnp.float32), ctx)
+        out = linear(mixed, weight(self, "o"), ctx).y
         if only is None:
             return stream.x, out, state
         return stream.take(only), take_rows(out, only), state
@@ -126,11 +125,9 @@ class Compressed(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
-        w = self.param("latent", _INIT, (D, 2 * C), jnp.float32)
-        stream, both = linear_of_norm(stream, norm, w, ctx)
+        both, stream, _ = linear(stream, weight(self, "latent"), ctx, norm=norm)
         query, latent = jnp.split(both, 2, axis=1)
-        into = self.param("into", _INIT, (C, S), jnp.float32)
-        back = self.param("back", _INIT, (S, C), jnp.float32)
+        into, back = param(self, "into"), param(self, "back")
         if state is None:
             count, at = len(latent), ctx.positions
             blocks = latent[: count // BLOCK * BLOCK].reshape(-1, BLOCK, C)
@@ -158,7 +155,7 @@ class Compressed(nn.Module):
         context = jnp.concatenate((near, far @ back), axis=1)
         scores = jnp.where(seen, jnp.einsum("TC,TSC->TS", query, context), -jnp.inf)
         mixed = jnp.einsum("TS,TSC->TC", jax.nn.softmax(scores), context)
-        out = linear(mixed, self.param("o", _INIT, (C, D), jnp.float32), ctx)
+        out = linear(mixed, weight(self, "o"), ctx).y
         if only is None:
             return stream.x, out, state
         return stream.take(only), take_rows(out, only), state
@@ -194,8 +191,7 @@ class Recurrent(nn.Module):
         ctx: StepContext,
         only: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
-        w = self.param("into", _INIT, (D, D), jnp.float32)
-        stream, added = linear_of_norm(stream, norm, w, ctx)
+        added, stream, _ = linear(stream, weight(self, "into"), ctx, norm=norm)
         if state is None or ctx.rows is None:
             of_token, real = jnp.zeros(len(added), jnp.int32), jnp.ones(len(added), bool)
             sums = jnp.zeros((1, D))
@@ -214,7 +210,7 @@ class Recurrent(nn.Module):
             return sums.at[row].set(now), now
 
         sums, each = jax.lax.scan(token, sums, (of_token, real, added))
-        out = linear(jnp.tanh(each), self.param("o", _INIT, (D, D), jnp.float32), ctx)
+        out = linear(jnp.tanh(each), weight(self, "o"), ctx).y
         if state is not None:
             assert ctx.rows is not None
             saved, saves = None, ctx.rows.saves
@@ -239,19 +235,14 @@ class Experts(nn.Module):
     @nn.compact
     def __call__(self, stream: Stream, norm: Norm, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         stream, h = normalised(stream, norm, ctx)
-        scores = jax.nn.softmax(linear(h, self.param("router", _INIT, (D, E), jnp.float32), ctx))
-        weights = self.param("experts", _experts)
+        scores = jax.nn.softmax(linear(h, weight(self, "router"), ctx).y)
+        weights = param(self, "experts")
         best = jnp.argmax(scores, axis=1)
         matrix = (
             weights["values"][best].astype(jnp.float32) * weights["scales"][best][:, None, None]
         )
         out = jnp.einsum("TD,TDF->TF", h, matrix) * jnp.max(scores, axis=1)[:, None]
         return stream.x, out
-
-
-def _experts(key: jax.Array) -> dict[str, jax.Array]:
-    del key
-    return {"values": jnp.zeros((E, D, D), jnp.int8), "scales": jnp.ones(E)}
 
 
 def mixed_decoder(*kinds: str) -> DecoderSpec:

@@ -36,12 +36,16 @@ NORM = Norm(jnp.ones((1, D)), 0, 1e-5)
 
 
 def params_of(config: ExpertsConfig) -> Any:
-    def init(key: jax.Array) -> Any:
-        return config.module().init(key, Stream(jnp.asarray(X)), NORM, dense_context(T))
-
-    shapes = jax.eval_shape(init, jax.random.key(0))["params"]
+    e, f = config.count, config.width
+    shapes: dict[str, Any] = {"router": (e, D), "gate_up": (e, 2 * f, D), "down": (e, D, f)}
+    shapes |= {"gate_up_bias": (e, 2 * f), "down_bias": (e, D), "router_bias": (e,)}
+    shapes |= {"choice_bias": (e,), "shared": {"gate_up": (D, 40), "down": (20, D)}}
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32) / 2, shapes)
+    return jax.tree.map(
+        lambda shape: rng.standard_normal(shape).astype(np.float32) / 2,
+        shapes,
+        is_leaf=lambda shape: isinstance(shape, tuple),
+    )
 
 
 def applied(config: ExpertsConfig, params: Any, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
@@ -73,7 +77,6 @@ def expected(p: Any) -> np.ndarray:
 
 def test_the_formula() -> None:
     params = params_of(CONFIG)
-    assert params["choice_bias"].shape == (6,) and params["shared"]["down"].shape == (20, D)
     x, out = applied(CONFIG, params, dense_context(T))
     np.testing.assert_array_equal(x, X)
     np.testing.assert_allclose(out, expected(params), rtol=1e-4, atol=1e-5)

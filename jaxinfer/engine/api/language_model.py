@@ -163,7 +163,8 @@ class LanguageModel(WeightViews):
         With ``final_norm`` they are residual streams, such as ``layers.3.resid_post``, which are
         normalised first: a logit lens. Raises ``ArgumentError`` for another width.
         """
-        shape, width = getattr(hidden, "shape", ()), self.config.hidden_size
+        width = self.config.stream_width if final_norm else self.config.hidden_size
+        shape = getattr(hidden, "shape", ())
         if not shape or shape[-1] != width:
             raise ArgumentError(
                 f"logits takes hidden states [..., {width}], and got an array {list(shape)}"

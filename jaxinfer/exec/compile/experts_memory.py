@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.nn.decoder_config import ExpertsConfig
+from jaxinfer.nn.weight import stored
 from pallas_kernels.experts.api import OP, ExpertsArgs
 from pallas_kernels.experts.launch import MOST_ROWS
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.experts.xla import rows_of_tile
-from pallas_kernels.quantised import quantised
 from pallas_kernels.registry import select
 
 
@@ -47,16 +47,12 @@ def _chosen(
 ) -> str:
     """The name of the implementation for these tokens."""
     of, pairs = jax.ShapeDtypeStruct, (x.shape[0], ffn.routing.chosen)
-    gate_up, down = (
-        quantised(stack) if isinstance(stack, Mapping) else stack
-        for stack in (own["gate_up"], own["down"])
-    )
     args: dict[str, Any] = {
         "x": x,
         "choices": of(pairs, jnp.int32),
         "weights": of(pairs, jnp.float32),
-        "gate_up": gate_up,
-        "down": down,
+        "gate_up": stored(own["gate_up"]).matrix,
+        "down": stored(own["down"]).matrix,
         "gate_up_bias": own.get("gate_up_bias"),
         "down_bias": own.get("down_bias"),
     }

@@ -27,7 +27,8 @@ from jaxinfer.exec.step.extras import BLOCK
 from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
-from pallas_kernels.quantised import is_matrix, quantised
+from jaxinfer.nn.weight import matrices
+from pallas_kernels.quantised import Quantised
 
 MB = 1_000_000
 # Live arrays float32[rows, V] while tokens are drawn, and float32[block, V] while prompts are
@@ -330,9 +331,12 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
 
 
 def _layer_width(model: Model) -> int:
-    """Elements per token of the inputs and outputs of all matrices of the widest layer."""
+    """Elements per token of the inputs and outputs of all matrices of the widest layer, and of
+    further residual streams before and after it.
+    """
     layers = (layer for layer in abstract_params(model).values() if isinstance(layer, dict))
-    return max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
+    widest = max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
+    return widest + 2 * (model.config.stream_width - model.config.hidden_size)
 
 
 def _largest_quantised(model: Model) -> int:
@@ -348,17 +352,12 @@ class _Matrix(NamedTuple):
 
 
 def _matrices(params: Mapping[str, Any]) -> Iterator[_Matrix]:
-    if is_matrix(params):
-        w = quantised(params)
-        yield _Matrix(w.num_outputs, w.num_inputs, quantised=True)
-        return
-    for leaf in params.values():
-        if isinstance(leaf, Mapping):
-            yield from _matrices(leaf)
-        elif leaf.ndim == 3:  # experts, one of which is dequantised at a time
-            yield _Matrix(*leaf.shape[1:], quantised=False)
-        elif leaf.ndim == 2:
-            yield _Matrix(*leaf.shape, quantised=False)
+    """All matrices; of experts, one of which is dequantised at a time, one of a stack."""
+    for w in matrices(params):
+        if isinstance(w, Quantised):
+            yield _Matrix(w.num_outputs, w.num_inputs, quantised=True)
+        elif w.ndim in (2, 3):
+            yield _Matrix(*w.shape[-2:], quantised=False)
 
 
 def _in_forms(weights: Mapping[str, int]) -> str:

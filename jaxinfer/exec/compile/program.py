@@ -228,7 +228,7 @@ class Program:
         if part.layers.stop < len(config.layers):
             return self._trace_shares(function.first_part, arguments, keeps_slots=True)
         if part.layers.start:
-            stream = jax.ShapeDtypeStruct((bucket.num_tokens, config.hidden_size), config.dtype)
+            stream = jax.ShapeDtypeStruct((bucket.num_tokens, config.stream_width), config.dtype)
             arguments = (*arguments, stream)
         return self._trace_shares(function.last_part, arguments)
 

@@ -106,7 +106,8 @@ class StepFunction:
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
     ) -> tuple[Arrays, jax.Array]:
-        """The first layers of a split step: their state, and the residual stream after them [T, D].
+        """The first layers of a split step: their state, and the residual stream after them
+        [T, n * D].
 
         The stream is one array, so that two arrays of one size are never in use at a time
         (``batch.copy_batch``).
@@ -126,7 +127,7 @@ class StepFunction:
         arrays: Arrays,  # of the part
         slots: SlotState,
         flat: jax.Array,  # int32[...]: see ``BatchLayout``
-        x: jax.Array | None = None,  # [T, D]
+        x: jax.Array | None = None,  # [T, n * D]
     ) -> tuple[Arrays, SlotState, StepOutput]:
         """The other layers and the draws of a split step; without ``x``, the whole step.
 

@@ -94,21 +94,21 @@ def points_named(
 
 def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The points of a step by name, with the shape of a token's activation."""
-    width = (spec.hidden_size,)
+    width, stream = (spec.hidden_size,), (spec.stream_width,)
     yield "embed", width
     for i, layer in enumerate(spec.layers):
         mixer, ffn = layer.mixer, layer.ffn
-        yield f"layers.{i}.resid_pre", width
+        yield f"layers.{i}.resid_pre", stream
         if isinstance(mixer, AttentionConfig):
             yield f"layers.{i}.z", (mixer.num_heads, mixer.head_dim)
         elif isinstance(mixer, LatentAttentionConfig):
             yield f"layers.{i}.z", (mixer.num_heads, mixer.value_dim)
         yield f"layers.{i}.attn_out", width
-        yield f"layers.{i}.resid_mid", width
+        yield f"layers.{i}.resid_mid", stream
         if isinstance(ffn, FeedForwardConfig):
             yield f"layers.{i}.mlp_post", (ffn.width,)
         yield f"layers.{i}.mlp_out", width
-        yield f"layers.{i}.resid_post", width
+        yield f"layers.{i}.resid_post", stream
     yield "final_norm", width
 
 

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, swiglu_mlp, weight
-
-_ZEROS = nn.initializers.zeros
+from jaxinfer.nn.linear import Norm, Stream, linear, normalised
+from jaxinfer.nn.weight import param, weight
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_mlp.api import quantised_mlp
 
 
 class FeedForward(nn.Module):
@@ -30,17 +31,18 @@ class FeedForward(nn.Module):
         self, stream: Stream, norm: Norm, ctx: StepContext
     ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
         """The stream with its delta added, and the network's output."""
-        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
-        name, columns = ("gate_up", 2 * c.width) if c.gated else ("up", c.width)
-        w = weight(self, name, (d, columns), dtype)
-        bias = self.param(f"{name}_bias", _ZEROS, (columns,), dtype) if c.bias else None
+        c, name = self.config, "gate_up" if self.config.gated else "up"
+        w, down = weight(self, name), weight(self, "down")
+        bias = param(self, f"{name}_bias") if c.bias else None
         swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
-        down = weight(self, "down", (c.width, d), dtype)
-        if swiglu and not ctx.uses("mlp_post"):
-            stream, y = swiglu_mlp(stream, norm, w, down, ctx)
-            return stream.x, y
-        stream, hidden = linear_of_norm(stream, norm, w, ctx, bias=bias, swiglu=swiglu)
+        # for one token ``norm_gemm`` has a kernel
+        fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
+        if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
+            stream, h = normalised(stream, norm, ctx)
+            y = quantised_mlp(h, w.matrix, down.matrix, split=ctx.axis is None, pins=ctx.pins)
+            return stream.x, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
+        hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, swiglu=swiglu)
         activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)
@@ -48,5 +50,5 @@ class FeedForward(nn.Module):
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
-        bias = self.param("down_bias", _ZEROS, (d,), dtype) if c.bias else None
-        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True)
+        bias = param(self, "down_bias") if c.bias else None
+        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True).y

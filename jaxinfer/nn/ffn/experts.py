@@ -10,8 +10,6 @@ Owns: ``Experts``. Parameters:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,13 +17,11 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
-from jaxinfer.nn.linear import Norm, Stream, added, normalised, weight
+from jaxinfer.nn.linear import Norm, Stream, added, normalised
+from jaxinfer.nn.weight import param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
-from pallas_kernels.experts.stack import Stack
-from pallas_kernels.quantised import quantised
 from pallas_kernels.route.api import RouteArgs, route
 
-_INIT, _ZEROS = nn.initializers.normal(0.02), nn.initializers.zeros
 _SEED_VALUES = 8  # of a token, from which ``_shifted`` draws
 _GOLDEN = 0x9E3779B1  # 2 ** 32 / the golden ratio: Fibonacci hashing (Knuth 1973)
 
@@ -40,21 +36,21 @@ class Experts(nn.Module):
         self, stream: Stream, norm: Norm, ctx: StepContext
     ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
         """The stream with its delta added, and the experts' weighted sum."""
-        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
+        c = self.config
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
-        own = c.count // _devices(ctx)
         if ctx.axis is not None:  # numbers of this device's experts; others are outside
+            own = c.count // jax.lax.axis_size(ctx.axis)
             choices = choices - own * jax.lax.axis_index(ctx.axis)
         args = ExpertsArgs(
             x=h,
             choices=choices,
             weights=weights,
-            gate_up=self._stack("gate_up", (own, 2 * c.width, d), dtype),
-            down=self._stack("down", (own, d, c.width), dtype),
-            gate_up_bias=self._bias("gate_up_bias", (own, 2 * c.width), dtype),
-            down_bias=self._bias("down_bias", (own, d), dtype),
+            gate_up=weight(self, "gate_up").matrix,
+            down=weight(self, "down").matrix,
+            gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
+            down_bias=param(self, "down_bias") if c.bias else None,
             activation=c.activation,
             split=ctx.axis is None,
         )
@@ -72,18 +68,13 @@ class Experts(nn.Module):
 
         Padding chooses -1, which is no expert.
         """
-        c, dtype = self.config, h.dtype
-        router = self.param("router", _INIT, (c.count, h.shape[1]), dtype)
-        choice_bias = None
-        if c.choice_bias:
-            choice_bias = self.param("choice_bias", _ZEROS, (c.count,), jnp.float32)
-        bias = self.param("router_bias", _ZEROS, (c.count,), dtype) if c.router_bias else None
+        c = self.config
         is_token = None if ctx.rows is None else ctx.rows.is_token
         args = RouteArgs(
             x=h,
-            w=router,
-            bias=bias,
-            choice_bias=choice_bias,
+            w=param(self, "router"),
+            bias=param(self, "router_bias") if c.router_bias else None,
+            choice_bias=param(self, "choice_bias") if c.choice_bias else None,
             is_token=is_token,
             routing=c.routing,
         )
@@ -97,17 +88,6 @@ class Experts(nn.Module):
             case _:
                 return choices, weights
         return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
-
-    def _stack(self, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> Stack:
-        stack = weight(self, name, shape, dtype)
-        return quantised(stack) if isinstance(stack, Mapping) else stack
-
-    def _bias(self, name: str, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array | None:
-        return self.param(name, _ZEROS, shape, dtype) if self.config.bias else None
-
-
-def _devices(ctx: StepContext) -> int:
-    return 1 if ctx.axis is None else jax.lax.axis_size(ctx.axis)
 
 
 def _shifted(

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, weight
+from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.weight import param, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
-
-_ZEROS = nn.initializers.zeros
 
 
 class QKNorm(NamedTuple):
@@ -56,21 +55,12 @@ class Attention(nn.Module):
         With ``only``, stream and output have only these tokens: the last of each row, in the last
         layer, whose other outputs are not used. The keys and values of all tokens are appended.
         """
-        c, d = self.config, stream.x.shape[1]
-        dtype = stream.x.dtype
-        heads = c.num_heads + 2 * c.num_kv_heads
-        w = weight(self, "qkv", (d, heads * c.head_dim), dtype)
-        shape = (heads * c.head_dim,)
-        bias = self.param("qkv_bias", _ZEROS, shape, dtype) if c.qkv_bias else None
-        stream, qkv = linear_of_norm(stream, norm, w, ctx, bias=bias)
-        norms = None
-        if c.qk_norm is not None:
-            each = c.qk_norm == "head"
-            shape = (2, c.head_dim) if each else ((heads - c.num_kv_heads) * c.head_dim,)
-            norms = self.param("qk_norms", nn.initializers.ones, shape, norm.weights.dtype)
-            if not each:
-                qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
-        sinks = self.param("sinks", _ZEROS, (c.num_heads,), dtype) if c.sinks else None
+        c, heads = self.config, self.config.num_heads + 2 * self.config.num_kv_heads
+        bias = param(self, "qkv_bias") if c.qkv_bias else None
+        qkv, stream, _ = linear(stream, weight(self, "qkv"), ctx, norm=norm, bias=bias)
+        norms = param(self, "qk_norms") if c.qk_norm == "head" else None
+        if c.qk_norm == "all_heads":
+            qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
         out, state = attend(
             qkv.reshape(-1, heads, c.head_dim),
             state,
@@ -79,14 +69,14 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
-            sinks=sinks,
+            sinks=param(self, "sinks") if c.sinks else None,
             only=only,
         )
         out = ctx.at("z", out)
         x = stream.x if only is None else stream.take(only)
-        w = weight(self, "o", (c.num_heads * c.head_dim, d), dtype)
-        bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.o_bias else None
-        return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
+        bias = param(self, "o_bias") if c.o_bias else None
+        out = out.reshape(len(out), -1)
+        return x, linear(out, weight(self, "o"), ctx, bias=bias, partial=True).y, state
 
 
 def _norm_all_heads(

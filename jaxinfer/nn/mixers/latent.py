@@ -21,14 +21,13 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import LatentAttentionConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, linear_of_norm, product, weight
+from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.weight import param, weight
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
 from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
 from pallas_kernels.numerics import rms_norm, rotate
-
-_INIT, _ONES, _ZEROS = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
 
 
 class _Tokens(NamedTuple):
@@ -63,42 +62,31 @@ class LatentAttention(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
         """See ``mixers.attention.Attention``."""
-        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
+        c = self.config
         stream, tokens = self._projected(stream, norm, ctx)
-
-        def expansion(key: jax.Array) -> dict[str, jax.Array]:
-            shapes = {"k": c.num_heads * c.nope_dim, "v": c.num_heads * c.value_dim}
-            return {name: _INIT(key, (rows, c.rank), dtype) for name, rows in shapes.items()}
-
-        kv_b = _Expansion(**self.param("kv_b", expansion))
+        kv_b = _Expansion(**param(self, "kv_b"))
         out, state = _attend(tokens, kv_b, state, ctx, c, only)
         out = ctx.at("z", out)
         x = stream.x if only is None else stream.take(only)
-        w = weight(self, "o", (c.num_heads * c.value_dim, d), dtype)
-        bias = self.param("o_bias", _ZEROS, (d,), dtype) if c.bias else None
-        return x, linear(out.reshape(len(out), -1), w, ctx, bias=bias, partial=True), state
+        bias = param(self, "o_bias") if c.bias else None
+        out = out.reshape(len(out), -1)
+        return x, linear(out, weight(self, "o"), ctx, bias=bias, partial=True).y, state
 
     def _projected(self, stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, _Tokens]:
         """The stream with its delta added, and the queries and entries of its tokens."""
-        c, d, dtype = self.config, stream.x.shape[1], stream.x.dtype
-        all_heads = c.num_heads * c.head_dim
-        width = all_heads if c.query_rank is None else c.query_rank
-        w = weight(self, "q_kv_a", (d, width + c.entry_dim), dtype)
-        stream, both = linear_of_norm(stream, norm, w, ctx)
+        c, all_heads = self.config, self.config.num_heads * self.config.head_dim
+        both, stream, _ = linear(stream, weight(self, "q_kv_a"), ctx, norm=norm)
         if c.bias:
-            bias = self.param("q_kv_a_bias", _ZEROS, (c.bias_dim,), dtype)
-            both = both + jnp.pad(bias, (both.shape[1] - c.bias_dim, 0))
+            both = both + jnp.pad(param(self, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
         width = both.shape[1] - c.entry_dim
         q, kv = both[:, :width], both[:, width:]
         if c.query_rank is None and ctx.axis is not None:  # the heads of this device
             start = jax.lax.axis_index(ctx.axis) * all_heads
             q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
         if c.query_rank is not None:
-            weights = self.param("q_norm", _ONES, (width,), norm.weights.dtype)
-            w = weight(self, "q_b", (width, all_heads), dtype)
-            q = product(rms_norm(q, weights, c.norm_eps), w, ctx)
-        weights = self.param("kv_norm", _ONES, (c.rank,), norm.weights.dtype)
-        latents = rms_norm(kv[:, : c.rank], weights, c.norm_eps)
+            q = rms_norm(q, param(self, "q_norm"), c.norm_eps)
+            q = linear(q, weight(self, "q_b"), ctx).y
+        latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps)
         angles = ctx.angles[0]
         k_rope = _rotated(kv[:, None, c.rank :], angles, interleaved=c.interleaved)[:, 0]
         q = q.reshape(len(q), c.num_heads, c.head_dim)
