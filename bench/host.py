@@ -40,7 +40,7 @@ from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.routes.app import create_app
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import (
     SIM_PROGRAM,

@@ -30,8 +30,11 @@ LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the fo
     "jaxinfer.server": (
         {""},
         {"metrics", "http"},
+        {"api"},
         {"openai"},
         {"anthropic", "ollama", "responses"},
+        {"service"},
+        {"document"},
         {"routes"},
     ),
 }

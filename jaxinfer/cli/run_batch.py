@@ -135,7 +135,7 @@ async def _batch(
     from jaxinfer.server.http.log import EventLog, configure_logging
     from jaxinfer.server.routes.app import create_app
     from jaxinfer.server.routes.batch import run_batch as answer_lines
-    from jaxinfer.server.routes.service import Service
+    from jaxinfer.server.service.service import Service
 
     # SIGTERM ends the run like Ctrl-C, so that no partial file stays
     loop = asyncio.get_running_loop()

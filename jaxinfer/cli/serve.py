@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.link.client import Link
     from jaxinfer.engine.link.spawn import Spawned
     from jaxinfer.server.http.run import Served
-    from jaxinfer.server.routes.service import Service
+    from jaxinfer.server.service.service import Service
 
     type Start = Callable[[EngineConfig], Link]
 
@@ -207,7 +207,7 @@ def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start)
     from jaxinfer.server.http.log import EventLog, configure_logging
     from jaxinfer.server.http.run import run
     from jaxinfer.server.routes.app import create_app
-    from jaxinfer.server.routes.service import Service
+    from jaxinfer.server.service.service import Service
 
     configure_logging(sys.stderr, log_settings(server_config))
     log = EventLog(

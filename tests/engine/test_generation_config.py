@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.facts import ModelFacts, facts_of_configs
-from jaxinfer.server.openai.fields import limit_max_tokens
+from jaxinfer.server.api.fields import limit_max_tokens
 
 
 def facts(

@@ -27,7 +27,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.http.run import FLUSH_SECONDS
-from jaxinfer.server.routes.traces import CLOSE_SECONDS
+from jaxinfer.server.service.traces import CLOSE_SECONDS
 from kit.sample_metrics import busy_metrics, samples_of
 
 ROOT = Path(__file__).parents[2]

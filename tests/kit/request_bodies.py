@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.beam_search import MAX_BEAM_WIDTH
+from jaxinfer.server.api.beams import WITHOUT
+from jaxinfer.server.api.parse import parse
+from jaxinfer.server.api.structured import GUIDED
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.beams import WITHOUT
-from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest, GenerateRequest
-from jaxinfer.server.openai.structured import GUIDED
 
 PROMPT = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}

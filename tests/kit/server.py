@@ -26,8 +26,8 @@ from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import Server, bound_sockets, uvicorn_config
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.routes.app import create_app
-from jaxinfer.server.routes.rendering import Renderer
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.rendering import Renderer
+from jaxinfer.server.service.service import Service
 from jaxinfer.text.render_process import RenderRequest, rendered
 
 SECONDS = 30.0  # after which a test stops waiting

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.server.openai.fields import UNSUPPORTED
+from jaxinfer.server.api.fields import UNSUPPORTED
 from jaxinfer.server.openai.schema import CHAT_UNSUPPORTED
 from kit.api_calls import (
     CHAT,

@@ -14,11 +14,11 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.points import Point
 from jaxinfer.engine import points
 from jaxinfer.engine.points import SteeringVectors
+from jaxinfer.server.api import parse
+from jaxinfer.server.api.parse import MAX_CONTAINERS
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai import parse
-from jaxinfer.server.openai.parse import MAX_CONTAINERS
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest
-from jaxinfer.server.routes.limits import LOGPROB_BYTES, TOKEN_BYTES
+from jaxinfer.server.service.limits import LOGPROB_BYTES, TOKEN_BYTES
 from kit.engines import tiny_engine
 from kit.raw_http import RawClient, post
 from kit.server import Serving, serving

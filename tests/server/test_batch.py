@@ -15,7 +15,7 @@ from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.routes.app import create_app
 from jaxinfer.server.routes.batch import BatchCounts, run_batch
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from kit.engines import tiny_engine
 from kit.server import LocalRenderer, serving
 

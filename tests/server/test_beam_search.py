@@ -9,7 +9,7 @@ import pytest
 from jaxinfer import LLM, BeamSearchParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.server.openai.beams import WITHOUT
+from jaxinfer.server.api.beams import WITHOUT
 from kit.engines import tiny_engine
 from kit.server import Serving
 

@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxinfer.server.responses.tools import chat_tools
-from jaxinfer.server.routes.endpoint import WARNING
+from jaxinfer.server.service.endpoint import WARNING
 from kit.agent_bodies import (
     CHATS,
     CLAUDE_HEADERS,

@@ -28,7 +28,7 @@ from jaxinfer.server.openai import schema
 from jaxinfer.server.openai.responses import CompletionChunk, CompletionChunkChoice, encode
 from jaxinfer.server.openai.writer import Envelope
 from jaxinfer.server.routes.app import ExactPaths, create_app
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import sim_facts, sim_limits
 from kit.tokenizers import real_spec

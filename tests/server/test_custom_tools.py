@@ -10,9 +10,9 @@ import pytest
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.server.api.custom_tools import as_functions, enforceable, input_of
+from jaxinfer.server.api.tools import tool_choice
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.custom_tools import as_functions, enforceable, input_of
-from jaxinfer.server.openai.tools import tool_choice
 from jaxinfer.server.responses.tools import chat_tools
 from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd
 from jaxinfer.text.answers.formats import FORMATS, answer_format

@@ -19,9 +19,9 @@ from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import AbortRequest, Command, Submission
 from jaxinfer.engine.outputs import Delta, joined
-from jaxinfer.server.openai.answer import ChoiceUpdate
+from jaxinfer.server.api.answer import ChoiceUpdate
 from jaxinfer.server.openai.writer import merged_updates
-from jaxinfer.server.routes.endpoint import Call
+from jaxinfer.server.service.endpoint import Call
 from kit.raw_http import SECONDS, RawClient, get, post
 from kit.server import Serving, serving
 from kit.server_process import wait_until

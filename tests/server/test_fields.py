@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.server.api.fields import to_sampling
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import to_sampling
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest
 from kit.request_bodies import CHAT, KINDS, PROMPT, minimal, read, refusal
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams
-from jaxinfer.server.openai.tools import AnswerReading, ToolChoice
+from jaxinfer.server.api.tools import AnswerReading, ToolChoice
 from jaxinfer.text.answers.formats import answer_format
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.api_calls import CHATS, ask, events

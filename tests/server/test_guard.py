@@ -19,7 +19,7 @@ from jaxinfer.server.http.guard import BodyLimits, guarded
 from jaxinfer.server.http.keys import api_keys
 from jaxinfer.server.http.log import LOGGER, EventLog
 from jaxinfer.server.routes.app import ROUTES, create_app
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 
 
 class Echo:

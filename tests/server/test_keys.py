@@ -15,7 +15,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.server.http import keys as module
 from jaxinfer.server.http.keys import api_keys, read_key_file
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from kit.engines import tiny_engine
 from kit.server import Serving, serving
 from kit.server_process import SIM_SERVE, server_process, sim_arguments, wait_until

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.server.routes import generation
-from jaxinfer.server.routes.endpoint import json_response
+from jaxinfer.server.service.endpoint import json_response
 from kit.raw_http import RawClient, Reply, get, post
 from kit.server import Serving, serving
 from kit.server_process import wait_until

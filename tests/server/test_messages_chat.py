@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.server.anthropic.schema import MessagesRequest
-from jaxinfer.server.openai.parse import parse
+from jaxinfer.server.api.parse import parse
 
 
 def chat_of(messages: list[Any], **fields: Any) -> Any:

@@ -10,12 +10,12 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from jaxinfer.server.api.parse import parse
+from jaxinfer.server.document.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS, description_of
+from jaxinfer.server.document.openapi import ERRORS, openapi_document
 from jaxinfer.server.http.errors import ERROR_TYPES, ApiError
 from jaxinfer.server.openai import responses
-from jaxinfer.server.openai.parse import parse
 from jaxinfer.server.routes.app import ROUTES
-from jaxinfer.server.routes.descriptions import REQUEST_FIELDS, RESPONSE_FIELDS, description_of
-from jaxinfer.server.routes.openapi import ERRORS, openapi_document
 from kit.request_bodies import fit_beams, least_body, may_contradict, without_field
 
 VOCABULARY = 100

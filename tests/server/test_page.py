@@ -17,7 +17,7 @@ from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.routes.app import create_app
 from jaxinfer.server.routes.page import page_files
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from kit.api_calls import error_of
 from kit.scripted import scripted_engine
 from kit.server import Serving, serving

@@ -14,7 +14,7 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.service import Service
 from kit.raw_http import RawClient, Reply
 from kit.server import Serving, serving
 from kit.watched_executor import watched_engine

@@ -16,8 +16,8 @@ from jaxinfer.core.errors import ContextLengthError, RequestError, TokenizerErro
 from jaxinfer.engine.link.spawn import Spawned, spawn
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.routes import rendering
-from jaxinfer.server.routes.rendering import Renderer
+from jaxinfer.server.service import rendering
+from jaxinfer.server.service.rendering import Renderer
 from jaxinfer.text.render_process import RenderRequest
 from kit.hostile_templates import LARGE, MANY_LARGE, MANY_SLOW, SLOW
 from kit.raw_http import RawClient, Reply, get, post

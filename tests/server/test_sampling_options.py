@@ -24,8 +24,8 @@ from jaxinfer.core.sampling_checks import (
 )
 from jaxinfer.exec.step.sampling import any_extras
 from jaxinfer.exec.step.slots import init_slots, needs_admission, settings_of
-from jaxinfer.server.openai.beams import WITHOUT
-from jaxinfer.server.openai.fields import GenerationFields, to_sampling
+from jaxinfer.server.api.beams import WITHOUT
+from jaxinfer.server.api.fields import GenerationFields, to_sampling
 from jaxinfer.server.openai.schema import CompletionRequest
 
 DEFAULTS = SamplingParams()
@@ -59,12 +59,12 @@ def other_value(name: str) -> float:
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - OTHERWISE))
 def test_an_option_is_a_field_of_requests(name: str) -> None:
     assert name in GenerationFields.__struct_fields__, (
-        f"{name} is no field of requests; add it to GenerationFields of server/openai/fields.py, "
+        f"{name} is no field of requests; add it to GenerationFields of server/api/fields.py, "
         "or to OTHERWISE here"
     )
     assert (name in WITHOUT) != (name in FOLLOWED), (
         f"nothing says what a beam search does with {name}; add it to WITHOUT of "
-        "server/openai/beams.py with its neutral values, or to FOLLOWED here if it has no effect"
+        "server/api/beams.py with its neutral values, or to FOLLOWED here if it has no effect"
     )
     page = Path(__file__).parents[2] / "jaxinfer" / "server" / "ui" / "fields.js"
     fields = set(re.findall(r'(?:number|text|json|choice)\(\s*"(\w+)"', page.read_text()))
@@ -78,9 +78,7 @@ def test_an_option_is_a_field_of_requests(name: str) -> None:
 def test_an_option_of_a_request_reaches_the_engine(name: str) -> None:
     value = other_value(name)
     found = getattr(to_sampling(CompletionRequest(prompt="a", **{name: value}), DEFAULTS), name)
-    assert found == value, (
-        f"{name} of a request is lost; add it to _SAME of server/openai/fields.py"
-    )
+    assert found == value, f"{name} of a request is lost; add it to _SAME of server/api/fields.py"
 
 
 @pytest.mark.parametrize("name", sorted(set(NUMBERS) - {"logprobs"}))

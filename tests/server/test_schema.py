@@ -7,7 +7,7 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from jaxinfer.server.openai.parse import MAX_LOCATED_CHARACTERS, parse
+from jaxinfer.server.api.parse import MAX_LOCATED_CHARACTERS, parse
 from jaxinfer.server.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,

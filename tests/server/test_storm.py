@@ -28,7 +28,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.server.openai.fields import UNSUPPORTED
+from jaxinfer.server.api.fields import UNSUPPORTED
 from jaxinfer.server.openai.schema import CompletionRequest
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.default_limits import default_limits

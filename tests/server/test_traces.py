@@ -24,11 +24,11 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.server.api.answer import Caller
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.metrics.registry import SequenceProgress
-from jaxinfer.server.openai.answer import Caller
-from jaxinfer.server.routes.service import Service
-from jaxinfer.server.routes.traces import Traces, otlp_exporter
+from jaxinfer.server.service.service import Service
+from jaxinfer.server.service.traces import Traces, otlp_exporter
 from kit.engines import tiny_engine
 from kit.server import Serving, serving
 from kit.server_process import wait_until
@@ -246,7 +246,7 @@ def test_grpc_and_a_failed_request() -> None:
 
 
 def test_times_are_those_of_the_slowest_sequence() -> None:
-    from jaxinfer.server.routes.traces import _phases
+    from jaxinfer.server.service.traces import _phases
 
     times = (SequenceTimes(1, 2, 4, 5), SequenceTimes(1, 1.5, 2, 9))
     ended = [SequenceProgress(finish_reason=FinishReason.STOP, times=one) for one in times]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from jaxinfer.core.errors import ConfigError, TokenizerError
-from jaxinfer.server.openai.tools import hidden_pattern
+from jaxinfer.server.api.tools import hidden_pattern
 from jaxinfer.text.answers.formats import FORMATS, answer_format
 from jaxinfer.text.answers.parser import AnswerParser, Part
 from jaxinfer.text.answers.template import read_template

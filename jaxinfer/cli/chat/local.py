@@ -126,7 +126,7 @@ async def _serve(
     from jaxinfer.core.log import LogSettings
     from jaxinfer.server.http.log import EventLog, configure_logging
     from jaxinfer.server.routes.app import create_app
-    from jaxinfer.server.routes.service import Service
+    from jaxinfer.server.service.service import Service
 
     configure_logging(sys.stderr, LogSettings(level="error"))
     service = Service(server_config, EventLog())

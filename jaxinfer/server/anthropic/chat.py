@@ -19,10 +19,10 @@ from jaxinfer.server.anthropic.inputs import (
     ToolUseInput,
     UserInput,
 )
+from jaxinfer.server.api.fields import RequestedTokens, field_error
+from jaxinfer.server.api.tools import check_function
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import RequestedTokens, field_error
 from jaxinfer.server.openai.schema import ChatCompletionRequest
-from jaxinfer.server.openai.tools import check_function
 
 # The block that Claude Code puts before its system prompt. It has a number that differs from
 # request to request, with which no prefix would ever be found in the cache.

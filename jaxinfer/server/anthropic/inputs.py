@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.sampling_checks import INT32_MAX
-from jaxinfer.server.openai.fields import KIND_TEXT, RequestPart, one_of
+from jaxinfer.server.api.fields import KIND_TEXT, RequestPart, one_of
 
 NO_EFFECT = Meta(description="Accepted, without an effect.")
 

@@ -26,7 +26,7 @@ from jaxinfer.server.anthropic.inputs import (
     ToolChoiceInput,
     ToolInput,
 )
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     MAX_STOP_STRINGS,
     AnyRequest,
     CacheSalt,
@@ -37,7 +37,7 @@ from jaxinfer.server.openai.fields import (
     bounds,
     field_error,
 )
-from jaxinfer.server.openai.tools import MAX_TOOLS
+from jaxinfer.server.api.tools import MAX_TOOLS
 
 UNSUPPORTED: Neutral = MappingProxyType(
     {

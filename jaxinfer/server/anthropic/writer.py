@@ -35,10 +35,10 @@ from jaxinfer.server.anthropic.answers import (
     ToolUseBlock,
 )
 from jaxinfer.server.anthropic.chat import MessagesChat
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
+from jaxinfer.server.api.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
-from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import encode
 from jaxinfer.server.openai.writer import (
     ResponseContext,

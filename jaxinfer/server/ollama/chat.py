@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxinfer.server.api.fields import GenerationFields, RequestedTokens, field_error
+from jaxinfer.server.api.tools import ID_CHARACTERS
 from jaxinfer.server.ollama.inputs import CallInput, MessageInput
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.openai.schema import ChatCompletionRequest
-from jaxinfer.server.openai.tools import ID_CHARACTERS
 
 JSON = "json"  # the format of any JSON object
 FORMAT_FIELD = "format"

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.sampling_checks import INT32_MAX
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     MAX_STOP_STRINGS,
     Neutral,
     RequestPart,

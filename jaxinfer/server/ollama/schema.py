@@ -10,6 +10,15 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from jaxinfer.core.sampling_checks import INT32_MAX
+from jaxinfer.server.api.fields import (
+    JSON_OR_EMPTY_TEXT,
+    AnyRequest,
+    Neutral,
+    RequestPart,
+    bounds,
+    field_error,
+    one_of,
+)
 from jaxinfer.server.ollama.chat import (
     OllamaChat,
     OllamaText,
@@ -19,15 +28,6 @@ from jaxinfer.server.ollama.chat import (
     thinking_fields,
 )
 from jaxinfer.server.ollama.inputs import MessageInput, Options
-from jaxinfer.server.openai.fields import (
-    JSON_OR_EMPTY_TEXT,
-    AnyRequest,
-    Neutral,
-    RequestPart,
-    bounds,
-    field_error,
-    one_of,
-)
 from jaxinfer.server.openai.pooling import EmbeddingRequest
 from jaxinfer.server.openai.schema import MAX_PROMPTS, Tools
 

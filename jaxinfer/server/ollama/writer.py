@@ -12,6 +12,8 @@ from msgspec import UNSET
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
+from jaxinfer.server.api.choice_parts import ChoiceParts, NumberedCall
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import LINES
 from jaxinfer.server.ollama.answers import (
@@ -24,8 +26,6 @@ from jaxinfer.server.ollama.answers import (
     timestamp,
 )
 from jaxinfer.server.ollama.chat import OllamaChat, OllamaText
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
-from jaxinfer.server.openai.choice_parts import ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import encode
 from jaxinfer.server.openai.writer import (
     ResponseContext,

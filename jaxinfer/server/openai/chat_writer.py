@@ -11,8 +11,8 @@ from msgspec import UNSET, UnsetType
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
-from jaxinfer.server.openai.choice_parts import ChoicePart, ChoiceParts, NumberedCall
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
+from jaxinfer.server.api.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import (
     CalledCustom,
     CalledFunction,

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from jaxinfer.core.pooling import PoolingParams
 from jaxinfer.core.sampling_checks import INT32_MAX
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     AnyRequest,
     CacheSalt,
     Neutral,

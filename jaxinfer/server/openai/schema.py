@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from jaxinfer.core.sampling_checks import INT32_MAX, WHOLE_BOUNDS
 from jaxinfer.engine.link.wire import MODES, Mode
-from jaxinfer.server.openai.beams import BeamFields
-from jaxinfer.server.openai.custom_tools import (
+from jaxinfer.server.api.beams import BeamFields
+from jaxinfer.server.api.custom_tools import (
     as_function_choice,
     as_functions,
     without_format,
 )
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     IGNORED,
     NO_BEAMS,
     UNSUPPORTED,
@@ -35,7 +35,7 @@ from jaxinfer.server.openai.fields import (
     bounds,
     field_error,
 )
-from jaxinfer.server.openai.tools import ToolChoice, tool_choice
+from jaxinfer.server.api.tools import ToolChoice, tool_choice
 from jaxinfer.text.messages import join_parts
 
 MAX_PROMPTS = 2048  # of one request, as many as OpenAI allows

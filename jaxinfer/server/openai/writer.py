@@ -14,10 +14,11 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
 from jaxinfer.engine.points import tapped
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
+from jaxinfer.server.api.fields import GenerationFields
+from jaxinfer.server.api.tools import AnswerReading
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import DONE, EVENTS, frame
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
-from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.responses import (
     ChatChunk,
     ChatChunkChoice,
@@ -33,7 +34,6 @@ from jaxinfer.server.openai.responses import (
     Usage,
     encode,
 )
-from jaxinfer.server.openai.tools import AnswerReading
 from jaxinfer.text.tokenizer import Tokenizer
 
 

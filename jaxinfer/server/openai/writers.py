@@ -14,8 +14,8 @@ from msgspec.structs import asdict, replace
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
 from jaxinfer.server.openai.responses import (
     Completion,
     CompletionChoice,

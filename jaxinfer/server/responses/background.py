@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from jaxinfer.server.api.answer import Answer
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.responses.store import Turn
 from jaxinfer.server.responses.writer import ResponseWriter
 

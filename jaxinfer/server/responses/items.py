@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.server.openai.fields import field_error
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.responses.tools import HOSTED_ITEMS, joined_name
 from jaxinfer.text.answers.call_parts import complete_arguments
 from jaxinfer.text.messages import arguments_object, custom_arguments

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.server.openai.fields import field_error
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.responses.items import Item
 from jaxinfer.server.responses.objects import InputItemList, Status
 

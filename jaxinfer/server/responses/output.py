@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from jaxinfer.server.openai.choice_parts import NumberedCall
+from jaxinfer.server.api.choice_parts import NumberedCall
 from jaxinfer.server.openai.responses import TokenLogprob
 from jaxinfer.server.responses import objects
 from jaxinfer.server.responses.objects import (

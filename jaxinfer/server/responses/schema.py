@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxinfer.core.sampling_checks import INT32_MAX
-from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     NO_BEAMS,
     UNSUPPORTED,
     GenerationFields,
@@ -22,8 +21,9 @@ from jaxinfer.server.openai.fields import (
     field_error,
     one_of,
 )
+from jaxinfer.server.api.structured import GUIDED, JsonSchemaFormat, ResponseFormat
+from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.schema import ChatCompletionRequest, Tools
-from jaxinfer.server.openai.structured import GUIDED, JsonSchemaFormat, ResponseFormat
 from jaxinfer.server.responses.items import (
     Item,
     check_outputs,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from jaxinfer.server.openai.custom_tools import check_formats
-from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.openai.tools import check_function
+from jaxinfer.server.api.custom_tools import check_formats
+from jaxinfer.server.api.fields import field_error
+from jaxinfer.server.api.tools import check_function
 
 # kinds of tools that OpenAI's servers run, or that only its models know how to call
 HOSTED = (

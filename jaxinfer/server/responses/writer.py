@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta, PositionLogprobs
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.answer import Answer, ChoiceUpdate
+from jaxinfer.server.api.choice_parts import ChoiceParts, NumberedCall
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import frame
-from jaxinfer.server.openai.answer import Answer, ChoiceUpdate
-from jaxinfer.server.openai.choice_parts import ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import TokenLogprob, encode
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.openai.writer import ResponseContext, Writer, chat_logprobs, merged_updates

@@ -7,15 +7,15 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError, RequestError
 from jaxinfer.engine.link.wire import EngineState, Mode
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.http.guard import Keys, wrong_key
-from jaxinfer.server.openai.fields import field_error
 from jaxinfer.server.openai.schema import (
     ChangeRequest,
     SteeringRequest,
     UpdateWeightsRequest,
     change_mode,
 )
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
+from jaxinfer.server.service.endpoint import Call, Route, json_response
 
 
 async def pause(call: Call) -> ASGIApp:

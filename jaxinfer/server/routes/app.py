@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxinfer.server.document.openapi import openapi_document
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import OPEN_PATHS, guarded
 from jaxinfer.server.routes import (
@@ -25,10 +26,9 @@ from jaxinfer.server.routes import (
     status,
     tokens,
 )
-from jaxinfer.server.routes.endpoint import Call, Endpoint, Route, json_response
-from jaxinfer.server.routes.openapi import openapi_document
 from jaxinfer.server.routes.page import PAGE_PATHS, page_files, page_handler
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.endpoint import Call, Endpoint, Route, json_response
+from jaxinfer.server.service.service import Service
 
 
 async def openapi(call: Call) -> ASGIApp:

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Send
 
-from jaxinfer.server.routes.endpoint import MEDIA_TYPE
+from jaxinfer.server.service.endpoint import MEDIA_TYPE
 
 
 async def call_app(app: ASGIApp, method: str, path: str, body: bytes, send: Send) -> None:

@@ -12,15 +12,16 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.answer import Answer
-from jaxinfer.server.openai.chat_writer import ChatWriter
-from jaxinfer.server.openai.custom_tools import enforceable
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.answer import Answer
+from jaxinfer.server.api.custom_tools import enforceable
+from jaxinfer.server.api.fields import (
     GenerationFields,
     field_error,
     limit_max_tokens,
     to_sampling,
 )
+from jaxinfer.server.api.tools import AnswerReading, check_names, num_calls
+from jaxinfer.server.openai.chat_writer import ChatWriter
 from jaxinfer.server.openai.responses import (
     ChatChunk,
     ChatCompletion,
@@ -35,13 +36,12 @@ from jaxinfer.server.openai.schema import (
     GenerateRequest,
     TokensRequest,
 )
-from jaxinfer.server.openai.tools import AnswerReading, check_names, num_calls
 from jaxinfer.server.openai.writer import ResponseContext, Writer
 from jaxinfer.server.openai.writers import CompletionWriter, GenerateWriter, TokensWriter
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
-from jaxinfer.server.routes.limits import bounded_answers
-from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt, chosen_template
+from jaxinfer.server.service.endpoint import Call, Route, json_response
+from jaxinfer.server.service.limits import bounded_answers
+from jaxinfer.server.service.service import Service, run_off_loop
 
 # of an answer that is written in the event loop: with 20 logprobs each about 5 ms
 INLINE_TOKENS = 256

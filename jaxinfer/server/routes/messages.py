@@ -7,9 +7,9 @@ from starlette.types import ASGIApp
 from jaxinfer.server.anthropic.answers import EVENTS, AnswerMessage, TokenCount
 from jaxinfer.server.anthropic.schema import CountTokensRequest, MessagesRequest
 from jaxinfer.server.anthropic.writer import MessagesWriter
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.generation import answer_chat
 from jaxinfer.server.routes.tokens import chat_prompt
+from jaxinfer.server.service.endpoint import Call, Route, json_response
 
 
 async def messages(call: Call) -> ASGIApp:

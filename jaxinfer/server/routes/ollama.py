@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from jaxinfer.core.version import VERSION
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.http.errors import OLLAMA_PATH, is_below
 from jaxinfer.server.ollama.answers import (
     API_VERSION,
@@ -44,12 +45,11 @@ from jaxinfer.server.ollama.schema import (
     OllamaShowRequest,
 )
 from jaxinfer.server.ollama.writer import OllamaChatWriter, OllamaGenerateWriter
-from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
 from jaxinfer.server.routes.generation import answer_chat, answer_prompts
-from jaxinfer.server.routes.names import LATEST
 from jaxinfer.server.routes.pooling import INLINE_NUMBERS, vectors
-from jaxinfer.server.routes.service import Service, run_off_loop
+from jaxinfer.server.service.endpoint import Call, Route, json_response
+from jaxinfer.server.service.names import LATEST
+from jaxinfer.server.service.service import Service, run_off_loop
 
 NEVER = "9999-01-01T00:00:00Z"  # when the model is unloaded; a year that all time zones have
 _ONE_MODEL = "a server has the one model that it was started with; start another with"

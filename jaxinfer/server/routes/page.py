@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.routes.endpoint import Call, Handler
+from jaxinfer.server.service.endpoint import Call, Handler
 
 INDEX = "index.html"
 PAGE_PATHS = ("/", "/ui/{name}")

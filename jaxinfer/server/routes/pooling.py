@@ -25,8 +25,8 @@ from jaxinfer.engine.scoring import (
     score_sampling,
     score_template,
 )
+from jaxinfer.server.api.answer import Answer
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.answer import Answer
 from jaxinfer.server.openai.pooling import (
     EmbeddingData,
     EmbeddingList,
@@ -45,9 +45,9 @@ from jaxinfer.server.openai.pooling import (
 )
 from jaxinfer.server.openai.responses import Usage
 from jaxinfer.server.openai.writer import prompt_details
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
-from jaxinfer.server.routes.limits import check_prompts, too_large
-from jaxinfer.server.routes.service import INLINE_CHARACTERS, Service, run_off_loop
+from jaxinfer.server.service.endpoint import Call, Route, json_response
+from jaxinfer.server.service.limits import check_prompts, too_large
+from jaxinfer.server.service.service import INLINE_CHARACTERS, Service, run_off_loop
 
 INLINE_NUMBERS = 4096  # of vectors that are written in the event loop: about 1 ms
 FLOAT_BYTES, BASE64_BYTES = 21, 6  # of a number in the JSON of a vector

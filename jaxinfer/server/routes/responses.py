@@ -15,10 +15,10 @@ from starlette.types import ASGIApp
 from jaxinfer.core.errors import ContextLengthError
 from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.fields import field_error
+from jaxinfer.server.api.parse import MAX_DIGITS
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import EventStream, frame
-from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.openai.parse import MAX_DIGITS
 from jaxinfer.server.openai.schema import ChatCompletionRequest
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.listing import MAX_LISTED, page, with_ids
@@ -32,10 +32,10 @@ from jaxinfer.server.responses.objects import (
 from jaxinfer.server.responses.schema import ResponsesRequest, renamed
 from jaxinfer.server.responses.store import StoredResponse, Turn
 from jaxinfer.server.responses.writer import ResponseWriter
-from jaxinfer.server.routes.endpoint import MEDIA_TYPE, Call, Route, json_response
 from jaxinfer.server.routes.generation import chat_reading, open_answer
-from jaxinfer.server.routes.service import Service, run_off_loop
 from jaxinfer.server.routes.tokens import chat_prompt
+from jaxinfer.server.service.endpoint import MEDIA_TYPE, Call, Route, json_response
+from jaxinfer.server.service.service import Service, run_off_loop
 from jaxinfer.text.chat_forms import GUIDANCE
 
 

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp
 from jaxinfer.core.version import VERSION
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.responses import ModelCard, ModelList, Version
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
-from jaxinfer.server.routes.service import Service
+from jaxinfer.server.service.endpoint import Call, Route, json_response
+from jaxinfer.server.service.service import Service
 
 
 async def health(call: Call) -> ASGIApp:

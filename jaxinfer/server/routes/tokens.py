@@ -10,12 +10,12 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.engine.prompts import Prompt
-from jaxinfer.server.openai.fields import field_error
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest
-from jaxinfer.server.routes.endpoint import Call, Route, json_response
-from jaxinfer.server.routes.limits import too_large
-from jaxinfer.server.routes.service import Service, run_off_loop
+from jaxinfer.server.service.endpoint import Call, Route, json_response
+from jaxinfer.server.service.limits import too_large
+from jaxinfer.server.service.service import Service, run_off_loop
 
 
 def chosen_template(service: Service, request: ChatFields) -> str | None:

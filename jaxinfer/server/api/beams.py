@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from jaxinfer.core.beam_search import LENGTH_PENALTY_BOUNDS, MAX_BEAM_WIDTH, BeamSearchParams
-from jaxinfer.server.openai.fields import NEVER_TEXT, GenerationFields, field_error
+from jaxinfer.server.api.fields import NEVER_TEXT, GenerationFields, field_error
 
 # Fields that a search cannot follow, with the values that change nothing. Those that only choose
 # among the tokens of a draw (temperature, top_p, seed, ...) have no effect, as in vLLM.

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard, cast
 
 from jaxinfer.core.structured import MAX_REGEX_BYTES
-from jaxinfer.server.openai.fields import field_error
-from jaxinfer.server.openai.tools import ToolChoice
+from jaxinfer.server.api.fields import field_error
+from jaxinfer.server.api.tools import ToolChoice
 from jaxinfer.text.answers.formats import CallText
 from jaxinfer.text.grammar.lark_regex import NotRegular, lark_as_regex
 from jaxinfer.text.messages import CUSTOM_INPUT

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
+from jaxinfer.server.api.answer import Answer
 from jaxinfer.server.metrics.registry import SequenceProgress
-from jaxinfer.server.openai.answer import Answer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

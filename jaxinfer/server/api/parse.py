@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import (
+from jaxinfer.server.api.fields import (
     AnyRequest,
     RequestPart,
     StreamOptions,
     field_error,
     pattern_text,
 )
+from jaxinfer.server.http.errors import ApiError
 
 # of a body that is not JSON, in which the invalid field is looked for: 60 ms
 MAX_LOCATED_CHARACTERS = 1 << 17

@@ -15,8 +15,8 @@ from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.points import tap_bytes
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest
 
 # in the JSON of an answer: 5 of text and of ids, and 59 to 68 in each route

@@ -11,12 +11,12 @@ from typing import Any, cast
 import msgspec
 
 from jaxinfer.core.version import VERSION
+from jaxinfer.server.document.descriptions import description_of
+from jaxinfer.server.document.request_schemas import complete, object_schema, token_id
 from jaxinfer.server.http.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
 from jaxinfer.server.http.guard import OPEN_PATHS
 from jaxinfer.server.http.sse import LINES
-from jaxinfer.server.routes.descriptions import description_of
-from jaxinfer.server.routes.endpoint import Route
-from jaxinfer.server.routes.request_schemas import complete, object_schema, token_id
+from jaxinfer.server.service.endpoint import Route
 
 ERRORS: Mapping[int, str] = MappingProxyType(
     {

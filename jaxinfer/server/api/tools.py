@@ -13,7 +13,7 @@ import regex
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.structured import StructuredOutputsParams, Thinking
-from jaxinfer.server.openai.fields import field_error
+from jaxinfer.server.api.fields import field_error
 from jaxinfer.text.answers.formats import AnswerFormat
 from jaxinfer.text.answers.parser import AnswerParser
 from jaxinfer.text.answers.structure import as_element, calls_or, calls_tag, form_of_tag, strict_tag

@@ -28,8 +28,7 @@ from jaxinfer.core.sampling_checks import (
     REAL_BOUNDS,
     WHOLE_BOUNDS,
 )
-from jaxinfer.server.http.errors import ApiError
-from jaxinfer.server.openai.structured import (
+from jaxinfer.server.api.structured import (
     GUIDED,
     Choices,
     Form,
@@ -39,6 +38,7 @@ from jaxinfer.server.openai.structured import (
     form_of,
     form_with,
 )
+from jaxinfer.server.http.errors import ApiError
 
 # In Python $ also matches before a final newline, in JSON Schema it does not: hence the lookahead.
 TOKEN_ID_TEXT = "^[0-9]{1,10}$(?![^0-9])"

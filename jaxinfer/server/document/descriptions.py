@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from jaxinfer.core.sampling_checks import MAX_STOP_CHARACTERS
-from jaxinfer.server.openai.fields import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS
+from jaxinfer.server.api.fields import DEFAULT_MAX_TOKENS, MAX_STOP_STRINGS
 from jaxinfer.server.openai.schema import MAX_PROMPTS
 
 REQUEST_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -290,6 +290,6 @@ def description_of(struct: str, field: str, *, is_request: bool) -> str:
         name = "REQUEST_FIELDS" if is_request else "RESPONSE_FIELDS"
         raise LookupError(
             f"the field {field!r} of {struct} has no description; add one to {name} in "
-            "server/routes/descriptions.py"
+            "server/document/descriptions.py"
         )
     return found

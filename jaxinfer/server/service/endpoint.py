@@ -23,15 +23,15 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.structured import FIELD
 from jaxinfer.engine.facts import check_task
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
+from jaxinfer.server.api.answer import Answer, Caller, ChoiceUpdate
+from jaxinfer.server.api.fields import AnyRequest, GenerationFields, field_error
+from jaxinfer.server.api.parse import parse
+from jaxinfer.server.api.structured import with_field
 from jaxinfer.server.http.errors import ApiError, error_body
 from jaxinfer.server.http.guard import request_bytes
 from jaxinfer.server.http.sse import EventStream, on_disconnect
-from jaxinfer.server.openai.answer import Answer, Caller, ChoiceUpdate
-from jaxinfer.server.openai.fields import AnyRequest, GenerationFields, field_error
-from jaxinfer.server.openai.parse import parse
-from jaxinfer.server.openai.structured import with_field
 from jaxinfer.server.openai.writer import Writer, merged_updates
-from jaxinfer.server.routes.service import Service, run_off_loop
+from jaxinfer.server.service.service import Service, run_off_loop
 
 CLIENT_GONE = 499  # nginx's status for a request whose client disconnected; only metrics see it
 MEDIA_TYPE = "application/json"

@@ -24,23 +24,23 @@ from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.server.api.answer import UNKNOWN, Answer, Caller
+from jaxinfer.server.api.fields import GenerationFields
+from jaxinfer.server.api.tools import hidden_pattern
 from jaxinfer.server.http.errors import ApiError, api_error, queue_full
 from jaxinfer.server.http.keys import api_keys
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.run import FLUSH_SECONDS
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.metrics.tally import Rejection
-from jaxinfer.server.openai.answer import UNKNOWN, Answer, Caller
-from jaxinfer.server.openai.fields import GenerationFields
 from jaxinfer.server.openai.pooling import PoolingFields
-from jaxinfer.server.openai.tools import hidden_pattern
 from jaxinfer.server.responses.background import BackgroundRun
 from jaxinfer.server.responses.store import ResponseStore
-from jaxinfer.server.routes.limits import check_prompts, check_taps, deadline
-from jaxinfer.server.routes.names import check_name
-from jaxinfer.server.routes.rendering import Renderer
-from jaxinfer.server.routes.streams import open_stream
-from jaxinfer.server.routes.traces import Traces, otlp_exporter
+from jaxinfer.server.service.limits import check_prompts, check_taps, deadline
+from jaxinfer.server.service.names import check_name
+from jaxinfer.server.service.rendering import Renderer
+from jaxinfer.server.service.streams import open_stream
+from jaxinfer.server.service.traces import Traces, otlp_exporter
 from jaxinfer.text.answers.formats import AnswerFormat, answer_format
 from jaxinfer.text.chat import MAX_COMPILED_TEMPLATES
 from jaxinfer.text.render_process import RenderRequest

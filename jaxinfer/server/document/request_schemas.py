@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxinfer.core.sampling_checks import INT32_MAX
 from jaxinfer.core.structured import MAX_REGEX_BYTES
+from jaxinfer.server.api.fields import RequestPart
+from jaxinfer.server.api.tools import MAX_TOOLS
 from jaxinfer.server.ollama.schema import OllamaChatRequest, OllamaShowRequest
-from jaxinfer.server.openai.fields import RequestPart
 from jaxinfer.server.openai.pooling import (
     ENCODINGS,
     POOLING_TASKS,
@@ -26,7 +27,6 @@ from jaxinfer.server.openai.schema import (
     CompletionRequest,
     TokenizeRequest,
 )
-from jaxinfer.server.openai.tools import MAX_TOOLS
 from jaxinfer.server.responses.items import ROLES
 from jaxinfer.server.responses.schema import ResponsesRequest
 from jaxinfer.server.responses.tools import HOSTED

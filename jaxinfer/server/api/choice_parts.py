@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.server.openai.custom_tools import input_of
-from jaxinfer.server.openai.tools import AnswerReading
+from jaxinfer.server.api.custom_tools import input_of
+from jaxinfer.server.api.tools import AnswerReading
 from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd
 from jaxinfer.text.answers.parser import Content, Part, Reasoning
 

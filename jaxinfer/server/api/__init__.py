@@ -1,0 +1,1 @@
+"""What all APIs share: fields, forms, tools, answers and their writers."""
