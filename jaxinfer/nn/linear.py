@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
 from pallas_kernels.arrangements import rows_of
-from pallas_kernels.norm_gemm.api import norm_gemm
+from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.numerics import add_partials
 from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import is_matrix, quantised
-from pallas_kernels.quantised_gemm.api import quantised_gemm
-from pallas_kernels.quantised_mlp.api import quantised_mlp
+from pallas_kernels.quantised_gemm.api import QuantisedGemmArgs, quantised_gemm
+from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
-from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 if TYPE_CHECKING:
@@ -137,8 +137,10 @@ def linear_of_norm(
         y = product(h, w, ctx, swiglu=swiglu)
         return stream, y if bias is None else y + bias
     matrix = quantised(w) if isinstance(w, Mapping) else w
-    static: Any = {"row": norm.row, "eps": norm.eps, "swiglu": swiglu, "pins": ctx.pins}
-    x, y = norm_gemm(*stream, norm.weights, matrix, **static)
+    before = NormArgs(
+        x=stream.x, partials=stream.delta, weights=norm.weights, row=norm.row, eps=norm.eps
+    )
+    x, y = norm_gemm(NormGemmArgs(norm=before, w=matrix, swiglu=swiglu, pins=ctx.pins))
     return Stream(x), y if bias is None else y + bias
 
 
@@ -157,7 +159,10 @@ def swiglu_mlp(
         stream, hidden = linear_of_norm(stream, norm, gate_up, ctx, swiglu=True)
         return stream, linear(hidden, down, ctx, partial=True)
     stream, h = normalised(stream, norm, ctx)
-    y = quantised_mlp(h, *matrices, split=ctx.axis is None, pins=ctx.pins)
+    first, second = matrices
+    y = quantised_mlp(
+        MlpArgs(x=h, gate_up=first, down=second, split=ctx.axis is None, pins=ctx.pins)
+    )
     return stream, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
 
 
@@ -193,8 +198,8 @@ def product(
     """``x @ w``, with ``swiglu`` SiLU(gate) * up."""
     if not isinstance(w, Mapping):
         if swiglu:
-            return swiglu_gemm(x, w, impl=ctx.pinned("swiglu_gemm"))
-        return skinny_gemm(x, w, split=split, impl=ctx.pinned("skinny_gemm"))
+            return swiglu_gemm(GemmArgs(x=x, w=w, swiglu=True), ctx.pinned("swiglu_gemm"))
+        return skinny_gemm(GemmArgs(x=x, w=w, split=split), ctx.pinned("skinny_gemm"))
     if "part_0" in w:  # several forms
         parts = (
             w[f"part_{i}"] for i in range(len(w))
@@ -204,8 +209,8 @@ def product(
             gate, up = jnp.split(y, 2, axis=1)
             y = jax.nn.silu(gate) * up
         return y
-    impl = ctx.pinned("quantised_gemm")
-    return quantised_gemm(x, quantised(w), swiglu=swiglu, split=split, impl=impl)
+    args = QuantisedGemmArgs(x=x, w=quantised(w), swiglu=swiglu, split=split)
+    return quantised_gemm(args, ctx.pinned("quantised_gemm"))
 
 
 @partial(jax.jit, static_argnames="eps")  # the same bits outside ``jax.jit``
@@ -255,8 +260,8 @@ def head_logits(
     """Logits of an untied head."""
     if isinstance(head, Mapping):
         flat = hidden.reshape(-1, hidden.shape[-1])
-        impl = pins.of("quantised_gemm")
-        flat = quantised_gemm(flat, quantised(head), wide=True, impl=impl)
+        args = QuantisedGemmArgs(x=flat, w=quantised(head), wide=True)
+        flat = quantised_gemm(args, pins.of("quantised_gemm"))
         return flat.reshape(*hidden.shape[:-1], -1)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 

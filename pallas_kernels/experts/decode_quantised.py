@@ -24,6 +24,7 @@ from pallas_kernels.experts.call import call_kernel
 from pallas_kernels.experts.decode import Item, copy_items, in_one_warp, item_at, num_items
 from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
 from pallas_kernels.pdl import grid_dependency_wait
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
@@ -236,7 +237,7 @@ def launch_with(
     config: QuantisedConfig,
     sizes: GemmSizes,
     arrays: dict[str, jax.Array | None],  # the arguments of ``decode.Gmem`` but w and out, by name
-    stack: Sequence[jax.Array | None],  # values, scales, zeros, offsets and supers, [E, ...] each
+    stack: Quantised,
 ) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
     """One of the two GEMMs with a given configuration.
 
@@ -245,9 +246,7 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    w, *factors = stack
-    assert w is not None
-    values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
+    values, parts = tiled.gmem_views(sizes.tiled, stack, sizes.experts)
     used = [part for part in parts if part is not None]
 
     def kernel(gmem: decode.Gmem, scratch: Any, values: Any, *factors: Any) -> None:

@@ -15,6 +15,8 @@ from pallas_kernels.experts.launch import (
     quantised_decode_config,
     quantised_prompt_config,
 )
+from pallas_kernels.experts.stack import Stack
+from pallas_kernels.quantised import Quantised
 
 
 @partial(jax.jit, static_argnames="sizes")  # one trace, one kernel for all layers
@@ -25,7 +27,8 @@ def gate_up(
     used: jax.Array,  # int32[1]
     pairs: jax.Array,  # int32[N, width]
     bias: jax.Array | None,  # [E, 2F]
-    *stack: jax.Array | None,  # ``StackArrays`` of [E, 2F, D]
+    stack: Stack,  # [E, 2F, D]
+    *,
     sizes: GemmSizes,
 ) -> jax.Array:  # [N * width, F]
     """The hidden values of the rows of all tiles; other rows hold anything."""
@@ -45,7 +48,8 @@ def down(
     place: jax.Array,  # int32[T, k]
     weights: jax.Array,  # float32[T, k]
     bias: jax.Array | None,  # [E, D]
-    *stack: jax.Array | None,  # ``StackArrays`` of [E, D, F]
+    stack: Stack,  # [E, D, F]
+    *,
     sizes: GemmSizes,
 ) -> jax.Array:  # [N * width, D], or of few tokens float32[k, T, D]
     """The outputs of the rows of all tiles; of few tokens the weighted outputs of each choice."""
@@ -59,21 +63,19 @@ def down(
 def _launched(
     arrays: dict[str, jax.Array | None],
     bias: jax.Array | None,  # [E, halves * O]
-    stack: tuple[jax.Array | None, ...],
+    stack: Stack,
     sizes: GemmSizes,
 ) -> jax.Array:
     """The kernel for the number of tokens and the form of the weights."""
     outputs = (sizes.experts, sizes.halves, sizes.outer)
     arrays["bias"] = None if bias is None else bias.reshape(outputs)
-    if sizes.form is not None:
+    if isinstance(stack, Quantised):
         if sizes.few:
             config = quantised_decode_config(sizes)
             assert config is not None  # checked before the call was chosen
             return decode_quantised.launch_with(config, sizes, arrays, stack)
         return prompt_quantised.launch_with(quantised_prompt_config(sizes), sizes, arrays, stack)
-    (w, *_) = stack
-    assert w is not None
-    arrays["w"] = w.reshape(*outputs, sizes.inner)
+    arrays["w"] = stack.reshape(*outputs, sizes.inner)
     if sizes.few:
         return decode.launch_with(decode_config(sizes), sizes, arrays)
     return prompt.launch_with(prompt_config(sizes), sizes, arrays)

@@ -9,7 +9,6 @@ inputs that offsets multiply are computed before, by XLA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from pallas_kernels.experts.decode import activated, in_one_warp
 from pallas_kernels.experts.launch import GemmSizes, QuantisedPromptConfig
 from pallas_kernels.experts.prompt import COMPUTE_REGISTERS, MEMORY_REGISTERS, Item
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
@@ -236,7 +236,7 @@ def launch_with(
     config: QuantisedPromptConfig,
     sizes: GemmSizes,
     arrays: dict[str, jax.Array | None],  # the arguments of ``prompt.Gmem`` but w and out, by name
-    stack: Sequence[jax.Array | None],  # values, scales, zeros, offsets and supers, [E, ...] each
+    stack: Quantised,
 ) -> jax.Array:  # [N * width, O]
     """One of the two GEMMs with a given configuration.
 
@@ -245,9 +245,7 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    w, *factors = stack
-    assert w is not None
-    values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
+    values, parts = tiled.gmem_views(sizes.tiled, stack, sizes.experts)
     used = [part for part in parts if part is not None]
     if sizes.tiled.offsets:
         x = arrays["x"]

@@ -31,6 +31,7 @@ from pallas_kernels.norm_gemm.launch import (
     choose_config,
     sizes_of,
 )
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.pdl import launch_dependents
 from pallas_kernels.residual_norm import token
 
@@ -175,32 +176,14 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     )
 
 
-@partial(jax.jit, static_argnames=("row", "eps", "swiglu"))  # one trace, one kernel for all layers
-def norm_gemm(
-    x: jax.Array,  # [1, D]
-    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
-    norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
-    row: int,
-    eps: float,
-    swiglu: bool,
-) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
+@jax.jit  # one trace, one kernel for all layers
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
     """See ``norm_gemm.api``."""
-    config = choose_config(sizes_of(x, w, swiglu=swiglu))
-    return launch_with(config, x, partials, norms, w, row=row, eps=eps, swiglu=swiglu)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
 def launch_with(
-    config: NormGemmConfig,
-    x: jax.Array,  # [1, D]
-    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
-    norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
-    row: int,
-    eps: float,
-    swiglu: bool,
+    config: NormGemmConfig, args: NormGemmArgs
 ) -> tuple[jax.Array, jax.Array]:  # [1, D], [1, O]
     """``norm_gemm`` with a given configuration; tests call it too.
 
@@ -208,9 +191,9 @@ def launch_with(
     """
     if config.stages < MIN_STAGES:
         raise ValueError(f"{config} has fewer than {MIN_STAGES} stages")
-    sizes = sizes_of(x, w, swiglu=swiglu)
-    spec = _Spec(sizes, config, token.Norm(row, eps), x.dtype)
-    arrays, total_type = token.norm_arrays(x, partials, norms, COLUMNS)
+    sizes, norm = sizes_of(args), args.norm
+    spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps), norm.x.dtype)
+    arrays, total_type = token.norm_arrays(norm, COLUMNS)
 
     def body(x: Ref, partials: Ref, norms: Ref, w: Ref, total: Ref, out: Ref, scratch: Any) -> None:
         refs = token.NormRefs(x, partials, norms, total)
@@ -218,7 +201,7 @@ def launch_with(
 
     total, out = plgpu.kernel(
         body,
-        out_type=(total_type, jax.ShapeDtypeStruct((1, sizes.outer), x.dtype)),
+        out_type=(total_type, jax.ShapeDtypeStruct((1, sizes.outer), spec.dtype)),
         scratch_types=(_scratch_types(spec),),
         grid=(sizes.outer // COLUMNS,),
         grid_names=("tile",),
@@ -228,5 +211,5 @@ def launch_with(
         # needed: no store is read before ``commit_smem``.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_gemm",
-    )(*arrays, w)
-    return total.reshape(x.shape), out
+    )(*arrays, args.w)
+    return total.reshape(norm.x.shape), out

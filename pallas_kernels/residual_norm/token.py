@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import grid_dependency_wait
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
+from pallas_kernels.residual_norm.ref import NormArgs
 
 type Ref = Any
 
@@ -71,14 +72,13 @@ def views(union: Ref) -> tuple[Ref, Ref]:
 
 
 def norm_arrays(
-    x: jax.Array,  # [1, D]
-    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
-    norms: jax.Array,  # [W, D]
-    columns: int,
+    args: NormArgs, columns: int
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.ShapeDtypeStruct]:
-    """The arrays of ``NormRefs``, and the type of the sum."""
+    """The arrays of ``NormRefs``, of one token, and the type of the sum."""
+    x, partials = args.x, args.partials
+    assert partials is not None  # ``supports`` has refused the call
     tiles = (x.shape[1] // columns, columns)
-    arrays = x.reshape(tiles), partials.reshape(-1, *tiles), norms.reshape(-1, *tiles)
+    arrays = x.reshape(tiles), partials.reshape(-1, *tiles), args.weights.reshape(-1, *tiles)
     return arrays, jax.ShapeDtypeStruct(tiles, x.dtype)
 
 

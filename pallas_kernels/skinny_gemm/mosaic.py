@@ -28,6 +28,7 @@ from pallas_kernels.skinny_gemm.launch import (
     choose_config,
     result_shape,
 )
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 type Ref = Any
 
@@ -208,32 +209,18 @@ def _scratch_types(spec: _Spec) -> _Scratch:
     )
 
 
-@partial(jax.jit, static_argnames=("swiglu", "split"))  # one trace, one kernel for all layers
-def skinny_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> jax.Array:  # [T, O], or float32[S, T, O]
+@jax.jit  # one trace, one kernel for all layers
+def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``skinny_gemm.api``."""
-    config = choose_config(sizes_of(x, w, swiglu=swiglu, split=split))
-    return launch_with(config, x, w, swiglu=swiglu, split=split)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
-def launch_with(
-    config: GemmConfig,
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> jax.Array:  # [T, O], or float32[S, T, O]
+def launch_with(config: GemmConfig, args: GemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """``skinny_gemm`` with a given configuration; the tuner calls it too.
 
     Raises ValueError when the configuration does not fit the call.
     """
-    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
+    sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
@@ -247,4 +234,4 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="skinny_gemm",
-    )(x, w)
+    )(args.x, args.w)

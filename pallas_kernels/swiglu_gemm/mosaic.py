@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm.launch import (
     COMPUTE_WARPGROUPS,
     ITEM_BYTES,
@@ -293,31 +294,24 @@ def _scratch_types(spec: _Spec, dtype: Any) -> _Scratch:
 
 
 @jax.jit  # one trace, one kernel for all layers
-def swiglu_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-) -> jax.Array:  # [T, O]
+def swiglu_gemm(args: GemmArgs) -> jax.Array:  # [T, O]
     """See ``swiglu_gemm.api``."""
-    return launch_with(choose_config(sizes_of(x, w)), x, w)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
-def launch_with(
-    config: SwigluConfig,
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-) -> jax.Array:  # [T, O]
+def launch_with(config: SwigluConfig, args: GemmArgs) -> jax.Array:  # [T, O]
     """``swiglu_gemm`` with a given configuration; the tuner calls it too.
 
     Raises ValueError when the configuration does not fit the call.
     """
-    sizes = sizes_of(x, w)
+    sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
     return plgpu.kernel(
         partial(_kernel, spec),
-        out_type=result_shapes(x, w),
-        scratch_types=(_scratch_types(spec, x.dtype),),
+        out_type=result_shapes(args),
+        scratch_types=(_scratch_types(spec, args.x.dtype),),
         grid=(spec.clusters,),
         grid_names=("cluster",),
         cluster=(config.cluster,),
@@ -326,4 +320,4 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="swiglu_gemm",
-    )(x, w.reshape(sizes.inner, 2, sizes.outer))
+    )(args.x, args.w.reshape(sizes.inner, 2, sizes.outer))

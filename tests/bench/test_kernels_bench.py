@@ -60,7 +60,7 @@ def test_calls_that_feed_nothing_all_run() -> None:
     op = _op("skinny_gemm")
     case = next(case for case in op.cases if case.name == "smollm2_qkv_t1")
     inputs = op.build(case, 0)
-    x, w = map(jnp.asarray, inputs.args)
+    x, w = map(jnp.asarray, jax.tree.leaves(inputs.args))
     function = partial(op.impls[-1].fn, **inputs.static)
     arguments = ([{}], [{1: w}], {0: x})
     _, kept = kernels.chained(op, function, 3)(*arguments)

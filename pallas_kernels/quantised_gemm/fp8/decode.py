@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8.launch import (
     MMA_ROWS,
     MMA_TOKENS,
@@ -38,6 +39,7 @@ from pallas_kernels.quantised_gemm.fp8.quantise import (
 )
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 from pallas_kernels.residual_norm import token
+from pallas_kernels.residual_norm.ref import NormArgs
 
 SCALE_LANES = 32  # float32 values in 128 bytes, to which TMA aligns arrays in shared memory
 
@@ -388,26 +390,19 @@ def launch_with(
 
 
 def launch_normed(
-    config: DecodeConfig,
-    sizes: Fp8Sizes,
-    norm: token.Norm,
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K] in x's dtype, or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
-    w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+    config: DecodeConfig, sizes: Fp8Sizes, norm: NormArgs, w: Quantised
 ) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """The sum of a token and its partials, and the GEMM of its norm; ``config`` quantises."""
-    spec = _Spec(sizes, config, norm)
-    arrays, total_type = token.norm_arrays(x, partials, norms, GROUP)
+    spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps))
+    arrays, total_type = token.norm_arrays(norm, GROUP)
 
     def refs_of(x: Ref, partials: Ref, norms: Ref, w: Ref, scales: Ref, *out: Ref) -> _GmemRefs:
         total, result = out
         return _GmemRefs(token.NormRefs(x, partials, norms, total), None, w, scales, result)
 
-    arrays = (*arrays, *_weights(spec, w, w_scales))
+    arrays = (*arrays, *_weights(spec, w.values, w.scales))
     total, out = _launch(spec, arrays, (total_type,), refs_of)
-    return total.reshape(x.shape), out
+    return total.reshape(norm.x.shape), out
 
 
 def _weights(spec: _Spec, w: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:

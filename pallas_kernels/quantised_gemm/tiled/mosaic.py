@@ -27,12 +27,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.launch import (
     TiledConfig,
     choose_config,
-    normed_sizes,
     result_shape,
     sizes_of,
 )
@@ -288,50 +289,24 @@ def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
     )
 
 
-@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O], or float32[S, T, O]
+@jax.jit  # one trace for all layers
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    args = (x, values, scales, zeros, offsets, supers)
-    static: Any = {"kind": kind, "swiglu": swiglu, "split": split, "wide": wide}
-    return launch_with(*args, config=choose_config(sizes_of(*args, **static)), **static)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
 def launch_with(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    config: TiledConfig,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
+    config: TiledConfig, args: QuantisedGemmArgs
 ) -> jax.Array:  # [T, O], or float32[S, T, O]
     """``quantised_gemm`` with a given configuration.
 
     Raises ValueError when the configuration does not fit the call.
     """
-    factors = (scales, zeros, offsets, supers)
-    sizes = sizes_of(x, values, *factors, kind=kind, swiglu=swiglu, split=split, wide=wide)
+    sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    tiles, parts = gmem_views(sizes, values, factors)
+    tiles, parts = gmem_views(sizes, args.w)
     present = [part for part in parts if part is not None]
 
     def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
@@ -348,28 +323,23 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="quantised_gemm",
-    )(x, tiles, *present)
+    )(args.x, tiles, *present)
 
 
-@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu", "config"))
-def norm_gemm(
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K], or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,  # as those of ``quantised_gemm``
-    row: int,
-    eps: float,
-    kind: str,
-    swiglu: bool,
-    config: TiledConfig | None = None,  # tests give one
-) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+@jax.jit  # one trace for all layers
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """See ``norm_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
-    spec = Spec(sizes, config or choose_config(sizes), norm=token.Norm(row, eps))
-    tiles, parts = gmem_views(sizes, values, factors)
+    return launch_normed(choose_config(sizes_of(args.gemm(args.norm.x), normed=True)), args)
+
+
+def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
+    """``norm_gemm`` with a given configuration; tests call it too."""
+    gemm, norm = args.gemm(args.norm.x), args.norm
+    sizes = sizes_of(gemm, normed=True)
+    spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
+    tiles, parts = gmem_views(sizes, gemm.w)
     present = [part for part in parts if part is not None]
-    arrays, total_type = token.norm_arrays(x, partials, norms, spec.chunk)
+    arrays, total_type = token.norm_arrays(norm, spec.chunk)
 
     def body(x: Ref, partials: Ref, norms: Ref, tiles: Ref, *refs: Ref) -> None:
         *rest, total, out, scratch = refs
@@ -389,4 +359,4 @@ def norm_gemm(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="norm_quantised_gemm",
     )(*arrays, tiles, *present)
-    return total.reshape(x.shape), out
+    return total.reshape(norm.x.shape), out

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.quantised import MIDDLE
+from pallas_kernels.quantised import MIDDLE, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
@@ -100,15 +100,13 @@ def groups_of(spec: Spec) -> Parts:
 
 def gmem_views(
     sizes: TiledSizes,
-    values: jax.Array,  # uint8[O, ...]
-    factors: Sequence[jax.Array | None],  # [O, ...]: scales, zeros, offsets and supers
+    w: Quantised,  # a matrix, or a stack of them
     matrices: int = 1,
 ) -> tuple[jax.Array, Parts]:
     """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
     outer = (matrices * sizes.halves, sizes.outer // TILE)
     rows = sizes.tile_bytes // ROW_BYTES
-    scales, *rest = factors
-    assert scales is not None
+    values, scales, *rest = w.arrays
     if sizes.block > 1:
         scales = scales.reshape(outer[0], sizes.outer // sizes.block, -1)
     else:

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import current_device
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import (
     PAIR,
@@ -280,51 +281,25 @@ def _scratch_types(spec: _Spec, parts: Parts) -> _Scratch:
     )
 
 
-@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # uint8[O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O]
+@jax.jit  # one trace for all layers
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    del wide  # False: see ``launch.supports``
-    args = (x, values, scales, zeros, offsets, supers)
-    static: Any = {"kind": kind, "swiglu": swiglu, "split": split}
-    return launch_with(*args, config=choose_config(sizes_of(*args, **static)), **static)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
-def launch_with(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # uint8[O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: Any,  # scales, zeros, offsets and supers, as above
-    config: LargeConfig,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O]
+def launch_with(config: LargeConfig, args: QuantisedGemmArgs) -> jax.Array:  # [T, O]
     """``quantised_gemm`` with a given configuration; the result is not ``wide``.
 
     Raises ValueError when the configuration does not fit the call.
     """
-    del wide
-    static: Any = {"kind": kind, "swiglu": swiglu, "split": split}
-    sizes = sizes_of(x, values, *factors, **static)
+    sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    tiles, parts = gmem_views(sizes, values, factors)
+    tiles, parts = gmem_views(sizes, args.w)
     present = [part for part in parts if part is not None]
     if sizes.offsets:
-        present.append(input_sums(x, sizes.group))
+        present.append(input_sums(args.x, sizes.group))
 
     def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
         *rest, out, scratch = refs
@@ -333,7 +308,7 @@ def launch_with(
 
     return plgpu.kernel(
         body,
-        out_type=result_shapes(x, values, *factors, **static),
+        out_type=result_shapes(args),
         scratch_types=(_scratch_types(spec, parts),),
         grid=(spec.clusters,),
         grid_names=("cluster",),
@@ -343,4 +318,4 @@ def launch_with(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="quantised_gemm_large",
-    )(x, tiles, *present)
+    )(args.x, tiles, *present)
