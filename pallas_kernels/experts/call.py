@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gemm.pipeline import launch
 
 
 def call_kernel(
@@ -30,14 +31,12 @@ def call_kernel(
         fields = {**dict.fromkeys(gmem._fields), **named, "out": out}
         kernel(gmem(**fields), scratch, *inputs[: len(weights)])
 
-    return plgpu.kernel(
+    return launch(
+        name,
         body,
+        (*weights, *present.values()),
         out_type=out_type,
-        scratch_types=(scratch_types,),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-    )(*weights, *present.values())
+        scratch=scratch_types,
+        grid={"cta": ctas},
+        warpgroups=warpgroups + 1,
+    )

@@ -174,12 +174,13 @@ def divide_roles(
     compute: Callable[[jax.Array], None],  # of the warpgroup
     *,
     moves_registers: bool = False,
+    warpgroup: jax.Array | None = None,  # the own one, if it is known
 ) -> None:
     """Run ``memory`` in the CTA's last warpgroup, ``compute`` in the others.
 
     ``moves_registers`` gives the compute warpgroups most of the memory warpgroup's.
     """
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup = lax.axis_index("warpgroup") if warpgroup is None else warpgroup
 
     @pl.when(warpgroup == compute_warpgroups)
     def _memory() -> None:

@@ -54,7 +54,7 @@ E4M3 = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp, see THREADS.
-    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(mosaic, "in_one_warp", lambda run: run())
     replace_registers(monkeypatch)
 
 

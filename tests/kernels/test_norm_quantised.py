@@ -62,7 +62,7 @@ TILED = [case for case in OF_MODELS if not case.name.count("fp8")]
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(mosaic, "in_one_warp", lambda run: run())
     monkeypatch.setattr(token, "ref_union", lambda plain, swizzled: plain)
     monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
     replace_registers(monkeypatch)
