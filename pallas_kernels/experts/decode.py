@@ -23,8 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.experts.call import call_kernel
-from pallas_kernels.experts.items import Gmem, Item, Spec, activated
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items
 from pallas_kernels.experts.launch import DecodeConfig, GemmSizes
 from pallas_kernels.experts.scattered import load_at, store_at
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
@@ -255,11 +254,7 @@ def _scratch_types(spec: Spec) -> Scratch:
     )
 
 
-def launch_with(
-    config: DecodeConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
-) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
+def launch_with(config: DecodeConfig, sizes: GemmSizes, gmem: Gmem) -> jax.Array:
     """One of the two GEMMs with a given configuration.
 
     Raises ValueError when the configuration does not fit.
@@ -267,13 +262,4 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    return call_kernel(
-        partial(_kernel, spec),
-        Gmem,
-        arrays,
-        out_type=sizes.result,
-        scratch_types=_scratch_types(spec),
-        ctas=spec.ctas,
-        warpgroups=config.warpgroups,
-        name="experts_gate_up" if sizes.halves == 2 else "experts_down",
-    )
+    return launch_items("", _kernel, spec, gmem, _scratch_types(spec), config.warpgroups)

@@ -21,9 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.experts import decode
-from pallas_kernels.experts.call import call_kernel
 from pallas_kernels.experts.decode import copy_items, item_at
-from pallas_kernels.experts.items import Gmem, Item, Spec
+from pallas_kernels.experts.items import Gmem, Item, Spec, launch_items
 from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
 from pallas_kernels.pdl import grid_dependency_wait
@@ -74,9 +73,7 @@ class _Step(tiled.Step):
         return result * self.outputs + self.role.output
 
 
-def _copy_all(
-    spec: _Spec, gmem: Gmem, views: tiled.Gmem, ring: Ring, scratch: TiledScratch
-) -> None:
+def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> None:
     """Copy the K steps of all items."""
 
     def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
@@ -85,11 +82,11 @@ def _copy_all(
         tile = lax.div(item.first_output, jnp.int32(TILE))
         if outputs == 1:
             where: Any = (pl.ds(expert * halves, halves), tile)
-            return tiled.copy_weights(spec.step, views, scratch, where, step, stage)
+            return tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
         for half in range(halves):  # a missing tile becomes zeros
             where = (expert * halves + half, pl.ds(tile, outputs))
             place = pl.ds(half * outputs, outputs)
-            tiled.copy_weights(spec.step, views, scratch, where, step, stage, place)
+            tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage, place)
 
     copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 
@@ -99,7 +96,6 @@ def _accumulate(
     item: Item,
     role: _Role,
     gmem: Gmem,
-    scales: Ref,
     ring: Ring,
     scratch: TiledScratch,
 ) -> Sequence[jax.Array]:  # float32[64, columns] each
@@ -108,18 +104,13 @@ def _accumulate(
 
     def step_at(step: jax.Array, stage: jax.Array) -> tiled.Step:
         k_step = _Step(spec.step, stage, role.member, scratch, role, spec.config.outputs)
-        return k_step.with_block_scales(scales, expert, first_output, step)
+        return k_step.with_block_scales(gmem.tiled.parts.scales, expert, first_output, step)
 
     return tiled.accumulate(ring, spec.num_steps, item.first_step, spec.step, step_at)
 
 
 def _compute_warpgroup(
-    spec: _Spec,
-    gmem: Gmem,
-    scales: Ref,
-    ring: Ring,
-    scratch: TiledScratch,
-    warpgroup: jax.Array,
+    spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch, warpgroup: jax.Array
 ) -> None:
     """The warpgroup's part of all items of the CTA."""
     grid_dependency_wait()
@@ -129,7 +120,7 @@ def _compute_warpgroup(
     shared, smem = scratch.shared_barriers.at[role.output], scratch.shared_smem
 
     def accumulate(item: Item) -> Sequence[jax.Array]:
-        return _accumulate(spec, item, role, gmem, scales, ring, scratch)
+        return _accumulate(spec, item, role, gmem, ring, scratch)
 
     def share(i: jax.Array, totals: Sequence[jax.Array]) -> None:
         pl.when(i > 0)(lambda: plgpu.barrier_wait(consumed))
@@ -137,8 +128,9 @@ def _compute_warpgroup(
 
     def summed(totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
         plgpu.barrier_wait(shared)
-        at = lambda other, n: smem.at[role.output, other, n]  # noqa: E731
-        totals = tiled.sum_of_warpgroups(spec.step, totals, at)
+        totals = tiled.sum_of_warpgroups(
+            spec.step, totals, lambda other, n: smem.at[role.output, other, n]
+        )
         plgpu.barrier_arrive(consumed)
         return totals
 
@@ -167,14 +159,14 @@ def _compute_warpgroup(
         pl.when(role.member > 0)(other)
 
 
-def _kernel(spec: _Spec, gmem: Gmem, views: tiled.Gmem, scratch: TiledScratch) -> None:
+def _kernel(spec: _Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
     decode.starts(spec)
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
     divide_roles(
         spec.config.warpgroups,
-        lambda: in_one_warp(lambda: _copy_all(spec, gmem, views, ring, scratch)),
-        partial(_compute_warpgroup, spec, gmem, views.parts.scales, ring, scratch),
+        lambda: in_one_warp(lambda: _copy_all(spec, gmem, ring, scratch)),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
         warpgroup=warpgroup,
     )
 
@@ -196,10 +188,7 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> TiledScratch:
 
 
 def launch_with(
-    config: QuantisedConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but w and out, by name
-    stack: Quantised,
+    config: QuantisedConfig, sizes: GemmSizes, gmem: Gmem, stack: Quantised
 ) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
     """One of the two GEMMs with a given configuration.
 
@@ -208,19 +197,6 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    values, parts = tiled.gmem_views(sizes.tiled, stack, sizes.experts)
-
-    def kernel(gmem: Gmem, scratch: Any, values: Any, *factors: Any) -> None:
-        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(factors), None), scratch)
-
-    return call_kernel(
-        kernel,
-        Gmem,
-        arrays,
-        (values, *parts.present),
-        out_type=sizes.result,
-        scratch_types=_scratch_types(spec, parts),
-        ctas=spec.ctas,
-        warpgroups=config.warpgroups,
-        name="experts_gate_up_quantised" if sizes.halves == 2 else "experts_down_quantised",
-    )
+    views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
+    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
+    return launch_items("_quantised", _kernel, spec, gmem, scratch, config.warpgroups)

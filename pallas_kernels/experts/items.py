@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.experts.launch import GemmSizes
 from pallas_kernels.experts.stack import Activation
+from pallas_kernels.gemm.pipeline import launch
 from pallas_kernels.gemm.tiles import resident_ctas
+from pallas_kernels.quantised_gemm.tiled import step as tiled
 
 type Ref = Any
 
@@ -46,18 +49,35 @@ class Spec:
 
 
 class Gmem(NamedTuple):
-    """Refs to arrays in global memory; None where a call has none."""
+    """Arrays in global memory, or refs to them; None where a call has none."""
 
+    tiled: tiled.Gmem | None  # of quantised weights
     x: Ref  # [T, K], or the rows of tiles: [N * width, K]
     expert: Ref  # int32[N]
-    rows: Ref  # int32[N]
     used: Ref  # int32[1]: tiles in use
-    pairs: Ref  # int32[N * width]
-    place: Ref  # int32[T * k], of down
-    weights: Ref  # float32[T * k], of down
-    w: Ref  # [E, halves, O, K], or None: quantised
-    bias: Ref  # [E, halves, O]
-    out: Ref  # [N * width, O], or float32[k, T, O] of down
+    rows: Ref = None  # int32[N], of few tokens
+    pairs: Ref = None  # int32[N * width], of few tokens
+    place: Ref = None  # int32[T * k], of down and few tokens
+    weights: Ref = None  # float32[T * k], of down and few tokens
+    bias: Ref = None  # [E, halves, O]
+    w: Ref = None  # [E, halves, O, K]
+    out: Ref = None  # [N * width, O], or of down and few tokens float32[k, T, O]
+
+
+def launch_items(
+    name: str, kernel: Callable[..., None], spec: Spec, gmem: Gmem, scratch: Any, warpgroups: int
+) -> jax.Array:
+    """Run a kernel of ``spec``, ``gmem`` and its scratch; returns the array ``out``."""
+    sizes = spec.sizes
+    return launch(
+        f"experts_{'gate_up' if sizes.halves == 2 else 'down'}{name}",
+        lambda refs, out, scratch: kernel(spec, refs._replace(out=out), scratch),
+        gmem,
+        out_type=sizes.result,
+        scratch=scratch,
+        grid={"cta": spec.ctas},
+        warpgroups=warpgroups + 1,
+    )
 
 
 class Item(NamedTuple):

@@ -21,8 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.experts.call import call_kernel
-from pallas_kernels.experts.items import Gmem, Item, Spec, activated, load_bias
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items, load_bias
 from pallas_kernels.experts.launch import GemmSizes, PromptConfig
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
@@ -183,11 +182,7 @@ def _scratch_types(spec: Spec) -> Scratch:
     )
 
 
-def launch_with(
-    config: PromptConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
-) -> jax.Array:  # [N * width, O]
+def launch_with(config: PromptConfig, sizes: GemmSizes, gmem: Gmem) -> jax.Array:
     """One of the two GEMMs with a given configuration.
 
     Raises ValueError when the configuration does not fit.
@@ -195,13 +190,6 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    return call_kernel(
-        partial(_kernel, spec),
-        Gmem,
-        arrays,
-        out_type=jax.ShapeDtypeStruct((sizes.tiles * sizes.width, sizes.outer), sizes.dtype),
-        scratch_types=_scratch_types(spec),
-        ctas=spec.ctas,
-        warpgroups=sizes.width // MMA_ROWS,
-        name="experts_gate_up_prompt" if sizes.halves == 2 else "experts_down_prompt",
+    return launch_items(
+        "_prompt", _kernel, spec, gmem, _scratch_types(spec), sizes.width // MMA_ROWS
     )

@@ -19,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.experts.call import call_kernel
-from pallas_kernels.experts.items import Gmem, Item, Spec, activated, load_bias
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items, load_bias
 from pallas_kernels.experts.launch import GemmSizes, QuantisedPromptConfig
 from pallas_kernels.experts.prompt import copy_items, item_at
 from pallas_kernels.gemm.epilogues import write_columns
@@ -48,14 +47,7 @@ class _Spec(Spec):
         return tiled.Spec(sizes, self.config.step, sums_given=sizes.offsets)
 
 
-def _copy_all(
-    spec: _Spec,
-    gmem: Gmem,
-    views: tiled.Gmem,
-    sums: Ref,  # float32[groups, N * width], None without offsets
-    ring: Ring,
-    scratch: TiledScratch,
-) -> None:
+def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> None:
     """Copy the K steps of all items."""
     width = spec.sizes.width
 
@@ -65,9 +57,9 @@ def _copy_all(
             where: Any = (pl.ds(expert * PAIR, PAIR), pair)
         else:
             where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
-        tiled.copy_weights(spec.step, views, scratch, where, step, stage)
+        tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
         rows = pl.ds(item.tile * width, width)
-        tiled.copy_sums(spec.step, sums, scratch, rows, step, stage)
+        tiled.copy_sums(spec.step, gmem.tiled.sums, scratch, rows, step, stage)
 
     copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 
@@ -82,7 +74,6 @@ def _accumulate(
     item: Item,
     warpgroup: jax.Array,
     gmem: Gmem,
-    scales: Ref,
     ring: Ring,
     scratch: TiledScratch,
 ) -> jax.Array:  # float32[64, width]
@@ -91,7 +82,7 @@ def _accumulate(
 
     def step_at(step: jax.Array, stage: jax.Array) -> tiled.Step:
         k_step = tiled.Step(spec.step, stage, warpgroup, scratch)
-        return k_step.with_block_scales(scales, expert, first_output, step)
+        return k_step.with_block_scales(gmem.tiled.parts.scales, expert, first_output, step)
 
     (total,) = tiled.accumulate(ring, spec.num_steps, item.first_step, spec.step, step_at)
     return total
@@ -107,12 +98,7 @@ def _with_bias(
 
 
 def _compute_warpgroup(
-    spec: _Spec,
-    gmem: Gmem,
-    scales: Ref,
-    ring: Ring,
-    scratch: TiledScratch,
-    warpgroup: jax.Array,
+    spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch, warpgroup: jax.Array
 ) -> None:
     """The warpgroup's tile of outputs of all items of the CTA."""
     activation, ups, width = spec.sizes.activation, Ups(scratch), spec.sizes.width
@@ -135,7 +121,7 @@ def _compute_warpgroup(
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
         item = item_at(spec, gmem, i)
-        total = _accumulate(spec, item, warpgroup, gmem, scales, ring, scratch)
+        total = _accumulate(spec, item, warpgroup, gmem, ring, scratch)
         if spec.sizes.halves == 2:
             total = _with_bias(gmem, item, warpgroup, item.first_output, total)
             pl.when(warpgroup == 1)(partial(ups.put, i, total))
@@ -148,15 +134,15 @@ def _compute_warpgroup(
         pl.when((warpgroup == 1) & (items > 0))(ups.wait_taken)
 
 
-def _kernel(spec: _Spec, gmem: Gmem, views: tiled.Gmem, sums: Ref, scratch: TiledScratch) -> None:
+def _kernel(spec: _Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
     grid_dependency_wait()
     launch_dependents()
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
     divide_roles(
         PAIR,
-        lambda: in_one_warp(lambda: _copy_all(spec, gmem, views, sums, ring, scratch)),
-        partial(_compute_warpgroup, spec, gmem, views.parts.scales, ring, scratch),
+        lambda: in_one_warp(lambda: _copy_all(spec, gmem, ring, scratch)),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
         moves_registers=True,
         warpgroup=warpgroup,
     )
@@ -176,10 +162,7 @@ def _scratch_types(spec: _Spec, parts: tiled.Parts) -> TiledScratch:
 
 
 def launch_with(
-    config: QuantisedPromptConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but w and out, by name
-    stack: Quantised,
+    config: QuantisedPromptConfig, sizes: GemmSizes, gmem: Gmem, stack: Quantised
 ) -> jax.Array:  # [N * width, O]
     """One of the two GEMMs with a given configuration.
 
@@ -188,25 +171,8 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    values, parts = tiled.gmem_views(sizes.tiled, stack, sizes.experts)
-    used = parts.present
+    views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
     if sizes.tiled.offsets:
-        x = arrays["x"]
-        assert x is not None
-        used.append(tiled.input_sums(x, sizes.tiled.group))
-
-    def kernel(gmem: Gmem, scratch: Any, values: Any, *factors: Any) -> None:
-        *rest, sums = factors if sizes.tiled.offsets else (*factors, None)
-        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(rest), None), sums, scratch)
-
-    return call_kernel(
-        kernel,
-        Gmem,
-        arrays,
-        (values, *used),
-        out_type=jax.ShapeDtypeStruct((sizes.tiles * sizes.width, sizes.outer), sizes.dtype),
-        scratch_types=_scratch_types(spec, parts),
-        ctas=spec.ctas,
-        warpgroups=PAIR,
-        name=f"experts_{'gate_up' if sizes.halves == 2 else 'down'}_prompt_quantised",
-    )
+        views = views._replace(sums=tiled.input_sums(gmem.x, sizes.tiled.group))
+    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
+    return launch_items("_prompt_quantised", _kernel, spec, gmem, scratch, PAIR)

@@ -197,26 +197,33 @@ def divide_roles(
 
 def launch(
     name: str,
-    body: Callable[..., None],  # of refs to arrays, results and scratch
-    arrays: Sequence[jax.Array],
+    kernel: Callable[[Any, Any, Any], None],  # of refs to inputs, to results, and scratch
+    inputs: Any,  # a tree of arrays in global memory
     *,
-    out_type: Any,
+    out_type: Any,  # a tree, too
     scratch: Any,
     grid: Mapping[str, int],
     warpgroups: int,  # of compute and memory
     cluster: int | None = None,  # CTAs along "rank"
     auto_barriers: bool = True,
 ) -> Any:
-    """Run a kernel on arrays in global memory; returns its results.
+    """Run a kernel, which takes refs in trees like those of the arrays; returns its results.
 
     The ``auto_barriers`` make all threads wait around each store to shared memory. They are not
     needed where no store is read before ``commit_smem``.
     """
     clusters: Any = {} if cluster is None else {"cluster": (cluster,), "cluster_names": ("rank",)}
     barriers: Any = {} if auto_barriers else {"unsafe_no_auto_barriers": True}
-    return plgpu.kernel(
+    arrays, tree = jax.tree.flatten(inputs)
+    result_types, result_tree = jax.tree.flatten(out_type)
+
+    def body(*refs: Ref) -> None:
+        in_refs, out_refs = refs[: len(arrays)], refs[len(arrays) : -1]
+        kernel(tree.unflatten(in_refs), result_tree.unflatten(out_refs), refs[-1])
+
+    results = plgpu.kernel(
         body,
-        out_type=out_type,
+        out_type=result_types,
         scratch_types=(scratch,),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -226,3 +233,4 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, **barriers),
         kernel_name=name,
     )(*arrays)
+    return result_tree.unflatten(results)

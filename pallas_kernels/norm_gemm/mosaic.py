@@ -64,7 +64,6 @@ class _Gmem(NamedTuple):
 
     token: token.NormRefs  # in tiles of COLUMNS
     w: Ref  # [D, O]; with swiglu [D, 2 * O]
-    out: Ref  # [1, O]
 
 
 def _memory_warpgroup(spec: _Spec, column: jax.Array, w: Ref, ring: Ring, scratch: Scratch) -> None:
@@ -83,15 +82,21 @@ def _memory_warpgroup(spec: _Spec, column: jax.Array, w: Ref, ring: Ring, scratc
 
 
 def _compute_warpgroup(
-    spec: _Spec, column: jax.Array, gmem: _Gmem, ring: Ring, scratch: Scratch
+    spec: _Spec,
+    column: jax.Array,
+    refs: token.NormRefs,
+    results: tuple[Ref, Ref],  # the sum, [tiles, COLUMNS], and [1, O]
+    ring: Ring,
+    scratch: Scratch,
 ) -> None:
     """Residual add, norm, and 64 columns of the result. The first CTA also writes the sum."""
+    total, out = results
     plain, swizzled = token.views(scratch.token_smem)
-    found = token.normed_token(spec.norm, gmem.token)
+    found = token.normed_token(spec.norm, refs)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
-    pl.when(column == 0)(partial(token.write_total, found, gmem.token))
+    pl.when(column == 0)(partial(token.write_total, found, total))
     tiles = spec.config.block_k // COLUMNS  # of a step
 
     def issue(step: jax.Array, stage: jax.Array, accs: Any) -> int:
@@ -107,14 +112,15 @@ def _compute_warpgroup(
     shape = (COLUMNS, TOKEN_ROWS)
     accs = matmul(ring, spec.num_steps, shape, issue, release, count=spec.halves)
     result = swiglu(*accs) if spec.sizes.swiglu else accs[0]
-    write_rows(gmem.out, 1, pl.ds(column, COLUMNS), result)
+    write_rows(out, 1, pl.ds(column, COLUMNS), result)
 
 
-def _kernel(spec: _Spec, gmem: _Gmem, scratch: Scratch) -> None:
+def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch) -> None:
     launch_dependents()
     column, warpgroup = lax.axis_index("tile") * COLUMNS, lax.axis_index("warpgroup")
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
-    pl.when(warpgroup == 0)(partial(_compute_warpgroup, spec, column, gmem, ring, scratch))
+    compute = partial(_compute_warpgroup, spec, column, gmem.token, results, ring, scratch)
+    pl.when(warpgroup == 0)(compute)
     pl.when(warpgroup == 1)(partial(_memory_warpgroup, spec, column, gmem.w, ring, scratch))
 
 
@@ -147,14 +153,10 @@ def launch_with(
     spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps), norm.x.dtype)
     arrays, total_type = token.norm_arrays(norm, COLUMNS)
 
-    def body(x: Ref, partials: Ref, norms: Ref, w: Ref, total: Ref, out: Ref, scratch: Any) -> None:
-        refs = token.NormRefs(x, partials, norms, total)
-        _kernel(spec, _Gmem(refs, w, out), scratch)
-
     total, out = launch(
         "norm_gemm",
-        body,
-        (*arrays, args.w),
+        partial(_kernel, spec),
+        _Gmem(arrays, args.w),
         out_type=(total_type, jax.ShapeDtypeStruct((1, sizes.outer), spec.dtype)),
         scratch=_scratch_types(spec),
         grid={"tile": sizes.outer // COLUMNS},

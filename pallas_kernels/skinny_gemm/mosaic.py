@@ -121,7 +121,7 @@ def _compute_warpgroup(
     write_rows(out, spec.sizes.tokens, columns, result)
 
 
-def _kernel(spec: _Spec, x: Ref, w: Ref, out: Ref, scratch: Scratch) -> None:
+def _kernel(spec: _Spec, arrays: tuple[Ref, Ref], out: Ref, scratch: Scratch) -> None:
     config = spec.config
     launch_dependents()
     tile = split_tile(spec.sizes.inner // config.block_k, config.split_k, config.block_n)
@@ -131,7 +131,7 @@ def _kernel(spec: _Spec, x: Ref, w: Ref, out: Ref, scratch: Scratch) -> None:
         target = out if config.split_k == 1 else out.at[lax.axis_index("split")]
         _compute_warpgroup(spec, tile, target, ring, scratch, warpgroup)
 
-    memory = partial(_memory_warpgroup, spec, tile, x, w, ring, scratch)
+    memory = partial(_memory_warpgroup, spec, tile, *arrays, ring, scratch)
     divide_roles(config.warpgroups, memory, compute)
 
 

@@ -180,12 +180,12 @@ def _compute_warpgroup(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(spec: _Spec, x: Ref, w: Ref, out: Ref, scratch: Scratch) -> None:
+def _kernel(spec: _Spec, arrays: tuple[Ref, Ref], out: Ref, scratch: Scratch) -> None:
     launch_dependents()
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
     divide_roles(
         COMPUTE_WARPGROUPS,
-        partial(_memory_warpgroup, spec, x, w, ring, scratch),
+        partial(_memory_warpgroup, spec, *arrays, ring, scratch),
         partial(_compute_warpgroup, spec, out, ring, scratch),
         moves_registers=True,
     )

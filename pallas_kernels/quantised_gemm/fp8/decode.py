@@ -11,7 +11,6 @@ token it can add and normalise it before (``launch_normed``), which saves anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,14 +93,15 @@ class _Spec:
         return self.config.step_groups * GROUP
 
 
-class _GmemRefs(NamedTuple):
+class _Gmem(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it; with a norm ``NormRefs``
     x_scales: Ref  # [K / GROUP, T or more]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
-    out: Ref  # [T, O], or of this CTA's split
+    total: Ref = None  # the sum of a normed token
+    out: Ref = None  # [T, O], or of this CTA's split
 
 
 def _tokens(spec: _Spec, scratch: Scratch) -> Ref:
@@ -110,7 +110,7 @@ def _tokens(spec: _Spec, scratch: Scratch) -> Ref:
 
 
 def _memory_warpgroup(
-    spec: _Spec, tile: SplitTile, gmem: _GmemRefs, ring: Ring, scratch: Scratch
+    spec: _Spec, tile: SplitTile, gmem: _Gmem, ring: Ring, scratch: Scratch
 ) -> None:
     """Copy the K steps; the tokens unless the compute warpgroup quantises them."""
     step_groups = spec.config.step_groups
@@ -156,16 +156,14 @@ def _quantise_token(spec: _Spec, tile: SplitTile, x: Ref, scratch: Scratch) -> N
         scratch.scales_smem[pl.ds(first, ROWS)] = scales
 
 
-def _quantise_normed(
-    norm: token.Norm, first: jax.Array, refs: token.NormRefs, scratch: Scratch
-) -> None:
+def _quantise_normed(norm: token.Norm, first: jax.Array, gmem: _Gmem, scratch: Scratch) -> None:
     """Add, normalise and quantise the only token; the ``first`` CTA also writes the sum."""
-    found, plain = token.normed_token(norm, refs), token.views(scratch.x_smem)[0]
+    found, plain = token.normed_token(norm, gmem.x), token.views(scratch.x_smem)[0]
     for span, groups in zip(found.spans, found.normed, strict=True):
         values, scales = quantised_groups(groups)
         plain[span, 0] = values
         scratch.scales_smem[span] = scales
-    pl.when(first)(partial(token.write_total, found, refs))
+    pl.when(first)(partial(token.write_total, found, gmem.total))
 
 
 def _quantise_tokens(spec: _Spec, tile: SplitTile, x: Ref, scratch: Scratch) -> None:
@@ -191,7 +189,7 @@ def _quantise_tokens(spec: _Spec, tile: SplitTile, x: Ref, scratch: Scratch) -> 
 
 
 def _block_scales(
-    spec: _Spec, tile: SplitTile, gmem: _GmemRefs, step: jax.Array
+    spec: _Spec, tile: SplitTile, gmem: _Gmem, step: jax.Array
 ) -> list[list[jax.Array]]:  # by group and half
     """The scales of a warpgroup's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
@@ -217,7 +215,7 @@ def _matmul(
     tile: SplitTile,
     rows: Any,
     tokens: Any,
-    gmem: _GmemRefs,
+    gmem: _Gmem,
     ring: Ring,
     scratch: Scratch,
 ) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, tokens], one for each half
@@ -257,7 +255,7 @@ def _matmul(
 def _compute_warpgroup(
     spec: _Spec,
     tile: SplitTile,
-    gmem: _GmemRefs,
+    gmem: _Gmem,
     ring: Ring,
     scratch: Scratch,
     warpgroup: jax.Array,
@@ -271,7 +269,7 @@ def _compute_warpgroup(
         row, tokens = 0, pl.ds(warpgroup * count, count)
     rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
     if spec.norm is not None:
-        _quantise_normed(spec.norm, tile.output == 0, gmem.x, scratch)
+        _quantise_normed(spec.norm, tile.output == 0, gmem, scratch)
         plgpu.commit_smem()
     elif spec.config.quantises:
         grid_dependency_wait()
@@ -291,15 +289,17 @@ def _compute_warpgroup(
     write_rows(out, spec.sizes.tokens, outputs, result)
 
 
-def _kernel(spec: _Spec, gmem: _GmemRefs, scratch: Scratch) -> None:
-    config = spec.config
+def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch) -> None:
+    config, (total, result) = spec.config, results
     launch_dependents()
     tile = split_tile(spec.sizes.groups // config.step_groups, config.split_k, config.block_o)
     ring = Ring(config.stages, scratch.barriers, scratch.consumed_barriers)
 
     def compute(warpgroup: jax.Array) -> None:
-        out = gmem.out if config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
-        _compute_warpgroup(spec, tile, gmem._replace(out=out), ring, scratch, warpgroup)
+        out = result if config.split_k == 1 else result.at[lax.axis_index("split")]
+        _compute_warpgroup(
+            spec, tile, gmem._replace(total=total, out=out), ring, scratch, warpgroup
+        )
 
     memory = partial(_memory_warpgroup, spec, tile, gmem, ring, scratch)
     divide_roles(config.warpgroups, memory, compute)
@@ -334,15 +334,9 @@ def launch_with(
     """GEMM of a few tokens. Raises ValueError when the configuration does not fit the call."""
     if not config.fits(sizes) or config.quantises != (x_scales is None):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = _Spec(sizes, config)
     if x_scales is None:
         x = x.reshape(sizes.tokens, sizes.groups, GROUP)
-    tokens = (x,) if x_scales is None else (x, x_scales)
-
-    def refs_of(x: Ref, *refs: Ref) -> _GmemRefs:
-        return _GmemRefs(x, None, *refs) if x_scales is None else _GmemRefs(x, *refs)
-
-    (out,) = _launch(spec, (*tokens, *_weights(spec, w, w_scales)), (), refs_of)
+    _, out = _launch(_Spec(sizes, config), x, x_scales, w, w_scales)
     return out
 
 
@@ -352,38 +346,25 @@ def launch_normed(
     """The sum of a token and its partials, and the GEMM of its norm; ``config`` quantises."""
     spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps))
     arrays, total_type = token.norm_arrays(norm, GROUP)
-
-    def refs_of(x: Ref, partials: Ref, norms: Ref, w: Ref, scales: Ref, *out: Ref) -> _GmemRefs:
-        total, result = out
-        return _GmemRefs(token.NormRefs(x, partials, norms, total), None, w, scales, result)
-
-    arrays = (*arrays, *_weights(spec, w.values, w.scales))
-    total, out = _launch(spec, arrays, (total_type,), refs_of)
+    total, out = _launch(spec, arrays, None, w.values, w.scales, total_type)
     return total.reshape(norm.x.shape), out
-
-
-def _weights(spec: _Spec, w: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return w, scales if spec.sizes.blocks else scales.reshape(-1)
 
 
 def _launch(
     spec: _Spec,
-    arrays: tuple[jax.Array, ...],
-    more_results: tuple[jax.ShapeDtypeStruct, ...],
-    refs_of: Callable[..., _GmemRefs],  # of the arrays, those results, and the GEMM's
-) -> Sequence[jax.Array]:
-    """Run the kernel; returns ``more_results`` and the GEMM's."""
+    x: jax.Array | token.NormRefs,
+    x_scales: jax.Array | None,
+    w: jax.Array,
+    w_scales: jax.Array,
+    total_type: jax.ShapeDtypeStruct | None = None,
+) -> Any:
+    """Run the kernel; returns the sum of a normed token, or None, and the result."""
     sizes, config = spec.sizes, spec.config
-
-    def body(*refs: Ref) -> None:
-        *in_gmem, scratch = refs
-        _kernel(spec, refs_of(*in_gmem), scratch)
-
     return launch(
         "fp8_decode_gemm",
-        body,
-        arrays,
-        out_type=(*more_results, result_shape(sizes, config.split_k)),
+        partial(_kernel, spec),
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        out_type=(total_type, result_shape(sizes, config.split_k)),
         scratch=_scratch_types(spec),
         # adjacent CTAs, adjacent outputs
         grid={"split": config.split_k, "tile": sizes.outer // config.block_o},

@@ -90,14 +90,14 @@ class _Spec:
         return self.grid.along[0] * self.config.block_t
 
 
-class _GmemRefs(NamedTuple):
+class _Gmem(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]
     x_scales: Ref  # [K / GROUP, T or more]
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
-    out: Ref  # [T, O]
+    out: Ref = None  # [T, O]
     out_scales: Ref = None  # [O / GROUP, padded_tokens] if results are quantised
 
 
@@ -108,7 +108,7 @@ def _tile(spec: _Spec, i: jax.Array) -> Tile:
     return Tile(token, output, i * spec.sizes.groups)
 
 
-def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, ring: Ring, scratch: Scratch) -> None:
+def _memory_warpgroup(spec: _Spec, gmem: _Gmem, ring: Ring, scratch: Scratch) -> None:
     """Copy the K steps of all tiles."""
 
     def copy_weights(tile: Tile, step: jax.Array) -> None:
@@ -133,7 +133,7 @@ def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, ring: Ring, scratch: Scratch
 
 
 def _block_scales(
-    spec: _Spec, tile: Tile, gmem: _GmemRefs, step: jax.Array
+    spec: _Spec, tile: Tile, gmem: _Gmem, step: jax.Array
 ) -> list[jax.Array]:  # by piece
     """The scales of a tile's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
@@ -146,7 +146,7 @@ def _matmul(
     spec: _Spec,
     tile: Tile,
     warpgroup: jax.Array,
-    gmem: _GmemRefs,
+    gmem: _Gmem,
     ring: Ring,
     scratch: Scratch,
 ) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, width], one for each piece
@@ -187,7 +187,7 @@ def _matmul(
 
 
 def _with_row_scales(
-    spec: _Spec, tile: Tile, gmem: _GmemRefs, sums: tuple[jax.Array, ...]
+    spec: _Spec, tile: Tile, gmem: _Gmem, sums: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
     """The sums times the scales of rows, if rows have scales."""
     if spec.sizes.blocks:
@@ -201,7 +201,7 @@ def _with_row_scales(
 
 
 def _compute_warpgroup(
-    spec: _Spec, gmem: _GmemRefs, ring: Ring, scratch: Scratch, warpgroup: jax.Array
+    spec: _Spec, gmem: _Gmem, ring: Ring, scratch: Scratch, warpgroup: jax.Array
 ) -> None:
     """The warpgroup's tokens of all tiles of the CTA."""
     out_smem = scratch.out_smem.at[warpgroup]
@@ -233,9 +233,9 @@ def _compute_warpgroup(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(spec: _Spec, *refs: Ref) -> None:
-    *arrays, scratch = refs
-    gmem = _GmemRefs(*arrays)
+def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch) -> None:
+    out, out_scales = results
+    gmem = gmem._replace(out=out, out_scales=out_scales)
     launch_dependents()
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
     divide_roles(
@@ -276,12 +276,13 @@ def launch_with(
     spec, out = _Spec(sizes, config, quantised), result_shape(sizes, 1)
     out_scales = jax.ShapeDtypeStruct((sizes.outer // GROUP, spec.padded_tokens), jnp.float32)
     values = jax.ShapeDtypeStruct(out.shape, jnp.float8_e4m3fn)
-    return launch(
+    results = launch(
         "fp8_prompt_gemm",
         partial(_kernel, spec),
-        (x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
-        out_type=(values, out_scales) if quantised else out,
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        out_type=(values, out_scales) if quantised else (out, None),
         scratch=_scratch_types(spec),
         grid={"cluster": spec.grid.clusters},
         warpgroups=config.warpgroups + 1,
     )
+    return results if quantised else results[0]

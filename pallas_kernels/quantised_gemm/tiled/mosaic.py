@@ -16,7 +16,7 @@ swizzled tiles [8, chunk].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -138,7 +138,7 @@ def _write_normed(
     norm: token.Norm,
     warpgroup: jax.Array,
     first: jax.Array,
-    refs: token.NormRefs,
+    gmem: Gmem,
     scratch: TiledScratch,
 ) -> None:
     """Add and normalise the token with the other compute warpgroups; the ``first`` CTA also writes
@@ -147,12 +147,12 @@ def _write_normed(
     plain, _ = token.views(scratch.x_smem)
     count = spec.config.warpgroups
     share = token.Share(warpgroup, count, scratch.squares_smem, scratch.squares_barrier)
-    found = token.normed_token(norm, refs, share)
+    found = token.normed_token(norm, gmem.x, share)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.normed_barrier)
-    pl.when(first)(partial(token.write_total, found, refs))
+    pl.when(first)(partial(token.write_total, found, gmem.total))
     plgpu.barrier_wait(scratch.normed_barrier)
 
 
@@ -205,7 +205,9 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
         write(spec, tile.index, tile.token, results, out)
 
 
-def _kernel(spec: Spec, gmem: Gmem, scratch: TiledScratch) -> None:
+def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScratch) -> None:
+    total, result = results
+    gmem = gmem._replace(total=total)
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
@@ -218,8 +220,8 @@ def _kernel(spec: Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
         if spec.norm is not None:
-            _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem.x, scratch)
-        out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
+            _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem, scratch)
+        out = result if spec.config.split_k == 1 else result.at[lax.axis_index("split")]
         _compute_warpgroup(spec, warpgroup, out, copies)
 
 
@@ -247,39 +249,22 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
     )
 
 
-def _launch(
-    name: str,
-    spec: Spec,
-    views: tuple[jax.Array, Parts],  # of the weights
-    arrays: tuple[jax.Array, ...],
-    more_results: tuple[jax.ShapeDtypeStruct, ...],
-    x_of: Callable[..., Ref],  # ``Gmem.x`` of the refs to ``arrays`` and ``more_results``
-    *,
-    auto_barriers: bool,
-) -> Any:
-    """Run the kernel; returns ``more_results`` and the GEMM's."""
-    sizes, config, (tiles, parts) = spec.sizes, spec.config, views
-
-    def body(*refs: Ref) -> None:
-        given, (tiles, *rest) = refs[: len(arrays)], refs[len(arrays) :]
-        *rest, out, scratch = rest
-        count = len(rest) - len(more_results)
-        x = x_of(*given, *rest[count:])
-        _kernel(spec, Gmem(x, tiles, parts.named(rest[:count]), out), scratch)
-
+def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = None) -> Any:
+    """Run the kernel; returns the sum of a normed token, or None, and the result."""
+    sizes, config = spec.sizes, spec.config
     return launch(
-        name,
-        body,
-        (*arrays, tiles, *parts.present),
-        out_type=(*more_results, result_shape(config, sizes)),
-        scratch=_scratch_types(spec, parts),
+        "quantised_gemm" if spec.norm is None else "norm_quantised_gemm",
+        partial(_kernel, spec),
+        gmem,
+        out_type=(total_type, result_shape(config, sizes)),
+        scratch=_scratch_types(spec, gmem.parts),
         grid={
             "split": config.split_k,
             "tokens": -(-sizes.tokens // config.block_t),
             "tile": sizes.outer // TILE,
         },
         warpgroups=config.warpgroups + (not config.own_copies),
-        auto_barriers=auto_barriers,
+        auto_barriers=spec.norm is None,
     )
 
 
@@ -299,9 +284,7 @@ def launch_with(
     sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = Spec(sizes, config)
-    views, x = gmem_views(sizes, args.w), (args.x,)
-    (out,) = _launch("quantised_gemm", spec, views, x, (), lambda x: x, auto_barriers=True)
+    _, out = _launch(Spec(sizes, config), Gmem(args.x, *gmem_views(sizes, args.w)))
     return out
 
 
@@ -318,13 +301,5 @@ def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, j
     spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
     views = gmem_views(sizes, gemm.w)
     arrays, total_type = token.norm_arrays(norm, spec.chunk)
-    total, out = _launch(
-        "norm_quantised_gemm",
-        spec,
-        views,
-        arrays,
-        (total_type,),
-        token.NormRefs,
-        auto_barriers=False,
-    )
+    total, out = _launch(spec, Gmem(arrays, *views), total_type)
     return total.reshape(norm.x.shape), out

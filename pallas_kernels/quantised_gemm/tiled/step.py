@@ -74,16 +74,6 @@ class Parts(NamedTuple):
     offsets: Any
     supers: Any
 
-    @property
-    def present(self) -> list[Any]:
-        """Those that the form has."""
-        return [part for part in self if part is not None]
-
-    def named(self, refs: Iterable[Ref]) -> Parts:
-        """Refs to those that the form has."""
-        found = iter(refs)
-        return Parts(*(None if part is None else next(found) for part in self))
-
 
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
@@ -91,7 +81,9 @@ class Gmem(NamedTuple):
     x: Ref  # [T, K]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
-    out: Ref  # [T, O], or float32[S, T, O]
+    sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
+    total: Ref = None  # the sum of a normed token
+    out: Ref = None  # [T, O], or float32[S, T, O]
 
 
 def groups_of(spec: Spec) -> Parts:

@@ -78,13 +78,7 @@ def _tile(spec: _Spec, i: jax.Array) -> Tile:
     return Tile(tokens * spec.config.step.block_t, pair, i * spec.num_steps)
 
 
-def _memory_warpgroup(
-    spec: _Spec,
-    gmem: Gmem,
-    sums: Ref,  # float32[groups, T], None without offsets
-    ring: Ring,
-    scratch: TiledScratch,
-) -> None:
+def _memory_warpgroup(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> None:
     """Copy the K steps of all tiles."""
     config, multicast = spec.config.step, "rank" if spec.config.cluster > 1 else None
 
@@ -101,7 +95,7 @@ def _memory_warpgroup(
         tokens = gmem.x.at[rows, inner]
         x_smem, barrier = scratch.x_smem.at[stage], ring.barriers.at[stage]
         plgpu.copy_gmem_to_smem(tokens, x_smem, barrier, collective_axes=multicast)
-        copy_sums(spec.step, sums, scratch, rows, step, stage)
+        copy_sums(spec.step, gmem.sums, scratch, rows, step, stage)
 
     tile_at = partial(_tile, spec)
     copy_tiles(ring, spec.grid, spec.num_steps, tile_at, copy_tile_weights, copy_tokens)
@@ -133,13 +127,13 @@ def _compute_warpgroup(
         pl.when(warpgroup == 1)(ups.wait_taken)
 
 
-def _kernel(spec: _Spec, gmem: Gmem, sums: Ref, scratch: TiledScratch) -> None:
+def _kernel(spec: _Spec, gmem: Gmem, out: Ref, scratch: TiledScratch) -> None:
     launch_dependents()
     ring = Ring(spec.config.step.stages, scratch.barriers, scratch.consumed_barriers)
     divide_roles(
         PAIR,
-        partial(_memory_warpgroup, spec, gmem, sums, ring, scratch),
-        partial(_compute_warpgroup, spec, gmem.out, ring, scratch),
+        partial(_memory_warpgroup, spec, gmem, ring, scratch),
+        partial(_compute_warpgroup, spec, out, ring, scratch),
         moves_registers=True,
     )
 
@@ -173,20 +167,15 @@ def launch_with(config: LargeConfig, args: QuantisedGemmArgs) -> jax.Array:  # [
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    tiles, parts = gmem_views(sizes, args.w)
-    given = [input_sums(args.x, sizes.group)] if sizes.offsets else []
-
-    def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
-        *rest, out, scratch = refs
-        sums = rest.pop() if sizes.offsets else None
-        _kernel(spec, Gmem(x, tiles, parts.named(rest), out), sums, scratch)
-
+    gmem = Gmem(args.x, *gmem_views(sizes, args.w))
+    if sizes.offsets:
+        gmem = gmem._replace(sums=input_sums(args.x, sizes.group))
     return launch(
         "quantised_gemm_large",
-        body,
-        (args.x, tiles, *parts.present, *given),
+        partial(_kernel, spec),
+        gmem,
         out_type=result_shapes(args),
-        scratch=_scratch_types(spec, parts),
+        scratch=_scratch_types(spec, gmem.parts),
         grid={"cluster": spec.grid.clusters},
         warpgroups=PAIR + 1,
         cluster=config.cluster,
