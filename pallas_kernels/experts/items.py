@@ -15,7 +15,6 @@ from pallas_kernels.experts.launch import GemmSizes
 from pallas_kernels.experts.stack import Activation
 from pallas_kernels.gemm.pipeline import launch
 from pallas_kernels.gemm.tiles import resident_ctas
-from pallas_kernels.quantised_gemm.tiled import step as tiled
 
 type Ref = Any
 
@@ -51,7 +50,7 @@ class Spec:
 class Gmem(NamedTuple):
     """Arrays in global memory, or refs to them; None where a call has none."""
 
-    tiled: tiled.Gmem | None  # of quantised weights
+    tiled: Any  # ``quantised_gemm.tiled.step.Gmem`` of quantised weights
     x: Ref  # [T, K], or the rows of tiles: [N * width, K]
     expert: Ref  # int32[N]
     used: Ref  # int32[1]: tiles in use

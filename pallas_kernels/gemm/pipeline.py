@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from pallas_kernels.pdl import grid_dependency_wait
 
 # Registers of a thread by the number of compute warpgroups: compute, memory. Together they are 504
 # of the 512 that a CTA's warpgroups may use.
-REGISTERS: Mapping[int, tuple[int, int]] = {2: (232, 40), 3: (160, 24)}
+REGISTERS = MappingProxyType({2: (232, 40), 3: (160, 24)})
 
 type Ref = Any
 type Issue = Callable[[jax.Array, jax.Array, Sequence[Ref]], int]
