@@ -52,10 +52,9 @@ def time_case(case: QuantisedCase) -> Iterator[dict[str, Any]]:
     from pallas_kernels.quantised_gemm.fp8 import decode, prompt  # Mosaic is slow to import
 
     inputs = OP.build(case, 0)
-    x, values, scales = (jnp.asarray(array) for array in inputs.args[:3])
-    static = {"swiglu": case.swiglu, "split": case.split}
-    sizes = launch.sizes_of(x, values, scales, **static)
-    args = (*jax.jit(quantised_tokens)(x), values, scales)
+    (call,) = jax.tree.map(jnp.asarray, inputs.args)
+    sizes = launch.sizes_of(call)
+    args = (*jax.jit(quantised_tokens)(call.x), call.w.values, call.w.scales)
     for config in configs(sizes):
         module = decode if isinstance(config, DecodeConfig) else prompt
         run = jax.jit(partial(module.launch_with, config, sizes))  # lowered once for a chain

@@ -22,8 +22,10 @@ import numpy as np
 
 from pallas_kernels.arrangements import LANES
 from pallas_kernels.native import library
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import native
 from pallas_kernels.quantised_gemm.cases import random_matrix
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 
 COLD_BYTES = 300 << 20  # of all copies: beyond every cache
 FEW_TOKENS = 16  # more take so long that memory is no bound
@@ -81,15 +83,13 @@ def measure(case: Case, tokens: int, bandwidth: float) -> str:
     w = LANES.arrange(random_matrix(rng, case.form, rows, case.inputs, case.group))
     size = sum(part.nbytes for part in w.arrays if part is not None)
     count = max(1, COLD_BYTES // size) if tokens <= FEW_TOKENS else 1
-    copies = [
-        [None if part is None else jnp.array(part) for part in w.arrays] for _ in range(count)
-    ]
+    copies = [jax.tree.map(jnp.array, w) for _ in range(count)]
     x = jnp.asarray(rng.normal(size=(tokens, case.inputs)), jnp.float32)
-    static = {"kind": w.kind, "swiglu": case.swiglu, "split": False, "wide": False}
 
     @jax.jit
-    def run(x: jax.Array, copies: list[list[jax.Array | None]]) -> list[jax.Array]:
-        return [native.quantised_gemm(x, *arrays, **static) for arrays in copies]
+    def run(x: jax.Array, copies: list[Quantised]) -> list[jax.Array]:
+        calls = (QuantisedGemmArgs(x=x, w=copy, swiglu=case.swiglu) for copy in copies)
+        return [native.quantised_gemm(call) for call in calls]
 
     seconds = best_seconds(lambda: jax.block_until_ready(run(x, copies))) / count
     products = tokens * rows * case.inputs / seconds

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -60,9 +59,7 @@ class Tunable:
         if self.impl != "mosaic":
             return imported_when_called(module, "launch_with")
         # Lowered once for a chain of calls: 6 of append_decode take 3 s of Python (were 15 s).
-        function = importlib.import_module(module).launch_with
-        static = inspect.getfullargspec(function).kwonlyargs
-        return jax.jit(function, static_argnums=0, static_argnames=static)
+        return jax.jit(importlib.import_module(module).launch_with, static_argnums=0)
 
 
 def _append_starts(launch: Any, case: Any, args: Sequence[Any]) -> Sequence[Any]:

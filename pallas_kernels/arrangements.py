@@ -202,13 +202,14 @@ def arrangement_of(kind: str) -> Arrangement | None:
 
 
 def of_either_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation for matrices by rows, for arranged ones too."""
+    """An implementation of a record with a matrix ``w`` by rows, for arranged ones too."""
 
-    def call(x: jax.Array, *parts: jax.Array | None, kind: str, **static: Any) -> Any:
-        w, arrangement = Quantised(kind, *parts), arrangement_of(kind)
+    def call(args: Any) -> Any:
+        w: Quantised = args.w
+        arrangement = arrangement_of(w.kind)
         if arrangement is not None:
             w = tiled.restore(w) if arrangement is TILES else arrangement.restore(w)
-        return function(x, *w.arrays, kind=w.kind, **static)
+        return function(replace(args, w=w))
 
     return call
 

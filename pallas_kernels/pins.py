@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pallas_kernels.registry import OP_NAMES, all_ops
@@ -29,13 +29,11 @@ ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
 
 
 def without_pins(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel as an implementation of an op with pins, which ``supports`` has checked."""
+    """A kernel as an implementation of an op with pins, which ``supports`` has checked.
 
-    def run(*args: Any, pins: Pins, **static: Any) -> Any:
-        del pins
-        return kernel(*args, **static)
-
-    return run
+    One kernel then serves all pins.
+    """
+    return lambda args: kernel(replace(args, pins=NO_PINS))
 
 
 def checked_pins(by_op: Mapping[str, str], platform: str) -> Pins:

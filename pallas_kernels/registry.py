@@ -9,10 +9,6 @@ arrays are leaves; its settings are fields with the metadata ``STATIC`` and part
 So ``jax.jit``, ``jax.tree.map`` and the cache of lowered kernels take a whole record, and a setting
 is never traced. A ``NamedTuple`` would trace settings, and a second record for them would be a
 second argument of every function.
-
-The GEMMs (``skinny_gemm``, ``swiglu_gemm``, ``quantised_gemm``, ``norm_gemm``, ``quantised_mlp``)
-and ``publish`` still take arrays and static keywords: an implementation of a GEMM serves several
-of these ops, so their records belong to a common pipeline of GEMMs. ``publish`` has two arrays.
 """
 
 from __future__ import annotations
@@ -89,11 +85,11 @@ def imported_when_called(
 class Impl:
     """One implementation of an op.
 
-    ``fn`` takes the op's record of arguments (a GEMM: arrays and static keywords). ``platforms``
-    are the JAX platforms it runs on (empty: all). ``supports`` takes the arguments of ``fn``,
-    checks shapes, dtypes, settings, the device and the installed packages, and returns None or the
-    reason why ``fn`` cannot run. ``ref`` is its own definition where it differs from the op's: an
-    implementation that rounds arguments to fewer bits.
+    ``fn`` takes the op's record of arguments. ``platforms`` are the JAX platforms it runs on
+    (empty: all). ``supports`` takes the record too, checks shapes, dtypes, settings, the device and
+    the installed packages, and returns None or the reason why ``fn`` cannot run. ``ref`` is its own
+    definition where it differs from the op's: an implementation that rounds arguments to fewer
+    bits.
     """
 
     name: str

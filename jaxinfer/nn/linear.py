@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
-from pallas_kernels.norm_gemm.api import norm_gemm
+from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.numerics import add_partials
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 
@@ -59,6 +59,12 @@ class Norm:
     eps: float
     kind: Literal["rms", "layer", "none"] = "rms"
 
+    def args(self, stream: Stream) -> NormArgs:
+        """An RMS norm of a stream as the argument of its kernels."""
+        return NormArgs(
+            x=stream.x, partials=stream.delta, weights=self.weights, row=self.row, eps=self.eps
+        )
+
 
 def normalised(
     stream: Stream, norm: Norm | None, ctx: StepContext
@@ -70,10 +76,7 @@ def normalised(
         x = stream.total()
         weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
         return Stream(x), layer_norm(x, weight, bias, norm.eps)
-    args = NormArgs(
-        x=stream.x, partials=stream.delta, weights=norm.weights, row=norm.row, eps=norm.eps
-    )
-    x, h = residual_norm(args, ctx.pinned("residual_norm"))
+    x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
     return Stream(x), h
 
 
@@ -107,8 +110,8 @@ def linear(
     """
     stream, h = x if isinstance(x, Stream) else Stream(x), None
     if norm is not None and norm.kind == "rms" and w.matrix is not None and not keep:
-        static: Any = {"row": norm.row, "eps": norm.eps, "swiglu": swiglu, "pins": ctx.pins}
-        total, y = norm_gemm(*stream, norm.weights, w.matrix, **static)
+        args = NormGemmArgs(norm=norm.args(stream), w=w.matrix, swiglu=swiglu, pins=ctx.pins)
+        total, y = norm_gemm(args)
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)

@@ -23,9 +23,9 @@ from jaxinfer.core.errors import ArgumentError
 from pallas_kernels.arrangements import rows_of
 from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import Quantised, is_matrix, quantised
-from pallas_kernels.quantised_gemm.api import quantised_gemm
+from pallas_kernels.quantised_gemm.api import QuantisedGemmArgs, quantised_gemm
 from pallas_kernels.registry import STATIC
-from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ class Dense(Weight):
             equation = "...D,VD->...V" if self.by_output else "...D,DV->...V"
             return jnp.einsum(equation, x, self.matrix, preferred_element_type=jnp.float32)
         assert not self.by_output, "an embedding is only multiplied for logits"
+        args = GemmArgs(x=x, w=self.matrix, swiglu=how.swiglu, split=how.split)
         if how.swiglu:
-            return swiglu_gemm(x, self.matrix, impl=how.pins.of("swiglu_gemm"))
-        return skinny_gemm(x, self.matrix, split=how.split, impl=how.pins.of("skinny_gemm"))
+            return swiglu_gemm(args, how.pins.of("swiglu_gemm"))
+        return skinny_gemm(args, how.pins.of("skinny_gemm"))
 
     def take(self, ids: jax.Array) -> jax.Array:
         """See ``Weight``."""
@@ -133,7 +134,8 @@ class QuantisedWeight(Weight):
         """See ``Weight``."""
         flat = x.reshape(-1, x.shape[-1]) if how.wide else x
         static = {"swiglu": how.swiglu, "split": how.split, "wide": how.wide}
-        y = quantised_gemm(flat, self.matrix, **static, impl=how.pins.of("quantised_gemm"))
+        args = QuantisedGemmArgs(x=flat, w=self.matrix, **static)
+        y = quantised_gemm(args, how.pins.of("quantised_gemm"))
         return y.reshape(*x.shape[:-1], -1) if how.wide else y
 
     def take(self, ids: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,82 +23,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import current_device
-from pallas_kernels.experts.call import call_kernel
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items
 from pallas_kernels.experts.launch import DecodeConfig, GemmSizes
 from pallas_kernels.experts.scattered import load_at, store_at
-from pallas_kernels.experts.stack import Activation
+from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
+from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
 MMA_OUTPUTS = 64  # M of a wgmma, and the inputs of a swizzled tile
 
 type Ref = Any
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Compile-time constants of the kernel."""
-
-    sizes: GemmSizes
-    config: DecodeConfig
-
-    @property
-    def num_steps(self) -> int:
-        """K steps of an item."""
-        return self.sizes.inner // self.config.block_k
-
-    @property
-    def blocks(self) -> int:
-        """Items of a tile of tokens."""
-        return self.sizes.outer // self.config.block_n
-
-    @property
-    def columns(self) -> int:
-        """N of a wgmma."""
-        return self.sizes.columns
-
-    @property
-    def ctas(self) -> int:
-        """Number of resident CTAs."""
-        return min(current_device().num_sms, self.sizes.tiles * self.blocks)
-
-
-class Gmem(NamedTuple):
-    """Refs to arrays in global memory; None where a call has none."""
-
-    x: Ref  # [T, K], or the rows of tiles: [N * width, K]
-    expert: Ref  # int32[N]
-    rows: Ref  # int32[N]
-    used: Ref  # int32[1]: tiles in use
-    pairs: Ref  # int32[N * width]
-    place: Ref  # int32[T * k], of down
-    weights: Ref  # float32[T * k], of down
-    w: Ref  # [E, halves, O, K], or None: quantised
-    bias: Ref  # [E, halves, O]
-    out: Ref  # [N * width, O], or float32[k, T, O] of down
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    w_smem: Ref  # [stages, halves, block_n, block_k]
-    x_smem: Ref  # [stages, columns, block_k]
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    barriers: Ref  # [stages]: one arrival per copy
-
-
-class Item(NamedTuple):
-    """A CTA's item; int32 scalars."""
-
-    tile: jax.Array
-    first_output: jax.Array
-    first_step: jax.Array  # among all K steps of the CTA
-
-
-def num_items(spec: Spec, used: Ref) -> jax.Array:
-    """Number of items that the CTA computes; items are dealt out in turn."""
-    others = used[0] * spec.blocks - 1 - lax.axis_index("cta")
-    return lax.div(others + spec.ctas, jnp.int32(spec.ctas))
+type CopyWeights = Callable[[Item, jax.Array, jax.Array], None]  # of an item, expert and K step
 
 
 def item_at(spec: Spec, i: jax.Array | int) -> Item:
@@ -109,21 +44,7 @@ def item_at(spec: Spec, i: jax.Array | int) -> Item:
     return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
 
 
-def stage_of(spec: Spec, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(spec.config.stages))
-
-
-def in_one_warp(run: Callable[[], None]) -> None:
-    """Run in the first warp of the warpgroup."""
-    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
-
-
-def copy_items(
-    spec: Spec,
-    gmem: Gmem,
-    scratch: Any,  # x_smem and barriers as in ``_Scratch``
-    copy_weights: Callable[[Item, jax.Array, jax.Array], None],  # of an item, expert and K step
-) -> None:
+def copy_items(spec: Spec, gmem: Gmem, ring: Ring, x_smem: Ref, copy_weights: CopyWeights) -> None:
     """Copy the K steps of all items as stages are consumed.
 
     The kernel before ``down`` is ``gate_up``, which lets it start only after the tiles are known.
@@ -132,20 +53,20 @@ def copy_items(
     config, sizes = spec.config, spec.sizes
 
     def copy_tokens(item: Item, step: jax.Array) -> None:
-        stage = stage_of(spec, item.first_step + step)
+        stage = ring.stage(item.first_step + step)
         first = 0 if sizes.all_tokens else item.tile * sizes.width
         inputs = pl.ds(step * config.block_k, config.block_k)
-        tokens = gmem.x.at[pl.ds(first, spec.columns), inputs]  # missing rows become zeros
-        plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], scratch.barriers.at[stage])
+        tokens = gmem.x.at[pl.ds(first, sizes.columns), inputs]  # missing rows become zeros
+        plgpu.copy_gmem_to_smem(tokens, x_smem.at[stage], ring.barriers.at[stage])
 
     def copy(item: Item, expert: jax.Array, step: jax.Array) -> None:
         number = item.first_step + step
-        consumed = scratch.consumed_barriers.at[stage_of(spec, number)]
+        consumed = ring.consumed_barriers.at[ring.stage(number)]
         pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(consumed))
         copy_weights(item, expert, step)
         copy_tokens(item, step)
 
-    items = num_items(spec, gmem.used)
+    items = spec.num_items(gmem.used)
 
     @pl.when(items > 0)
     def _first() -> None:
@@ -162,68 +83,43 @@ def copy_items(
         expert = gmem.expert[item.tile]
         pl.loop(0, spec.num_steps)(lambda step: copy(item, expert, step))
 
-    # A CTA must not exit while a barrier has a phase that was not waited for.
-    total = items * spec.num_steps
-
-    @pl.loop(jnp.maximum(total - config.stages, 0), total)
-    def _drain(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[stage_of(spec, step)])
+    ring.drain(items * spec.num_steps)
 
 
-def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _copy_all(spec: Spec, gmem: Gmem, ring: Ring, scratch: Scratch) -> None:
     """Copy the K steps of all items."""
     config = spec.config
 
     def copy_weights(item: Item, expert: jax.Array, step: jax.Array) -> None:
-        stage = stage_of(spec, item.first_step + step)
+        stage = ring.stage(item.first_step + step)
         inputs = pl.ds(step * config.block_k, config.block_k)
         outputs = pl.ds(item.first_output, config.block_n)
         for half in range(spec.sizes.halves):
-            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            w_smem, barrier = scratch.w_smem.at[stage, half], ring.barriers.at[stage]
             plgpu.copy_gmem_to_smem(gmem.w.at[expert, half, outputs, inputs], w_smem, barrier)
 
-    copy_items(spec, gmem, scratch, copy_weights)
+    copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 
 
 def _matmul(
-    spec: Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
+    spec: Spec, item: Item, warpgroup: jax.Array, ring: Ring, scratch: Scratch
 ) -> tuple[jax.Array, ...]:  # float32[64, columns], one for each half
-    """Accumulate over the K steps; a wgmma is issued before the previous one has ended."""
-    outputs = pl.ds(warpgroup * MMA_OUTPUTS, MMA_OUTPUTS)
+    """The warpgroup's products of an item."""
+    outputs, halves = pl.ds(warpgroup * MMA_OUTPUTS, MMA_OUTPUTS), spec.sizes.halves
 
-    def release(step: jax.Array | int) -> None:
-        stage = stage_of(spec, item.first_step + step)
-        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+    def issue(_: jax.Array, stage: jax.Array, accs: Sequence[Ref]) -> int:
+        x = scratch.x_smem.at[stage].transpose((1, 0))
+        for half, acc in enumerate(accs):
+            plgpu.wgmma(acc, scratch.w_smem.at[stage, half, outputs], x)
+        return halves
 
-    def multiply(*accs: Ref) -> tuple[jax.Array, ...]:
-        @pl.loop(0, spec.num_steps)
-        def _step(step: jax.Array) -> None:
-            stage = stage_of(spec, item.first_step + step)
-            plgpu.barrier_wait(scratch.barriers.at[stage])
-            x = scratch.x_smem.at[stage].transpose((1, 0))
-            for half, acc in enumerate(accs):
-                plgpu.wgmma(acc, scratch.w_smem.at[stage, half, outputs], x)
-            plgpu.wgmma_wait(spec.sizes.halves)  # wait for the previous step
-            pl.when(step > 0)(lambda: release(step - 1))
+    def release(step: jax.Array) -> None:
+        pl.when(step > 0)(lambda: ring.release(item.first_step + (step - 1)))
 
-        return tuple(acc[...] for acc in accs)
-
-    acc = plgpu.WGMMAAccumulatorRef((MMA_OUTPUTS, spec.columns), jnp.float32)
-    products = pl.run_scoped(multiply, *[acc] * spec.sizes.halves)
-    release(spec.num_steps - 1)
+    shape, steps, first = (MMA_OUTPUTS, spec.sizes.columns), spec.num_steps, item.first_step
+    products = matmul(ring, steps, shape, issue, release, count=halves, first_step=first)
+    ring.release(item.first_step + (spec.num_steps - 1))
     return products
-
-
-def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """``activation`` of values in registers."""
-    if activation.limit is not None:
-        gate = jnp.minimum(gate, activation.limit)
-        up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
-    if activation.shift:
-        up = up + activation.shift
-    # The square of a reciprocal root is cheaper than a division, which is several instructions.
-    root = lax.rsqrt(1.0 + jnp.exp(-activation.alpha * gate))
-    return gate * up * root * root
 
 
 @dataclass(frozen=True)
@@ -235,7 +131,6 @@ class Rows:
     64 us of ``down`` with 64 tokens and the int4 experts of Qwen3-30B-A3B (H100).
     """
 
-    spec: Spec
     gmem: Gmem
     offsets: jax.Array  # int32[columns] of a row's first output in ``out``; negative: no row
     weights: jax.Array | None  # float32[columns], of down
@@ -244,7 +139,7 @@ class Rows:
     def of(cls, spec: Spec, gmem: Gmem, item: Item) -> Rows:
         """Read those of an item."""
         sizes, layout = spec.sizes, plgpu.Layout.WGMMA.reduce(0)
-        index = plgpu.broadcasted_iota(jnp.int32, (spec.columns,), 0, layout=layout)
+        index = plgpu.broadcasted_iota(jnp.int32, (sizes.columns,), 0, layout=layout)
         first, count = item.tile * sizes.width, gmem.rows[item.tile]
         weights = None
         if sizes.halves == 1:
@@ -261,7 +156,7 @@ class Rows:
                 places = jnp.where((index == token) & (i < count), first + i, places)
         else:
             places = jnp.where(index < count, first + index, -1)
-        return cls(spec, gmem, places * sizes.outer, weights)
+        return cls(gmem, places * sizes.outer, weights)
 
     def write(self, results: jax.Array, first_output: jax.Array) -> None:  # float32[64, columns]
         """Write the results of 64 outputs: hidden values, or weighted outputs."""
@@ -311,19 +206,21 @@ def write_zeros(spec: Spec, gmem: Gmem) -> None:
                 row.at[pl.ds(block * MMA_OUTPUTS, MMA_OUTPUTS)][...] = zeros
 
 
-def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _Scratch) -> None:
+def _compute_warpgroup(
+    spec: Spec, gmem: Gmem, ring: Ring, scratch: Scratch, warpgroup: jax.Array
+) -> None:
     """The warpgroup's 64 outputs of all items of the CTA."""
     grid_dependency_wait()
     if spec.sizes.halves == 1:
         pl.when(warpgroup == 0)(lambda: write_zeros(spec, gmem))
 
-    @pl.loop(0, num_items(spec, gmem.used))
+    @pl.loop(0, spec.num_items(gmem.used))
     def _item(i: jax.Array) -> None:
         item = item_at(spec, i)
         first_output = item.first_output + warpgroup * MMA_OUTPUTS
         rows = Rows.of(spec, gmem, item)
         added = biases(spec, gmem, item, first_output)
-        products = _matmul(spec, item, warpgroup, scratch)
+        products = _matmul(spec, item, warpgroup, ring, scratch)
         rows.write(finished(spec, products, added), first_output)
 
 
@@ -334,39 +231,30 @@ def starts(spec: Spec) -> None:
     launch_dependents()
 
 
-def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _kernel(spec: Spec, gmem: Gmem, scratch: Scratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
     starts(spec)
-
-    @pl.when(warpgroup == spec.config.warpgroups)
-    def _memory() -> None:
-        in_one_warp(lambda: _copy_all(spec, gmem, scratch))
-
-    @pl.when(warpgroup < spec.config.warpgroups)
-    def _compute() -> None:
-        _compute_warpgroup(spec, warpgroup, gmem, scratch)
-
-
-def _scratch_types(spec: Spec) -> _Scratch:
-    config, sizes, dtype = spec.config, spec.sizes, jnp.dtype(spec.sizes.dtype)
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, MMA_OUTPUTS)), swizzle(128))
-    weights = (config.stages, sizes.halves, config.block_n, config.block_k)
-    tokens = (config.stages, spec.columns, config.block_k)
-    return _Scratch(
-        w_smem=plgpu.SMEM(weights, dtype, transforms=swizzled),
-        x_smem=plgpu.SMEM(tokens, dtype, transforms=swizzled),
-        barriers=plgpu.Barrier(num_arrivals=sizes.halves + 1, num_barriers=config.stages),
-        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+    ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
+    divide_roles(
+        spec.config.warpgroups,
+        lambda: in_one_warp(lambda: _copy_all(spec, gmem, ring, scratch)),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
+        warpgroup=warpgroup,
     )
 
 
-def launch_with(
-    config: DecodeConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
-) -> jax.Array:  # [N * width, O], or float32[k, T, O] of down
+def _scratch_types(spec: Spec) -> Scratch:
+    config, sizes = spec.config, spec.sizes
+    weights = (config.stages, sizes.halves, config.block_n, config.block_k)
+    tokens = (config.stages, sizes.columns, config.block_k)
+    return Scratch(
+        w_smem=smem(weights, sizes.dtype, MMA_OUTPUTS),
+        x_smem=smem(tokens, sizes.dtype, MMA_OUTPUTS),
+        **stage_barriers(config.stages, sizes.halves + 1, config.warpgroups),
+    )
+
+
+def launch_with(config: DecodeConfig, sizes: GemmSizes, gmem: Gmem) -> jax.Array:
     """One of the two GEMMs with a given configuration.
 
     Raises ValueError when the configuration does not fit.
@@ -374,13 +262,4 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    return call_kernel(
-        partial(_kernel, spec),
-        Gmem,
-        arrays,
-        out_type=sizes.result,
-        scratch_types=_scratch_types(spec),
-        ctas=spec.ctas,
-        warpgroups=config.warpgroups,
-        name="experts_gate_up" if sizes.halves == 2 else "experts_down",
-    )
+    return launch_items("", _kernel, spec, gmem, _scratch_types(spec), config.warpgroups)

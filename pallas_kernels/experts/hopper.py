@@ -10,7 +10,6 @@ import jax
 
 from pallas_kernels.experts import launch, triton
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import arrays_of
 from pallas_kernels.registry import imported_when_called
 
 _gate_up = imported_when_called(
@@ -28,9 +27,8 @@ def experts(args: ExpertsArgs) -> jax.Array:  # [T, D], or float32[k, T, D]
     tiles = triton.tiles_of(args.choices, first.experts, first.width)
     rows = x if first.all_tokens else triton.spread(x, tiles.place, first.tiles * first.width)
     common = (tiles.expert, tiles.rows, tiles.used, tiles.pairs)
-    gate_up, down = arrays_of(args.gate_up), arrays_of(args.down)
-    hidden = _gate_up(rows, *common, args.gate_up_bias, *gate_up, sizes=first)
-    out = _down(hidden, *common, tiles.place, weights, args.down_bias, *down, sizes=second)
+    hidden = _gate_up(rows, *common, args.gate_up_bias, args.gate_up, sizes=first)
+    out = _down(hidden, *common, tiles.place, weights, args.down_bias, args.down, sizes=second)
     if not second.few:
         return triton.gather(out, tiles.place, weights)
     return out if args.split else out.sum(0).astype(x.dtype)

@@ -11,10 +11,9 @@ use hold anything, and only themselves depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,82 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import current_device
-from pallas_kernels.experts.call import call_kernel
-from pallas_kernels.experts.decode import activated, in_one_warp
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items, load_bias
 from pallas_kernels.experts.launch import GemmSizes, PromptConfig
+from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
+from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 
 MMA_ROWS = 64  # M of a wgmma
 LANES = 64  # inputs of a swizzled tile
-# Per thread of two compute warpgroups: 504 of the 512 registers that three warpgroups may use.
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 type Ref = Any
-
-
-@dataclass(frozen=True)
-class Spec:
-    """Compile-time constants of the kernel."""
-
-    sizes: GemmSizes
-    config: PromptConfig
-
-    @property
-    def warpgroups(self) -> int:
-        """Compute warpgroups."""
-        return self.sizes.width // MMA_ROWS
-
-    @property
-    def num_steps(self) -> int:
-        """K steps of an item."""
-        return self.sizes.inner // self.config.block_k
-
-    @property
-    def blocks(self) -> int:
-        """Items of a tile of rows."""
-        return self.sizes.outer // self.config.block_n
-
-    @property
-    def ctas(self) -> int:
-        """Number of resident CTAs."""
-        return min(current_device().num_sms, self.sizes.tiles * self.blocks)
-
-
-class Gmem(NamedTuple):
-    """Refs to arrays in global memory; None where a call has none."""
-
-    x: Ref  # [N * width, K]
-    expert: Ref  # int32[N]
-    used: Ref  # int32[1]: tiles in use
-    w: Ref  # [E, halves, O, K], or None: quantised
-    bias: Ref  # [E, halves, O]
-    out: Ref  # [N * width, O]
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    out_smem: Ref  # [warpgroups, 64, store_n]
-    w_smem: Ref  # [stages, halves * block_n, block_k]
-    x_smem: Ref  # [stages, width, block_k]
-    lead_barrier: Ref  # the first compute warpgroup is ``lead`` steps ahead of the second
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    barriers: Ref  # [stages]: one arrival per copy
-
-
-class Item(NamedTuple):
-    """A CTA's item; int32 scalars."""
-
-    tile: jax.Array
-    first_output: jax.Array
-    first_step: jax.Array  # among all K steps of the CTA
-
-
-def num_items(spec: Spec, gmem: Gmem) -> jax.Array:
-    """Number of items that the CTA computes; items are dealt out in turn."""
-    others = gmem.used[0] * spec.blocks - 1 - lax.axis_index("cta")
-    return lax.div(others + spec.ctas, jnp.int32(spec.ctas))
 
 
 def item_at(spec: Spec, gmem: Gmem, i: jax.Array | int) -> Item:
@@ -111,21 +44,18 @@ def item_at(spec: Spec, gmem: Gmem, i: jax.Array | int) -> Item:
     return Item(tile, block * spec.config.block_n, jnp.int32(i * spec.num_steps))
 
 
-def stage_of(spec: Spec, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(spec.config.stages))
-
-
 def copy_items(
     spec: Spec,
     gmem: Gmem,
-    scratch: Any,  # x_smem and barriers as in ``_Scratch``
+    ring: Ring,
+    x_smem: Ref,
     copy_weights: Callable[[Item, jax.Array, jax.Array, jax.Array], None],
 ) -> None:
     """Copy the K steps of all items as stages are consumed; ``copy_weights`` takes an item, its
     expert, a step and its stage.
     """
     config, width = spec.config, spec.sizes.width
-    items = num_items(spec, gmem)
+    items = spec.num_items(gmem.used)
 
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
@@ -135,23 +65,18 @@ def copy_items(
         @pl.loop(0, spec.num_steps)
         def _copy(step: jax.Array) -> None:
             number = item.first_step + step
-            stage = stage_of(spec, number)
-            consumed = scratch.consumed_barriers.at[stage]
+            stage = ring.stage(number)
+            consumed = ring.consumed_barriers.at[stage]
             pl.when(number >= config.stages)(lambda: plgpu.barrier_wait(consumed))
             copy_weights(item, expert, step, stage)
             inputs = pl.ds(step * config.block_k, config.block_k)
             rows = gmem.x.at[pl.ds(item.tile * width, width), inputs]
-            plgpu.copy_gmem_to_smem(rows, scratch.x_smem.at[stage], scratch.barriers.at[stage])
+            plgpu.copy_gmem_to_smem(rows, x_smem.at[stage], ring.barriers.at[stage])
 
-    # A CTA must not exit while a barrier has a phase that was not waited for.
-    total = items * spec.num_steps
-
-    @pl.loop(jnp.maximum(total - config.stages, 0), total)
-    def _drain(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[stage_of(spec, step)])
+    ring.drain(items * spec.num_steps)
 
 
-def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _copy_all(spec: Spec, gmem: Gmem, ring: Ring, scratch: Scratch) -> None:
     """Copy the K steps of all items."""
     block_n, block_k = spec.config.block_n, spec.config.block_k
 
@@ -160,42 +85,36 @@ def _copy_all(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
         for half in range(spec.sizes.halves):
             w_smem = scratch.w_smem.at[stage, pl.ds(half * block_n, block_n)]
             weights = gmem.w.at[expert, half, outputs, inputs]
-            plgpu.copy_gmem_to_smem(weights, w_smem, scratch.barriers.at[stage])
+            plgpu.copy_gmem_to_smem(weights, w_smem, ring.barriers.at[stage])
 
-    copy_items(spec, gmem, scratch, copy_weights)
+    copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 
 
 def _matmul(
-    spec: Spec, item: Item, warpgroup: jax.Array, scratch: _Scratch
+    spec: Spec, item: Item, warpgroup: jax.Array, ring: Ring, scratch: Scratch
 ) -> jax.Array:  # float32[64, halves * block_n]
-    """Accumulate over the K steps; a wgmma is issued before the previous one has ended."""
+    """The warpgroup's products of an item."""
+    lead, first = spec.config.lead if spec.sizes.width > MMA_ROWS else 0, item.first_step
 
-    def release(step: jax.Array | int) -> None:
-        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage_of(spec, item.first_step + step)])
-
-    def multiply(acc: Ref) -> jax.Array:
-        lead = spec.config.lead if spec.warpgroups > 1 else 0
+    def wait_lead() -> None:
         if lead:
             pl.when(warpgroup > 0)(lambda: plgpu.barrier_wait(scratch.lead_barrier))
 
-        @pl.loop(0, spec.num_steps)
-        def _step(step: jax.Array) -> None:
-            stage = stage_of(spec, item.first_step + step)
-            plgpu.barrier_wait(scratch.barriers.at[stage])
-            x = scratch.x_smem.at[stage, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)]
-            plgpu.wgmma(acc, x, scratch.w_smem.at[stage].transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # wait for the previous step
-            pl.when(step > 0)(lambda: release(step - 1))
-            if lead:
-                pl.when((warpgroup == 0) & (step == lead - 1))(
-                    lambda: plgpu.barrier_arrive(scratch.lead_barrier)
-                )
+    def issue(_: jax.Array, stage: jax.Array, accs: Sequence[Ref]) -> int:
+        x = scratch.x_smem.at[stage, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)]
+        plgpu.wgmma(accs[0], x, scratch.w_smem.at[stage].transpose((1, 0)))
+        return 1
 
-        return acc[...]
+    def release(step: jax.Array) -> None:
+        pl.when(step > 0)(lambda: ring.release(first + (step - 1)))
+        if lead:
+            pl.when((warpgroup == 0) & (step == lead - 1))(
+                lambda: plgpu.barrier_arrive(scratch.lead_barrier)
+            )
 
-    shape = (MMA_ROWS, spec.sizes.halves * spec.config.block_n)
-    products = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    release(spec.num_steps - 1)
+    shape, steps = (MMA_ROWS, spec.sizes.halves * spec.config.block_n), spec.num_steps
+    (products,) = matmul(ring, steps, shape, issue, release, first_step=first, before=wait_lead)
+    ring.release(first + (spec.num_steps - 1))
     return products
 
 
@@ -208,26 +127,23 @@ def _halves(
     for half in range(spec.sizes.halves):
         result = products[:, half * block_n : (half + 1) * block_n]
         if gmem.bias is not None:
-            expert, outputs = gmem.expert[item.tile], pl.ds(item.first_output, block_n)
-            bias = plgpu.load(
-                gmem.bias.at[expert, half, outputs],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
-            result += lax.broadcast_in_dim(bias.astype(jnp.float32), result.shape, [1])
+            bias = load_bias(gmem, item, half, pl.ds(item.first_output, block_n), 0)
+            result += lax.broadcast_in_dim(bias, result.shape, [1])
         found.append(result)
     return found
 
 
-def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _Scratch) -> None:
+def _compute_warpgroup(
+    spec: Spec, gmem: Gmem, ring: Ring, scratch: Scratch, warpgroup: jax.Array
+) -> None:
     """The warpgroup's rows of all items of the CTA."""
     out_smem, activation = scratch.out_smem.at[warpgroup], spec.sizes.activation
     store_n = spec.config.store_n
 
-    @pl.loop(0, num_items(spec, gmem))
+    @pl.loop(0, spec.num_items(gmem.used))
     def _next(i: jax.Array) -> None:
         item = item_at(spec, gmem, i)
-        results = _halves(spec, gmem, item, _matmul(spec, item, warpgroup, scratch))
+        results = _halves(spec, gmem, item, _matmul(spec, item, warpgroup, ring, scratch))
         result = results[0] if activation is None else activated(activation, *results)
         rows = pl.ds(item.tile * spec.sizes.width + warpgroup * MMA_ROWS, MMA_ROWS)
         for start in range(0, spec.config.block_n, store_n):
@@ -240,52 +156,33 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, gmem: Gmem, scratch: _S
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
-    warpgroup = lax.axis_index("warpgroup")
+def _kernel(spec: Spec, gmem: Gmem, scratch: Scratch) -> None:
+    warpgroup, warpgroups = lax.axis_index("warpgroup"), spec.sizes.width // MMA_ROWS
     grid_dependency_wait()
     launch_dependents()
-
-    @pl.when(warpgroup == spec.warpgroups)
-    def _memory() -> None:
-        if spec.warpgroups > 1:
-            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        in_one_warp(lambda: _copy_all(spec, gmem, scratch))
-
-    @pl.when(warpgroup < spec.warpgroups)
-    def _compute() -> None:
-        if spec.warpgroups > 1:
-            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _compute_warpgroup(spec, warpgroup, gmem, scratch)
-
-
-def _scratch_types(spec: Spec) -> _Scratch:
-    config, sizes, dtype = spec.config, spec.sizes, jnp.dtype(spec.sizes.dtype)
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-
-    def swizzled(lanes: int) -> Any:
-        return tiling((8, lanes)), swizzle(lanes * dtype.itemsize)
-
-    weights = (config.stages, sizes.halves * config.block_n, config.block_k)
-    return _Scratch(
-        out_smem=plgpu.SMEM(
-            (spec.warpgroups, MMA_ROWS, config.store_n), dtype, transforms=swizzled(config.lanes)
-        ),
-        w_smem=plgpu.SMEM(weights, dtype, transforms=swizzled(LANES)),
-        x_smem=plgpu.SMEM(
-            (config.stages, sizes.width, config.block_k), dtype, transforms=swizzled(LANES)
-        ),
-        barriers=plgpu.Barrier(num_arrivals=sizes.halves + 1, num_barriers=config.stages),
-        consumed_barriers=plgpu.Barrier(num_arrivals=spec.warpgroups, num_barriers=config.stages),
-        lead_barrier=plgpu.Barrier(),
+    ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
+    divide_roles(
+        warpgroups,
+        lambda: in_one_warp(lambda: _copy_all(spec, gmem, ring, scratch)),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
+        moves_registers=warpgroups > 1,
+        warpgroup=warpgroup,
     )
 
 
-def launch_with(
-    config: PromptConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``Gmem`` but ``out``, by name
-) -> jax.Array:  # [N * width, O]
+def _scratch_types(spec: Spec) -> Scratch:
+    config, sizes, stages = spec.config, spec.sizes, spec.config.stages
+    warpgroups, columns = sizes.width // MMA_ROWS, sizes.halves * config.block_n
+    return Scratch(
+        out_smem=smem((warpgroups, MMA_ROWS, config.store_n), sizes.dtype, config.lanes),
+        w_smem=smem((stages, columns, config.block_k), sizes.dtype, LANES),
+        x_smem=smem((stages, sizes.width, config.block_k), sizes.dtype, LANES),
+        lead_barrier=plgpu.Barrier(),
+        **stage_barriers(stages, sizes.halves + 1, warpgroups),
+    )
+
+
+def launch_with(config: PromptConfig, sizes: GemmSizes, gmem: Gmem) -> jax.Array:
     """One of the two GEMMs with a given configuration.
 
     Raises ValueError when the configuration does not fit.
@@ -293,13 +190,6 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = Spec(sizes, config)
-    return call_kernel(
-        partial(_kernel, spec),
-        Gmem,
-        arrays,
-        out_type=jax.ShapeDtypeStruct((sizes.tiles * sizes.width, sizes.outer), sizes.dtype),
-        scratch_types=_scratch_types(spec),
-        ctas=spec.ctas,
-        warpgroups=spec.warpgroups,
-        name="experts_gate_up_prompt" if sizes.halves == 2 else "experts_down_prompt",
+    return launch_items(
+        "_prompt", _kernel, spec, gmem, _scratch_types(spec), sizes.width // MMA_ROWS
     )

@@ -9,10 +9,9 @@ inputs that offsets multiply are computed before, by XLA.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,24 +19,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.experts import prompt
-from pallas_kernels.experts.call import call_kernel
-from pallas_kernels.experts.decode import activated, in_one_warp
+from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_items, load_bias
 from pallas_kernels.experts.launch import GemmSizes, QuantisedPromptConfig
-from pallas_kernels.experts.prompt import COMPUTE_REGISTERS, MEMORY_REGISTERS, Item
+from pallas_kernels.experts.prompt import copy_items, item_at
+from pallas_kernels.gemm.epilogues import write_columns
+from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
+from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, Ups, scratch_types
 
 type Ref = Any
 
 
 @dataclass(frozen=True)
-class _Spec(prompt.Spec):
+class _Spec(Spec):
     """Compile-time constants of the kernel. An item's ``first_output`` is that of its pair."""
 
-    config: QuantisedPromptConfig  # type: ignore[assignment]
+    config: QuantisedPromptConfig
 
     @property
     def step(self) -> tiled.Spec:
@@ -45,38 +46,8 @@ class _Spec(prompt.Spec):
         sizes = self.sizes.tiled
         return tiled.Spec(sizes, self.config.step, sums_given=sizes.offsets)
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of outputs of each half."""
-        return self.sizes.outer // TILE
 
-    @property
-    def blocks(self) -> int:
-        """Items of a tile of rows: pairs of tiles of outputs; the last one may be half empty."""
-        return -(-self.tiles * self.sizes.halves // PAIR)
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    x_smem: Ref  # [stages, width, block_k]
-    values_smem: Ref  # [stages, 2, tiles, rows, ROW_BYTES]
-    parts_smem: tiled.Parts  # [stages, padding, 2, groups, 64] each
-    sums_given_smem: Ref  # float32[stages, groups, width]; None without offsets
-    ups_smem: Ref  # float32[64, width]
-    barriers: Ref  # [stages]: one arrival per copy
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    ups_barrier: Ref
-    ups_consumed_barrier: Ref
-
-
-def _copy_all(
-    spec: _Spec,
-    gmem: prompt.Gmem,
-    views: tiled.Gmem,
-    sums: Ref,  # float32[groups, N * width], None without offsets
-    scratch: _Scratch,
-) -> None:
+def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> None:
     """Copy the K steps of all items."""
     width = spec.sizes.width
 
@@ -86,11 +57,11 @@ def _copy_all(
             where: Any = (pl.ds(expert * PAIR, PAIR), pair)
         else:
             where = (expert, pl.ds(pair * PAIR, PAIR))  # a missing tile becomes zeros
-        tiled.copy_weights(spec.step, views, scratch, where, step, stage)
+        tiled.copy_weights(spec.step, gmem.tiled, scratch, where, step, stage)
         rows = pl.ds(item.tile * width, width)
-        tiled.copy_sums(spec.step, sums, scratch, rows, step, stage)
+        tiled.copy_sums(spec.step, gmem.tiled.sums, scratch, rows, step, stage)
 
-    prompt.copy_items(spec, gmem, scratch, copy_weights)
+    copy_items(spec, gmem, ring, scratch.x_smem, copy_weights)
 
 
 def _first_output(spec: _Spec, item: Item, warpgroup: jax.Array) -> jax.Array:
@@ -102,141 +73,96 @@ def _accumulate(
     spec: _Spec,
     item: Item,
     warpgroup: jax.Array,
-    gmem: prompt.Gmem,
-    scales: Ref,
-    scratch: _Scratch,
+    gmem: Gmem,
+    ring: Ring,
+    scratch: TiledScratch,
 ) -> jax.Array:  # float32[64, width]
     """The products of the warpgroup's tile of outputs."""
     expert, first_output = gmem.expert[item.tile], _first_output(spec, item, warpgroup)
 
-    def add(step: jax.Array, totals: Any) -> Any:
-        stage = prompt.stage_of(spec, item.first_step + step)
+    def step_at(step: jax.Array, stage: jax.Array) -> tiled.Step:
         k_step = tiled.Step(spec.step, stage, warpgroup, scratch)
-        k_step = k_step.with_block_scales(scales, expert, first_output, step)
-        plgpu.barrier_wait(scratch.barriers.at[stage])
-        totals = k_step.add(totals)
-        plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
-        return totals
+        return k_step.with_block_scales(gmem.tiled.parts.scales, expert, first_output, step)
 
-    (total,) = lax.fori_loop(0, spec.num_steps, add, [tiled.zeros((TILE, spec.sizes.width))])
+    (total,) = tiled.accumulate(ring, spec.num_steps, item.first_step, spec.step, step_at)
     return total
 
 
 def _with_bias(
-    gmem: prompt.Gmem, item: Item, half: jax.Array | int, first_output: jax.Array, total: jax.Array
+    gmem: Gmem, item: Item, half: jax.Array | int, first_output: jax.Array, total: jax.Array
 ) -> jax.Array:  # float32[64, width]
     if gmem.bias is None:
         return total
-    ref = gmem.bias.at[gmem.expert[item.tile], half, pl.ds(first_output, TILE)]
-    bias = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, [0])
-
-
-def _write(
-    spec: _Spec, gmem: prompt.Gmem, item: Item, first_output: jax.Array, result: jax.Array
-) -> None:
-    """Write 64 outputs of all rows of the tile, in use or not."""
-    rows = pl.ds(item.tile * spec.sizes.width, spec.sizes.width)
-    # A register holds two adjacent outputs of a row instead of two rows.
-    result = plgpu.layout_cast(result.astype(gmem.out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    gmem.out.at[rows, pl.ds(first_output, TILE)].transpose((1, 0))[...] = result
+    bias = load_bias(gmem, item, half, pl.ds(first_output, TILE), 1)
+    return total + lax.broadcast_in_dim(bias, total.shape, [0])
 
 
 def _compute_warpgroup(
-    spec: _Spec, warpgroup: jax.Array, gmem: prompt.Gmem, scales: Ref, scratch: _Scratch
+    spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch, warpgroup: jax.Array
 ) -> None:
     """The warpgroup's tile of outputs of all items of the CTA."""
-    activation = spec.sizes.activation
+    activation, ups, width = spec.sizes.activation, Ups(scratch), spec.sizes.width
 
-    def share(i: jax.Array, ups: jax.Array) -> None:
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(scratch.ups_consumed_barrier))
-        scratch.ups_smem[...] = ups
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.ups_barrier)
+    def write(item: Item, first_output: jax.Array, result: jax.Array) -> None:
+        """Write 64 outputs of all rows of the tile, in use or not."""
+        rows = pl.ds(item.tile * width, width)
+        write_columns(gmem.out, rows, pl.ds(first_output, TILE), result)
 
     def write_activated(item: Item, gates: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.ups_barrier)
-        ups = plgpu.load(scratch.ups_smem)
-        plgpu.barrier_arrive(scratch.ups_consumed_barrier)
+        taken = ups.take()
         assert activation is not None
-        _write(spec, gmem, item, item.first_output, activated(activation, gates, ups))
+        write(item, item.first_output, activated(activation, gates, taken))
 
     def write_plain(item: Item, first_output: jax.Array, total: jax.Array) -> None:
-        total = _with_bias(gmem, item, 0, first_output, total)
-        _write(spec, gmem, item, first_output, total)
+        write(item, first_output, _with_bias(gmem, item, 0, first_output, total))
 
-    items = prompt.num_items(spec, gmem)
+    items = spec.num_items(gmem.used)
 
     @pl.loop(0, items)
     def _next(i: jax.Array) -> None:
-        item = prompt.item_at(spec, gmem, i)
-        total = _accumulate(spec, item, warpgroup, gmem, scales, scratch)
+        item = item_at(spec, gmem, i)
+        total = _accumulate(spec, item, warpgroup, gmem, ring, scratch)
         if spec.sizes.halves == 2:
             total = _with_bias(gmem, item, warpgroup, item.first_output, total)
-            pl.when(warpgroup == 1)(partial(share, i, total))
+            pl.when(warpgroup == 1)(partial(ups.put, i, total))
             pl.when(warpgroup == 0)(partial(write_activated, item, total))
             return
         first_output = _first_output(spec, item, warpgroup)
         pl.when(first_output < spec.sizes.outer)(partial(write_plain, item, first_output, total))
 
-    if spec.sizes.halves == 2:  # the last ups have been read
-        pl.when((warpgroup == 1) & (items > 0))(
-            lambda: plgpu.barrier_wait(scratch.ups_consumed_barrier)
-        )
+    if spec.sizes.halves == 2:
+        pl.when((warpgroup == 1) & (items > 0))(ups.wait_taken)
 
 
-def _kernel(
-    spec: _Spec, gmem: prompt.Gmem, views: tiled.Gmem, sums: Ref, scratch: _Scratch
-) -> None:
+def _kernel(spec: _Spec, gmem: Gmem, scratch: TiledScratch) -> None:
     warpgroup = lax.axis_index("warpgroup")
     grid_dependency_wait()
     launch_dependents()
-
-    @pl.when(warpgroup == PAIR)
-    def _memory() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        in_one_warp(lambda: _copy_all(spec, gmem, views, sums, scratch))
-
-    @pl.when(warpgroup < PAIR)
-    def _compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _compute_warpgroup(spec, warpgroup, gmem, views.parts.scales, scratch)
+    ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
+    divide_roles(
+        PAIR,
+        lambda: in_one_warp(lambda: _copy_all(spec, gmem, ring, scratch)),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
+        moves_registers=True,
+        warpgroup=warpgroup,
+    )
 
 
-def _scratch_types(spec: _Spec, parts: tiled.Parts) -> _Scratch:
+def _scratch_types(spec: _Spec, parts: tiled.Parts) -> TiledScratch:
     """``parts`` are the factors of all experts, see ``tiled.gmem_views``."""
-    config, width, offsets = spec.config, spec.sizes.width, spec.sizes.tiled.offsets
-    values, parts_smem = tiled.weight_types(spec.step, parts, PAIR)
-    sums = (config.stages, config.step.rows(spec.sizes.tiled.group), width)
-    return _Scratch(
-        x_smem=plgpu.SMEM(
-            (config.stages, width, config.block_k),
-            jnp.bfloat16,
-            transforms=tiled.swizzled(spec.step.chunk, 2),
-        ),
-        values_smem=values,
-        parts_smem=parts_smem,
-        sums_given_smem=plgpu.SMEM(sums, jnp.float32) if offsets else None,
-        ups_smem=plgpu.SMEM(
-            (TILE, width if spec.sizes.halves == 2 else 32),
-            jnp.float32,
-            transforms=tiled.swizzled(32, 4),
-        ),
-        barriers=plgpu.Barrier(
-            num_arrivals=2 + sum(part is not None for part in parts_smem) + offsets,
-            num_barriers=config.stages,
-        ),
-        consumed_barriers=plgpu.Barrier(num_arrivals=PAIR, num_barriers=config.stages),
-        ups_barrier=plgpu.Barrier(),
-        ups_consumed_barrier=plgpu.Barrier(),
+    return scratch_types(
+        spec.step,
+        parts,
+        tiles=PAIR,
+        shared=(TILE, spec.sizes.width if spec.sizes.halves == 2 else 32),
+        shared_barriers=plgpu.Barrier(),
+        shared_consumed_barriers=plgpu.Barrier(),
+        warpgroups=PAIR,
     )
 
 
 def launch_with(
-    config: QuantisedPromptConfig,
-    sizes: GemmSizes,
-    arrays: dict[str, jax.Array | None],  # the arguments of ``prompt.Gmem`` but w and out, by name
-    stack: Sequence[jax.Array | None],  # values, scales, zeros, offsets and supers, [E, ...] each
+    config: QuantisedPromptConfig, sizes: GemmSizes, gmem: Gmem, stack: Quantised
 ) -> jax.Array:  # [N * width, O]
     """One of the two GEMMs with a given configuration.
 
@@ -245,27 +171,8 @@ def launch_with(
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    w, *factors = stack
-    assert w is not None
-    values, parts = tiled.gmem_views(sizes.tiled, w, factors, sizes.experts)
-    used = [part for part in parts if part is not None]
+    views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
     if sizes.tiled.offsets:
-        x = arrays["x"]
-        assert x is not None
-        used.append(tiled.input_sums(x, sizes.tiled.group))
-
-    def kernel(gmem: prompt.Gmem, scratch: Any, values: Any, *factors: Any) -> None:
-        *rest, sums = factors if sizes.tiled.offsets else (*factors, None)
-        _kernel(spec, gmem, tiled.Gmem(None, values, parts.named(rest), None), sums, scratch)
-
-    return call_kernel(
-        kernel,
-        prompt.Gmem,
-        arrays,
-        (values, *used),
-        out_type=jax.ShapeDtypeStruct((sizes.tiles * sizes.width, sizes.outer), sizes.dtype),
-        scratch_types=_scratch_types(spec, parts),
-        ctas=spec.ctas,
-        warpgroups=PAIR,
-        name=f"experts_{'gate_up' if sizes.halves == 2 else 'down'}_prompt_quantised",
-    )
+        views = views._replace(sums=tiled.input_sums(gmem.x, sizes.tiled.group))
+    gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
+    return launch_items("_prompt_quantised", _kernel, spec, gmem, scratch, PAIR)

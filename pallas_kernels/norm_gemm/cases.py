@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.pins import Pins
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.cases import random_matrix, weight_bytes
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.shapes import normal
 
 
@@ -80,15 +81,15 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
     norms = np.full((3, case.inner), np.nan, dtype)
     norms[row] = rng.uniform(0.5, 1.5, case.inner)
     columns = case.outer * (1 + case.swiglu)
-    static = {"row": row, "eps": 1e-6, "swiglu": case.swiglu, "kind": None, "pins": Pins()}
+    w: Any
     if case.form is None:
-        w: tuple[Any, ...] = (normal(rng, (case.inner, columns), dtype, case.inner**-0.5),)
+        w = normal(rng, (case.inner, columns), dtype, case.inner**-0.5)
     else:
-        group = case.group or case.inner
-        matrix = random_matrix(rng, case.form, columns, case.inner, group)
-        matrix = matrix if matrix.kind == "fp8" else arrange(matrix)
-        w, static["kind"] = matrix.arrays, matrix.kind
-    return Inputs((normal(rng, size, dtype), partials, norms, *w), static)
+        w = random_matrix(rng, case.form, columns, case.inner, case.group or case.inner)
+        w = w if w.kind == "fp8" else arrange(w)
+    args: Any = {"x": normal(rng, size, dtype), "partials": partials, "weights": norms}
+    norm = NormArgs(**args, row=row, eps=1e-6)
+    return Inputs((NormGemmArgs(norm=norm, w=w, swiglu=case.swiglu),))
 
 
 def cost(case: NormGemmCase) -> Cost:

@@ -1,8 +1,4 @@
-"""Which calls the Mosaic kernels of norm_gemm support, and the tile sizes of the dense one.
-
-Owns: ``supports``, ``result_shapes``, ``NormGemmConfig``, ``choose_config``, and for quantised
-weights ``supports_quantised``, ``quantised_result_shapes``.
-"""
+"""Which calls the Mosaic kernels of norm_gemm support, and the tile sizes of the dense one."""
 
 from __future__ import annotations
 
@@ -14,7 +10,9 @@ import jax
 
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
-from pallas_kernels.pins import Pins
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
+from pallas_kernels.quantised import Quantised
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.residual_norm.mosaic_launch import (
     COLUMNS,
     MAX_PARTIAL_COMPONENTS,
@@ -52,67 +50,40 @@ class NormGemmConfig:
     stages: int
 
 
-def sizes_of(x: jax.Array, w: jax.Array, *, swiglu: bool) -> NormGemmSizes:
-    """The sizes of a call's arguments."""
-    return NormGemmSizes(x.shape[1], w.shape[1] // (1 + swiglu), swiglu)
+def sizes_of(args: NormGemmArgs) -> NormGemmSizes:
+    """The sizes of a call of the dense kernel."""
+    return NormGemmSizes(args.norm.x.shape[1], args.num_outputs, args.swiglu)
 
 
-def supports(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *factors: jax.Array | None,
-    row: int,
-    eps: float,
-    swiglu: bool,
-    kind: str | None,
-    pins: Pins,
-) -> str | None:
+def supports(args: NormGemmArgs) -> str | None:
     """Why the Mosaic kernel of dense weights cannot run the call, or None."""
-    del factors, row, eps
-    if kind is not None:
+    if isinstance(args.w, Quantised):
         return "the weights are quantised"
-    if str(x.dtype) not in DTYPES or x.dtype != w.dtype:
-        return f"tokens and weights are {x.dtype} and {w.dtype}"
-    if reason := _unfit(x, partials, norms, pins, UNFUSED_OPS):
+    dtype = args.norm.x.dtype
+    if str(dtype) not in DTYPES or dtype != args.w.dtype:
+        return f"tokens and weights are {dtype} and {args.w.dtype}"
+    if reason := _unfit(args, UNFUSED_OPS):
         return reason
-    outer = sizes_of(x, w, swiglu=swiglu).outer
+    outer = sizes_of(args).outer
     if outer % COLUMNS:
         return f"{outer} columns are not a multiple of {COLUMNS}"
     return not_hopper()
 
 
 def supports_quantised(
-    of_gemm: Callable[..., str | None],  # ``supports`` of the GEMM alone
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    norms: jax.Array,  # [W, D]
-    *w: jax.Array | None,  # values, scales, zeros, offsets, supers
-    row: int,
-    eps: float,
-    swiglu: bool,
-    kind: str | None,
-    pins: Pins,
+    of_gemm: Callable[[QuantisedGemmArgs], str | None],  # ``supports`` of the GEMM alone
+    args: NormGemmArgs,
 ) -> str | None:
     """Why a kernel of quantised weights cannot run the call, or None."""
-    del row, eps
-    if kind is None:
+    if not isinstance(args.w, Quantised):
         return "the weights are not quantised"
-    if reason := _unfit(x, partials, norms, pins, UNFUSED_OPS_OF_QUANTISED):
-        return reason
-    return of_gemm(x, *w, kind=kind, swiglu=swiglu, split=False)
+    return _unfit(args, UNFUSED_OPS_OF_QUANTISED) or of_gemm(args.gemm(args.norm.x))
 
 
-def _unfit(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array | None,  # [T, D] in x's dtype, or float32[S, T, D]
-    norms: jax.Array,  # [W, D]
-    pins: Pins,
-    unfused: tuple[str, ...],
-) -> str | None:
+def _unfit(args: NormGemmArgs, unfused: tuple[str, ...]) -> str | None:
     """Why no kernel can add and normalise the token, or None."""
-    if pinned := [name for name in unfused if pins.of(name)]:
+    x, partials, norms = args.norm.x, args.norm.partials, args.norm.weights
+    if pinned := [name for name in unfused if args.pins.of(name)]:
         return f"{pinned[0]} is pinned"
     if x.dtype != norms.dtype:
         return f"tokens and norms are {x.dtype} and {norms.dtype}"
@@ -125,36 +96,9 @@ def _unfit(
     return None
 
 
-def result_shapes(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
-    norms: jax.Array,  # [W, D]
-    w: jax.Array,  # [D, O]; with swiglu [D, 2 * O]: gate, up
-    *,
-    row: int,
-    eps: float,
-    swiglu: bool,
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of the results of a call of the dense kernel."""
-    del partials, norms, row, eps
-    outer = sizes_of(x, w, swiglu=swiglu).outer
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
-
-
-def quantised_result_shapes(
-    x: jax.Array,  # [T, D]
-    partials: jax.Array,  # [T, D] in x's dtype, or float32[S, T, D]
-    norms: jax.Array,  # [W, D]
-    values: jax.Array,  # [O, D] or uint8[O, D / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,
-    row: int,
-    eps: float,
-    kind: str,
-    swiglu: bool,
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The shapes of the results of a call of the kernels of quantised weights."""
-    del partials, norms, factors, row, eps, kind
-    outer = len(values) // (1 + swiglu)
+def result_shapes(args: NormGemmArgs) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The shapes of the results of a call."""
+    x, outer = args.norm.x, args.num_outputs
     return jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, outer), x.dtype)
 
 

@@ -11,17 +11,14 @@ import jax
 
 from pallas_kernels.checks import without_triton
 from pallas_kernels.publish import cases, ref
+from pallas_kernels.publish.ref import PublishArgs
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.publish.triton", "publish")
 
 
-def _triton_supports(
-    tokens: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-) -> str | None:
-    del place
-    return without_triton() if tokens.size else "there are no rows"
+def _triton_supports(args: PublishArgs) -> str | None:
+    return without_triton() if args.tokens.size else "there are no rows"
 
 
 OP = KernelOp(
@@ -39,12 +36,7 @@ OP = KernelOp(
 )
 
 
-def publish(
-    tokens: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-    *,
-    impl: str | None = None,
-) -> jax.Array:  # int32[B]
+def publish(args: PublishArgs, impl: str | None = None) -> jax.Array:  # int32[B]
     """The same tokens, none of them negative.
 
     The Triton kernel also writes ``number << 32 | token`` of each row into the int64[B] at a host
@@ -54,8 +46,9 @@ def publish(
     fall back to the result. ``impl`` pins an implementation. Raises ValueError on arguments that do
     not fit together.
     """
+    tokens, place = args.tokens, args.place
     if tokens.ndim != 1 or tokens.dtype != "int32":
         raise ValueError(f"publish: tokens are {tokens.dtype}{tokens.shape}, not int32[B]")
     if place.shape != (3,) or place.dtype != "int32":
         raise ValueError(f"publish: the place is {place.dtype}{place.shape}, not int32[3]")
-    return dispatch(OP, (tokens, place), {}, impl)
+    return dispatch(OP, (args,), {}, impl)

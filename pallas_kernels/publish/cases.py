@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from pallas_kernels.publish.ref import PublishArgs
 from pallas_kernels.registry import Cost, Inputs
 
 
@@ -31,7 +33,8 @@ def build(case: PublishCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(2**31, size=case.rows).astype(np.int32)
     tokens[0] = 2**31 - 1
-    return Inputs((tokens, np.array([0, 0, 7], np.int32)), {})
+    args: Any = {"tokens": tokens, "place": np.array([0, 0, 7], np.int32)}
+    return Inputs((PublishArgs(**args),))
 
 
 def cost(case: PublishCase) -> Cost:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 
 
-def publish(
-    tokens: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-) -> jax.Array:  # int32[B]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PublishArgs:
+    """The arguments of ``publish``."""
+
+    tokens: jax.Array  # int32[B]
+    place: jax.Array  # int32[3]
+
+
+def publish(args: PublishArgs) -> jax.Array:  # int32[B]
     """See ``publish.api``; writes nothing."""
-    del place
-    return tokens
+    return args.tokens

@@ -7,6 +7,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.publish.ref import PublishArgs
+
 TILE = 128  # rows of a CTA
 
 
@@ -31,17 +33,14 @@ def _publish(
     tl.store(same + row, token, mask=inside)
 
 
-def publish(
-    tokens: jax.Array,  # int32[B]
-    place: jax.Array,  # int32[3]
-) -> jax.Array:  # int32[B]
+def publish(args: PublishArgs) -> jax.Array:  # int32[B]
     """See ``publish.api``."""
-    (rows,) = tokens.shape
+    (rows,) = args.tokens.shape
     return jt.triton_call(
-        tokens,
-        place,
+        args.tokens,
+        args.place,
         kernel=_publish,
-        out_type=jax.ShapeDtypeStruct(tokens.shape, tokens.dtype),
+        out_type=jax.ShapeDtypeStruct(args.tokens.shape, args.tokens.dtype),
         grid=(-(-rows // TILE),),
         num_warps=4,
         num_stages=1,

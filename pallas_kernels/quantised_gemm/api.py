@@ -6,10 +6,10 @@ import jax
 
 from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.numerics import sum_partials
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -57,19 +57,14 @@ OP = KernelOp(
 
 
 def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    w: Quantised,  # of O outputs; with swiglu of 2 * O: gate, up
-    *,
-    swiglu: bool = False,
-    split: bool = False,
-    wide: bool = False,
-    impl: str | None = None,
+    args: QuantisedGemmArgs, impl: str | None = None
 ) -> jax.Array:  # [T, O]; with split possibly float32[S, T, O]
     """``x`` times the transpose of ``w``, in the dtype of ``x``, accumulated in float32.
 
     With ``wide`` the result is float32, for logits. ``swiglu``, ``split`` and ``impl`` are those of
     ``skinny_gemm``. Raises ValueError on arguments that do not fit together.
     """
+    x, w = args.x, args.w
     if x.ndim != 2 or x.shape[1] != w.num_inputs:
         raise ValueError(f"quantised_gemm: tokens {x.shape} do not fit {w.num_inputs} inputs")
     if w.num_inputs % w.scales.shape[1]:
@@ -80,9 +75,8 @@ def quantised_gemm(
         raise ValueError(
             f"quantised_gemm: {w.scales.shape[0]} blocks do not divide {w.num_outputs} outputs"
         )
-    if swiglu and w.num_outputs % 2:
+    if args.swiglu and w.num_outputs % 2:
         raise ValueError(f"quantised_gemm: {w.num_outputs} outputs are not a gate and an up")
-    if swiglu and split:
+    if args.swiglu and args.split:
         raise ValueError("quantised_gemm: swiglu is not linear, so its result cannot be split")
-    static = {"kind": w.kind, "swiglu": swiglu, "split": split, "wide": wide}
-    return dispatch(OP, (x, *w.arrays), static, impl)
+    return dispatch(OP, (args,), {}, impl)

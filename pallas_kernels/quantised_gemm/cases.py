@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.arrangements import LANES
 from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
@@ -144,8 +145,9 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     w = random_matrix(rng, case.form, outer, inner, case.group or inner)
     w = arrange(w) if case.tiled else LANES.arrange(w) if case.lanes else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
-    static = {"kind": w.kind, "swiglu": case.swiglu, "split": case.split, "wide": case.wide}
-    return Inputs((x, *w.arrays), static)
+    args: Any = {"x": x, "w": w}
+    args = QuantisedGemmArgs(**args, swiglu=case.swiglu, split=case.split, wide=case.wide)
+    return Inputs((args,))
 
 
 def random_matrix(

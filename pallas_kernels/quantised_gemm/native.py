@@ -10,8 +10,8 @@ threads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from pallas_kernels.native.library import GEMM, call, missing
 from pallas_kernels.quantised import Form, Quantised
 from pallas_kernels.quantised_gemm import ref
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 
 BLOCK = 32  # inputs that share a scale of activations
 LANES = 16  # outputs of a tile
@@ -29,33 +30,20 @@ FP8 = "fp8_lanes"
 KINDS = MappingProxyType({"int4_lanes": 0, "int8_lanes": 1, "fp4_lanes": 2, FP8: 4})
 
 
-def supports(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes
-    scales: jax.Array,  # [O, G], or of blocks of outputs [O / B, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool,
-) -> str | None:
+def supports(args: QuantisedGemmArgs) -> str | None:
     """Why the native kernel cannot run the call, or None."""
-    del split, wide
+    x, w = args.x, args.w
     if (reason := missing()) is not None:
         return reason
-    if kind not in KINDS:
-        return f"{kind} weights are not in lanes"
+    if w.kind not in KINDS:
+        return f"{w.kind} weights are not in lanes"
     if x.dtype != jnp.float32:
         return f"tokens are {x.dtype}, not float32"
-    w = Quantised(kind, values, scales, zeros, offsets, supers)
     if w.num_inputs % BLOCK:
         return f"{w.num_inputs} inputs are not a multiple of {BLOCK}"
     if (misfit := misfit_of(w.form)) is not None:
         return misfit
-    if swiglu and w.num_outputs % 32:
+    if args.swiglu and w.num_outputs % 32:
         return f"{w.num_outputs} outputs are not whole tiles of gates and ups"
     return None
 
@@ -70,17 +58,11 @@ def rounded(x: jax.Array, block: int) -> jax.Array:  # float32[T, K]
     return (whole * (largest / unit)).reshape(x.shape)
 
 
-def definition(
-    x: jax.Array,  # float32[T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2], by rows
-    scales: jax.Array,  # [O, G]
-    *others: jax.Array | None,
-    kind: str,
-    **static: Any,
-) -> jax.Array:  # [T, O]
+def definition(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; weights are by rows
     """The op's definition, of tokens that are rounded as the kernel rounds them."""
-    tokens = x if kind == "fp8" else rounded(x, block_of(x.shape[1] // scales.shape[1]))
-    return ref.quantised_gemm(tokens, values, scales, *others, kind=kind, **static)
+    if args.w.kind == "fp8":
+        return ref.quantised_gemm(args)
+    return ref.quantised_gemm(replace(args, x=rounded(args.x, block_of(args.w.group))))
 
 
 def block_of(group: int) -> int:
@@ -88,30 +70,15 @@ def block_of(group: int) -> int:
     return BLOCK if group % BLOCK == 0 else BLOCK // 2
 
 
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2], in lanes; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G], or of blocks of outputs [O / B, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool,
-) -> jax.Array:  # [T, O]
-    """See ``quantised_gemm.api``."""
-    del split, wide
-    arrays = (x, values, scales, zeros, offsets, supers)
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]
+    """See ``quantised_gemm.api``; the weights are in lanes."""
+    x, w = args.x, args.w
     results = (
-        jax.ShapeDtypeStruct((x.shape[0], len(values) // (1 + swiglu)), jnp.float32),
-        jax.ShapeDtypeStruct(
-            (-(-len(x) // PADDING) * PADDING * record_bytes(Quantised(kind, values, scales)),),
-            jnp.uint8,
-        ),
+        jax.ShapeDtypeStruct((len(x), w.num_outputs // (1 + args.swiglu)), jnp.float32),
+        jax.ShapeDtypeStruct((-(-len(x) // PADDING) * PADDING * record_bytes(w),), jnp.uint8),
     )
-    out, _ = call(GEMM, results, *arrays, kind=np.int64(KINDS[kind]), swiglu=swiglu)
+    kind = np.int64(KINDS[w.kind])
+    out, _ = call(GEMM, results, x, *w.arrays, kind=kind, swiglu=args.swiglu)
     return out
 
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.registry import STATIC
+from pallas_kernels.skinny_gemm.ref import swiglu
 
 
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool,
-) -> jax.Array:  # [T, O]
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class QuantisedGemmArgs:
+    """The arguments of ``quantised_gemm``."""
+
+    x: jax.Array  # [T, K]
+    w: Quantised  # of O outputs; with swiglu of 2 * O: gate, up
+    swiglu: bool = field(default=False, metadata=STATIC)
+    split: bool = field(default=False, metadata=STATIC)
+    wide: bool = field(default=False, metadata=STATIC)
+
+
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; of partials their sum
     """See ``quantised_gemm.api``."""
-    del split  # partials are defined by their sum
-    w = dequantised(Quantised(kind, values, scales, zeros, offsets, supers))
-    out = jnp.matmul(jnp.asarray(x, jnp.float32), w.T, precision="highest")
-    if swiglu:
-        gate, up = jnp.split(out, 2, axis=1)
-        out = gate / (1.0 + jnp.exp(-gate)) * up
-    return out if wide else out.astype(x.dtype)
+    x32 = jnp.asarray(args.x, jnp.float32)
+    out = jnp.matmul(x32, dequantised(args.w).T, precision="highest")
+    out = swiglu(out) if args.swiglu else out
+    return out if args.wide else out.astype(args.x.dtype)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
+from pallas_kernels.arrangements import of_either_order
 from pallas_kernels.numerics import sum_partials
-from pallas_kernels.pins import NO_PINS, Pins, without_pins
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.pins import without_pins
+from pallas_kernels.quantised_gemm import xla
+from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
-from pallas_kernels.quantised_mlp import cases, unfused
+from pallas_kernels.quantised_mlp import cases, ref
+from pallas_kernels.quantised_mlp.ref import MlpArgs, in_turn
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _fp8 = imported_when_called(
@@ -18,25 +19,30 @@ _fp8 = imported_when_called(
 )
 
 
-def _supports_fp8(*args: Any, pins: Pins, **static: Any) -> str | None:
-    if pins.of("quantised_gemm"):
-        return "quantised_gemm is pinned"
-    return fp8_launch.supports_mlp(*args, **static)
+def _unfused(args: MlpArgs) -> jax.Array:
+    """Each matmul in the implementation that ``pins`` or ``registry.select`` chooses."""
+    impl = args.pins.of("quantised_gemm")
+    return in_turn(args, lambda gemm: quantised_gemm(gemm, impl))
+
+
+def _plain_xla(args: MlpArgs) -> jax.Array:
+    """Both matmuls in plain XLA; supports differentiation and vmap."""
+    return in_turn(args, of_either_order(xla.quantised_gemm))
 
 
 OP = KernelOp(
     name="quantised_mlp",
-    ref=unfused.reference,
+    ref=ref.quantised_mlp,
     impls=(
         Impl(
             "mosaic_fp8",
             without_pins(_fp8),
             platforms=("gpu",),
-            supports=_supports_fp8,
-            ref=unfused.reference_fp8,
+            supports=fp8_launch.supports_mlp,
+            ref=ref.quantised_mlp_fp8,
         ),
-        Impl("unfused", unfused.unfused),
-        Impl("xla", unfused.plain_xla),
+        Impl("unfused", _unfused),
+        Impl("xla", _plain_xla),
     ),
     cases=cases.CASES,
     build=cases.build,
@@ -48,25 +54,18 @@ OP = KernelOp(
 )
 
 
-def quantised_mlp(
-    x: jax.Array,  # [T, D]
-    gate_up: Quantised,  # of D inputs and 2 * F outputs: gate, up
-    down: Quantised,  # of F inputs
-    *,
-    split: bool = False,
-    pins: Pins = NO_PINS,
-) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
+def quantised_mlp(args: MlpArgs) -> jax.Array:  # [T, D]; with split possibly float32[S, T, D]
     """``quantised_gemm`` with ``swiglu`` times ``gate_up``, then that of the result times ``down``.
 
     Hidden values have the dtype of ``x``, or are quantised without such a rounding. ``split`` is
     that of the second one. ``pins`` may name an implementation of this op, or of
     ``quantised_gemm``. Raises ValueError on arguments that do not fit together.
     """
+    x, gate_up, down = args.x, args.gate_up, args.down
     if x.ndim != 2 or x.shape[1] != gate_up.num_inputs:
         raise ValueError(f"quantised_mlp: tokens {x.shape} do not fit {gate_up.num_inputs} inputs")
     if gate_up.num_outputs != 2 * down.num_inputs:
         raise ValueError(
             f"quantised_mlp: {gate_up.num_outputs} outputs are not twice {down.num_inputs} inputs"
         )
-    static = {"kinds": (gate_up.kind, down.kind), "split": split, "pins": pins}
-    return dispatch(OP, (x, *gate_up.arrays, *down.arrays), static, pins.of("quantised_mlp"))
+    return dispatch(OP, (args,), {}, args.pins.of("quantised_mlp"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.pins import Pins
 from pallas_kernels.quantised_gemm.cases import random_matrix, weight_bytes
+from pallas_kernels.quantised_mlp.ref import MlpArgs
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
 
@@ -49,12 +50,10 @@ def build(case: MlpCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     x = normal(rng, (case.tokens, case.width), jnp.dtype(case.dtype))
     shapes = (2 * case.hidden, case.width), (case.width, case.hidden)
-    matrices = [
-        random_matrix(rng, case.form, outer, inner, case.group or inner) for outer, inner in shapes
-    ]
-    kinds = tuple(w.kind for w in matrices)
-    static = {"kinds": kinds, "split": case.split, "pins": Pins()}
-    return Inputs((x, *matrices[0].arrays, *matrices[1].arrays), static)
+    args: Any = {"x": x}
+    for name, (outer, inner) in zip(("gate_up", "down"), shapes, strict=True):
+        args[name] = random_matrix(rng, case.form, outer, inner, case.group or inner)
+    return Inputs((MlpArgs(**args, split=case.split),))
 
 
 def cost(case: MlpCase) -> Cost:

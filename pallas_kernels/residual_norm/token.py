@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.pdl import grid_dependency_wait
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
+from pallas_kernels.residual_norm.ref import NormArgs
 
 type Ref = Any
 
@@ -32,12 +33,11 @@ class Norm(NamedTuple):
 
 
 class NormRefs(NamedTuple):
-    """Refs in global memory to what such a norm reads, and to the sum that it writes."""
+    """Arrays in global memory that such a norm reads, or refs to them."""
 
     x: Ref  # [tiles, columns]
     partials: Ref  # [S, tiles, columns]
     norms: Ref  # [W, tiles, columns]
-    total: Ref  # [tiles, columns]
 
 
 class NormedToken(NamedTuple):
@@ -70,16 +70,13 @@ def views(union: Ref) -> tuple[Ref, Ref]:
     return union[0], union[1]
 
 
-def norm_arrays(
-    x: jax.Array,  # [1, D]
-    partials: jax.Array,  # [1, D] in x's dtype, or float32[S, 1, D]
-    norms: jax.Array,  # [W, D]
-    columns: int,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.ShapeDtypeStruct]:
-    """The arrays of ``NormRefs``, and the type of the sum."""
+def norm_arrays(args: NormArgs, columns: int) -> tuple[NormRefs, jax.ShapeDtypeStruct]:
+    """The arrays of one token, and the type of the sum."""
+    x, partials = args.x, args.partials
+    assert partials is not None  # ``supports`` has refused the call
     tiles = (x.shape[1] // columns, columns)
-    arrays = x.reshape(tiles), partials.reshape(-1, *tiles), norms.reshape(-1, *tiles)
-    return arrays, jax.ShapeDtypeStruct(tiles, x.dtype)
+    arrays = (x.reshape(tiles), partials.reshape(-1, *tiles), args.weights.reshape(-1, *tiles))
+    return NormRefs(*arrays), jax.ShapeDtypeStruct(tiles, x.dtype)
 
 
 def normed_token(norm: Norm, refs: NormRefs, share: Share | None = None) -> NormedToken:
@@ -88,10 +85,10 @@ def normed_token(norm: Norm, refs: NormRefs, share: Share | None = None) -> Norm
     return add_and_norm(refs.x, partials, refs.norms.at[norm.row], eps=norm.eps, share=share)
 
 
-def write_total(found: NormedToken, refs: NormRefs) -> None:
+def write_total(found: NormedToken, target: Ref) -> None:  # [tiles, columns]
     """Write the sum; one CTA of a GEMM does."""
     for span, total in zip(found.spans, found.total, strict=True):
-        refs.total[span] = total
+        target[span] = total
 
 
 def add_and_norm(

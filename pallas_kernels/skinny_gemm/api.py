@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.numerics import sum_partials
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.skinny_gemm import cases, launch, ref, xla
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", launch.result_shapes
@@ -30,12 +31,7 @@ OP = KernelOp(
 
 
 def skinny_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool = False,
-    split: bool = False,
-    impl: str | None = None,
+    args: GemmArgs, impl: str | None = None
 ) -> jax.Array:  # [T, O]; with split possibly float32[S, T, O]
     """``x @ w`` in the dtype of ``x``, accumulated in float32. The kernels are for few tokens.
 
@@ -45,10 +41,16 @@ def skinny_gemm(
     order of summation, and with it the bits, depends on shapes only. ``impl`` pins an
     implementation. Raises ValueError on arguments that do not fit together.
     """
+    check(args, "skinny_gemm")
+    return dispatch(OP, (args,), {}, impl)
+
+
+def check(args: GemmArgs, op: str) -> None:
+    """Raise ValueError on arguments that do not fit together."""
+    x, w = args.x, args.w
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"skinny_gemm: tokens {x.shape} do not fit weights {w.shape}")
-    if swiglu and w.shape[1] % 2:
-        raise ValueError(f"skinny_gemm: {w.shape[1]} columns are not a gate and an up of one width")
-    if swiglu and split:
-        raise ValueError("skinny_gemm: swiglu is not linear, so its result cannot be split")
-    return dispatch(OP, (x, w), {"swiglu": swiglu, "split": split}, impl)
+        raise ValueError(f"{op}: tokens {x.shape} do not fit weights {w.shape}")
+    if args.swiglu and w.shape[1] % 2:
+        raise ValueError(f"{op}: {w.shape[1]} columns are not a gate and an up of one width")
+    if args.swiglu and args.split:
+        raise ValueError(f"{op}: swiglu is not linear, so its result cannot be split")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 
 class GemmSizes(NamedTuple):
@@ -24,17 +24,10 @@ class GemmSizes(NamedTuple):
     dtype: str
 
 
-def sizes_of(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]
-    *,
-    swiglu: bool,
-    split: bool,
-) -> GemmSizes:
+def sizes_of(args: GemmArgs) -> GemmSizes:
     """The sizes of a call's arguments."""
-    tokens, inner = x.shape
-    outer = w.shape[1] // 2 if swiglu else w.shape[1]
-    return GemmSizes(tokens, inner, outer, swiglu, split, str(x.dtype))
+    (tokens, inner), outer = args.x.shape, args.w.shape[1] // (1 + args.swiglu)
+    return GemmSizes(tokens, inner, outer, args.swiglu, args.split, str(args.x.dtype))
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,8 @@ def build(case: GemmCase, seed: int) -> Inputs:
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.inner), dtype)
     w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
-    return Inputs((x, w), {"swiglu": case.swiglu, "split": case.split})
+    args: Any = {"x": x, "w": w}
+    return Inputs((GemmArgs(**args, swiglu=case.swiglu, split=case.split),))
 
 
 def cost(case: GemmCase) -> Cost:

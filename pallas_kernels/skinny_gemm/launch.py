@@ -14,6 +14,7 @@ from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, GemmSizes, sizes_of
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 DTYPES = ("bfloat16", "float16")
 ITEM_BYTES = 2
@@ -57,17 +58,11 @@ class GemmConfig:
         return divides and shared and split and self.stages >= 2
 
 
-def supports(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> str | None:
+def supports(args: GemmArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
-    if sizes.dtype not in DTYPES or w.dtype != x.dtype:
-        return f"tokens are {x.dtype} and weights {w.dtype}, not the same 16-bit dtype"
+    sizes = sizes_of(args)
+    if sizes.dtype not in DTYPES or args.w.dtype != args.x.dtype:
+        return f"tokens are {sizes.dtype} and weights {args.w.dtype}, not the same 16-bit dtype"
     if not 1 <= sizes.tokens <= (max_tokens := _max_tokens(sizes)):
         return f"{sizes.tokens} tokens are not between 1 and {max_tokens}"
     if sizes.tokens > MMA_TOKENS and sizes.tokens % (
@@ -79,15 +74,9 @@ def supports(
     return not_hopper()
 
 
-def result_shapes(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> jax.ShapeDtypeStruct:
+def result_shapes(args: GemmArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    sizes = sizes_of(x, w, swiglu=swiglu, split=split)
+    sizes = sizes_of(args)
     return result_shape(choose_config(sizes), sizes)
 
 

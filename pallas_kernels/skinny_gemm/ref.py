@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.registry import STATIC
 
-def skinny_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> jax.Array:  # [T, O]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class GemmArgs:
+    """The arguments of ``skinny_gemm``, and with ``swiglu`` those of ``swiglu_gemm``."""
+
+    x: jax.Array  # [T, I]
+    w: jax.Array  # [I, O]; with swiglu [I, 2 * O]: gate, up
+    swiglu: bool = field(default=False, metadata=STATIC)
+    split: bool = field(default=False, metadata=STATIC)
+
+
+def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; partials are defined by their sum
     """See ``skinny_gemm.api``."""
-    del split  # partials are defined by their sum
-    x32, w32 = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    x32, w32 = jnp.asarray(args.x, jnp.float32), jnp.asarray(args.w, jnp.float32)
     out = jnp.matmul(x32, w32, precision="highest")
-    if swiglu:
-        gate, up = jnp.split(out, 2, axis=1)
-        out = gate / (1.0 + jnp.exp(-gate)) * up
-    return out.astype(x.dtype)
+    return (swiglu(out) if args.swiglu else out).astype(args.x.dtype)
+
+
+def swiglu(columns: jax.Array) -> jax.Array:  # float32[T, 2 * O]: gate, up -> [T, O]
+    """SiLU of the gates times the ups (Shazeer, 2020, arXiv:2002.05202)."""
+    gate, up = jnp.split(columns, 2, axis=1)
+    return gate / (1.0 + jnp.exp(-gate)) * up

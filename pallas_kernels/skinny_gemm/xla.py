@@ -5,19 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
-def skinny_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, O]; with swiglu [I, 2 * O]: gate, up
-    *,
-    swiglu: bool,
-    split: bool,
-) -> jax.Array:  # [T, O]
+
+def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; XLA chooses split-K itself, and sums
     """See ``skinny_gemm.api``."""
-    del split  # XLA chooses split-K itself and returns the sum
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
-    out = jnp.matmul(x, w, precision="highest" if x.dtype == jnp.float32 else None)
-    if swiglu:
-        gate, up = jnp.split(out, 2, axis=-1)
-        out = jax.nn.silu(gate) * up
-    return out
+    precision = "highest" if args.x.dtype == jnp.float32 else None
+    out = jnp.matmul(args.x, args.w, precision=precision)
+    return swiglu(out) if args.swiglu else out
+
+
+def swiglu(columns: jax.Array) -> jax.Array:  # [..., 2 * O]: gate, up -> [..., O]
+    """SiLU of the gates times the ups, rounded to their dtype."""
+    gate, up = jnp.split(columns, 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 
 from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.skinny_gemm import launch as skinny_launch
 from pallas_kernels.skinny_gemm import ref, xla
+from pallas_kernels.skinny_gemm.api import check
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import cases, launch
 
 _mosaic = imported_when_called(
     "pallas_kernels.swiglu_gemm.mosaic", "swiglu_gemm", launch.result_shapes
 )
-_skinny_mosaic = partial(
-    imported_when_called(
-        "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", skinny_launch.result_shapes
-    ),
-    swiglu=True,
-    split=False,
+_skinny_mosaic = imported_when_called(
+    "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", skinny_launch.result_shapes
 )
 
 OP = KernelOp(
     name="swiglu_gemm",
-    ref=partial(ref.skinny_gemm, swiglu=True, split=False),
+    ref=ref.skinny_gemm,
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
-        Impl(
-            "skinny_gemm",
-            _skinny_mosaic,
-            ("gpu",),
-            partial(skinny_launch.supports, swiglu=True, split=False),
-        ),
-        Impl("xla", partial(xla.skinny_gemm, swiglu=True, split=False)),
+        Impl("skinny_gemm", _skinny_mosaic, ("gpu",), supports=skinny_launch.supports),
+        Impl("xla", xla.skinny_gemm),
     ),
     cases=cases.CASES,
     build=cases.build,
@@ -43,12 +34,7 @@ OP = KernelOp(
 )
 
 
-def swiglu_gemm(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-    *,
-    impl: str | None = None,
-) -> jax.Array:  # [T, O]
+def swiglu_gemm(args: GemmArgs, impl: str | None = None) -> jax.Array:  # [T, O]
     """SiLU of ``x`` times the first half of the columns, times ``x`` times the second half.
 
     In the dtype of ``x``, accumulated in float32. The order of summation, and with it the bits,
@@ -57,8 +43,7 @@ def swiglu_gemm(
 
     SwiGLU: Shazeer, 2020 (arXiv:2002.05202).
     """
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
-        raise ValueError(f"swiglu_gemm: tokens {x.shape} do not fit weights {w.shape}")
-    if w.shape[1] % 2:
-        raise ValueError(f"swiglu_gemm: {w.shape[1]} columns are not a gate and an up of one width")
-    return dispatch(OP, (x, w), {}, impl)
+    if not args.swiglu:
+        raise ValueError("swiglu_gemm: the arguments are those of a GEMM without swiglu")
+    check(args, "swiglu_gemm")
+    return dispatch(OP, (args,), {}, impl)

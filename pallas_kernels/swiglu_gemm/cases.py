@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.registry import Cost, Inputs
 from pallas_kernels.shapes import normal
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ def build(case: SwigluCase, seed: int) -> Inputs:
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.inner), dtype)
     w = normal(rng, (case.inner, case.outer * 2), dtype, case.inner**-0.5)
-    return Inputs((x, w), {})
+    args: Any = {"x": x, "w": w}
+    return Inputs((GemmArgs(**args, swiglu=True),))
 
 
 def cost(case: SwigluCase) -> Cost:

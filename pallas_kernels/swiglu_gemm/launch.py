@@ -16,6 +16,7 @@ import jax
 from pallas_kernels import tuned
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
 
 DTYPES = ("bfloat16", "float16")
@@ -81,23 +82,17 @@ class SwigluConfig:
         return divides and lanes and rows and accs and smem and lead and self.cluster in (1, 2)
 
 
-def sizes_of(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-) -> SwigluSizes:
+def sizes_of(args: GemmArgs) -> SwigluSizes:
     """The sizes of a call's arguments."""
-    tokens, inner = x.shape
-    return SwigluSizes(tokens, inner, w.shape[1] // 2)
+    tokens, inner = args.x.shape
+    return SwigluSizes(tokens, inner, args.w.shape[1] // 2)
 
 
-def supports(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-) -> str | None:
+def supports(args: GemmArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
-    sizes = sizes_of(x, w)
-    if str(x.dtype) not in DTYPES or w.dtype != x.dtype:
-        return f"tokens are {x.dtype} and weights {w.dtype}, not the same 16-bit dtype"
+    sizes, dtype = sizes_of(args), args.x.dtype
+    if str(dtype) not in DTYPES or args.w.dtype != dtype:
+        return f"tokens are {dtype} and weights {args.w.dtype}, not the same 16-bit dtype"
     if sizes.tokens < MIN_TOKENS:
         return f"{sizes.tokens} tokens are below {MIN_TOKENS}"
     if sizes.tokens % TOKEN_MULTIPLE:
@@ -107,13 +102,10 @@ def supports(
     return not_hopper()
 
 
-def result_shapes(
-    x: jax.Array,  # [T, I]
-    w: jax.Array,  # [I, 2 * O]: gate, up
-) -> jax.ShapeDtypeStruct:
+def result_shapes(args: GemmArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    sizes = sizes_of(x, w)
-    return jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype)
+    sizes = sizes_of(args)
+    return jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), args.x.dtype)
 
 
 LARGE = SwigluConfig(128, 128, LANES, 4, 1, 1)

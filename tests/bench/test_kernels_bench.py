@@ -17,6 +17,7 @@ from jax.experimental import io_callback
 
 from bench import kernels
 from pallas_kernels.registry import Cost, Inputs, KernelOp, all_ops, arrays_of
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 
 def _op(name: str) -> KernelOp:
@@ -60,8 +61,11 @@ def test_calls_that_feed_nothing_all_run() -> None:
     op = _op("skinny_gemm")
     case = next(case for case in op.cases if case.name == "smollm2_qkv_t1")
     inputs = op.build(case, 0)
-    x, w = map(jnp.asarray, inputs.args)
-    function = partial(op.impls[-1].fn, **inputs.static)
+    x, w = map(jnp.asarray, jax.tree.leaves(inputs.args))
+
+    def function(x: jax.Array, w: jax.Array) -> jax.Array:
+        return op.impls[-1].fn(GemmArgs(x=x, w=w))
+
     arguments = ([{}], [{1: w}], {0: x})
     _, kept = kernels.chained(op, function, 3)(*arguments)
     expected = op.ref(*inputs.args, **inputs.static)

@@ -17,6 +17,7 @@ from pallas_kernels.append_decode.launch import TritonConfig
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.paged_prefill.launch import TritonConfig as PrefillConfig
 from pallas_kernels.skinny_gemm.launch import GemmConfig
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)
@@ -69,7 +70,7 @@ def test_a_kernel_in_mosaic_is_lowered_once_for_a_chain() -> None:
 
     def twice(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):
-            x = tunable.launch_with(GemmConfig(64, 64, 2), x, w, swiglu=False, split=False)
+            x = tunable.launch_with(GemmConfig(64, 64, 2), GemmArgs(x=x, w=w))
         return x
 
     text = jax.jit(twice).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()

@@ -6,6 +6,7 @@ cores.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from pallas_kernels.quantised_gemm.api import OP, quantised_gemm
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
 from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.registry import Inputs, select
 from pallas_kernels.residual_norm import token
 from pallas_kernels.testing import mismatch
@@ -67,25 +69,24 @@ def nightly(num_tokens: int) -> Any:
 
 
 def arguments(
-    num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool = False, split: bool = False
+) -> QuantisedGemmArgs:
     """Tokens of different magnitudes, values and scales."""
     rng, rows = np.random.default_rng(num_tokens), outer * (1 + swiglu)
     x = rng.normal(size=(num_tokens, inner)) * rng.uniform(0.1, 3, (num_tokens, 1))
     values = rng.normal(size=(rows, inner)).astype(ml_dtypes.float8_e4m3fn)
     shape = (rows // tokens.GROUP, inner // tokens.GROUP) if blocks else (rows, 1)
     scales = rng.uniform(0.5, 1.5, shape) * inner**-0.5
-    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(values), jnp.asarray(scales, jnp.float32)
+    w = Quantised("fp8", jnp.asarray(values), jnp.asarray(scales, jnp.float32))
+    return QuantisedGemmArgs(x=jnp.asarray(x, jnp.bfloat16), w=w, swiglu=swiglu, split=split)
 
 
-def problem(impl: Any, args: tuple[jax.Array, ...], swiglu: bool, split: bool) -> str | None:
+def problem(impl: Any, args: QuantisedGemmArgs) -> str | None:
     """How the implementation differs from its definition, or None."""
-    (num_tokens, inner), outer = args[0].shape, args[1].shape[0]
-    case = QuantisedCase("case", "fp8", num_tokens, inner, outer, group=0)
-    static = {"kind": "fp8", "swiglu": swiglu, "split": split}
+    case = QuantisedCase("case", "fp8", *args.x.shape, args.w.num_outputs, group=0)
     impl = type(FP8)("mosaic_fp8", impl, ref=FP8.ref)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        return mismatch(OP, impl, case, Inputs((*args, None, None, None), static))
+        return mismatch(OP, impl, case, Inputs((args,)))
 
 
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
@@ -96,9 +97,8 @@ def test_the_interpreter_agrees_with_the_definition(
     num_tokens: int, swiglu: bool, blocks: bool
 ) -> None:
     args = arguments(num_tokens, 512, 128, blocks, swiglu)
-    static = {"kind": "fp8", "swiglu": swiglu, "split": False}
-    assert FP8.refuses("gpu", (*args, None, None, None), static) is None
-    found = problem(mosaic.quantised_gemm, args, swiglu, False)
+    assert FP8.refuses("gpu", (args,), {}) is None
+    found = problem(mosaic.quantised_gemm, args)
     assert found is None, found
 
 
@@ -106,17 +106,16 @@ def test_the_interpreter_agrees_with_the_definition(
 @pytest.mark.parametrize("num_tokens", [1, nightly(3), 8, 64, nightly(200)])
 @pytest.mark.usefixtures("on_hopper", "interpreted")
 def test_split_k_partials_add_up(num_tokens: int, blocks: bool) -> None:
-    args = arguments(num_tokens, 2560, 128, blocks)
-    sizes = launch.sizes_of(*args, swiglu=False, split=True)
-    assert launch.decode_config(sizes).split_k > 1
-    found = problem(mosaic.quantised_gemm, args, False, True)
+    args = arguments(num_tokens, 2560, 128, blocks, split=True)
+    assert launch.decode_config(launch.sizes_of(args)).split_k > 1
+    found = problem(mosaic.quantised_gemm, args)
     assert found is None, found
 
 
-def with_config(config: DecodeConfig | PromptConfig, *args: Any, kind: str, **static: Any) -> Any:
+def with_config(config: DecodeConfig | PromptConfig, args: QuantisedGemmArgs) -> Any:
     """A kernel with a given configuration, with the signature of an implementation."""
-    x, values, scales = args[:3]
-    sizes = launch.sizes_of(x, values, scales, **static)
+    x, values, scales = args.x, args.w.values, args.w.scales
+    sizes = launch.sizes_of(args)
     if isinstance(config, PromptConfig):
         return prompt.launch_with(config, sizes, *tokens.quantised_tokens(x), values, scales)
     quantised = (x, None) if config.quantises else tokens.quantised_tokens(x)
@@ -155,20 +154,20 @@ PROMPT = {
 def test_all_configs_agree_with_the_definition(
     num_tokens: int, inner: int, outer: int, blocks: bool, swiglu: bool, config: Any
 ) -> None:
-    args = arguments(num_tokens, inner, outer, blocks, swiglu)
-    few_sms = Device("gpu", "few SMs", "9.0", num_sms=2)  # so that CTAs compute several tiles
     split = isinstance(config, DecodeConfig) and config.split_k > 1
+    args = arguments(num_tokens, inner, outer, blocks, swiglu, split)
+    few_sms = Device("gpu", "few SMs", "9.0", num_sms=2)  # so that CTAs compute several tiles
     with compiling_for(few_sms):
-        found = problem(partial(with_config, config), args, swiglu, split)
+        found = problem(partial(with_config, config), args)
     assert found is None, found
 
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
-    x, values, scales = arguments(64, 512, 128, ROWS)
-    kernel = partial(mosaic.quantised_gemm, kind="fp8", swiglu=False, split=False)
+    args = arguments(64, 512, 128, ROWS)
+    parts = [replace(args, x=args.x[:n]) for n in (1, 3, 8, 64)]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        results = [kernel(x[:n], values, scales, None, None, None) for n in (1, 3, 8, 64)]
+        results = [mosaic.quantised_gemm(part) for part in parts]
     for result in results[:-1]:
         np.testing.assert_array_equal(result, results[-1][: result.shape[0]])
 
@@ -176,7 +175,7 @@ def test_a_token_is_the_same_alone_and_in_a_batch() -> None:
 @pytest.mark.parametrize("shape", [(1, 512), (3, 640), (1024, 768)])
 def test_tokens_are_quantised_as_defined(shape: tuple[int, int]) -> None:
     num_tokens, inner = shape
-    x = arguments(num_tokens, inner, 64, ROWS)[0].at[0, :128].set(0)
+    x = arguments(num_tokens, inner, 64, ROWS).x.at[0, :128].set(0)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         values, scales = quantise.quantised_tokens(x)
     expected, expected_scales = tokens.quantised_tokens(x)
@@ -185,18 +184,18 @@ def test_tokens_are_quantised_as_defined(shape: tuple[int, int]) -> None:
 
 
 def test_quantised_tokens_are_close() -> None:
-    x = arguments(16, 1024, 64, ROWS)[0].astype(jnp.float32)
+    x = arguments(16, 1024, 64, ROWS).x.astype(jnp.float32)
     error = tokens.dequantised_tokens(*tokens.quantised_tokens(x)) - x
     assert jnp.sqrt((error**2).mean(1) / (x**2).mean(1)).max() < 0.03  # e4m3 has 3 bits
 
 
 def test_results_of_swiglu_are_quantised_in_the_epilogue() -> None:
-    x, values, scales = arguments(200, 512, 128, BLOCKS, swiglu=True)
-    x8, x_scales = tokens.quantised_tokens(x)
+    args = arguments(200, 512, 128, BLOCKS, swiglu=True)
+    x8, x_scales = tokens.quantised_tokens(args.x)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        result = mosaic.swiglu_quantised(x8, x_scales, values, scales)
-    wide = x.astype(jnp.float32)  # so that results are not rounded before they are quantised
-    y = tokens.quantised_gemm(wide, values, scales, swiglu=True, split=False)
+        result = mosaic.swiglu_quantised(x8, x_scales, args.w, sizes=launch.sizes_of(args))
+    wide = args.x.astype(jnp.float32)  # so that results are not rounded before they are quantised
+    y = tokens.quantised_gemm(replace(args, x=wide))
     expected = tokens.dequantised_tokens(*tokens.quantised_tokens(y))
     # Sums are added in another order, so a few values are rounded the other way.
     error = jnp.abs(tokens.dequantised_tokens(*result) - expected)
@@ -206,8 +205,8 @@ def test_results_of_swiglu_are_quantised_in_the_epilogue() -> None:
 
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
 def test_the_weights_are_those_of_the_stored_matrix(blocks: bool) -> None:
-    _, values, scales = arguments(1, 512, 256, blocks)
-    w = Quantised("fp8", values, scales)
+    w = arguments(1, 512, 256, blocks).w
+    values, scales = w.values, w.scales
     assert w.block_outputs == (128 if blocks else 1)
     np.testing.assert_array_equal(tokens.dequantised_weights(values, scales), dequantised(w))
     each = np.repeat(np.asarray(scales), w.block_outputs, axis=0)
@@ -221,27 +220,25 @@ def test_a_form_of_blocks() -> None:
     form = Form("fp8", 128, "float32", block_outputs=128)
     assert str(form) == "fp8 128x128"
     assert form.arrays(256, 512)["scales"] == ((2, 4), "float32")
-    _, values, scales = arguments(1, 512, 256, BLOCKS)
-    w = Quantised("fp8", np.asarray(values), np.asarray(scales))
+    args = arguments(1, 512, 256, BLOCKS)
+    w = jax.tree.map(np.asarray, args.w)
     assert w.form == form and joined([w, w]).form == form
     np.testing.assert_array_equal(dequantised(joined([w, w]))[256:], dequantised(w))
     with pytest.raises(ValueError, match="192 outputs are not a multiple of 128"):
         form.arrays(192, 512)
-    x = jnp.zeros((1, 512))
     with pytest.raises(ValueError, match="3 blocks do not divide 256 outputs"):
-        quantised_gemm(x, Quantised("fp8", values, jnp.ones((3, 4))))
+        quantised_gemm(replace(args, w=replace(w, scales=jnp.ones((3, 4)))))
 
 
-def shapes(num_tokens: int, name: str, blocks: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def shapes(num_tokens: int, name: str, blocks: bool) -> QuantisedGemmArgs:
     """The arguments of a call of ``GEMMS``."""
     inner, outer, swiglu, split = GEMMS[name]
     rows = outer * (1 + swiglu)
-    arrays = (
-        jax.ShapeDtypeStruct((num_tokens, inner), "bfloat16"),
-        jax.ShapeDtypeStruct((rows, inner), "float8_e4m3fn"),
-        jax.ShapeDtypeStruct((rows // 128, inner // 128) if blocks else (rows, 1), "float32"),
-    )
-    return (*arrays, None, None, None), {"kind": "fp8", "swiglu": swiglu, "split": split}
+    of: Any = jax.ShapeDtypeStruct
+    scales = (rows // 128, inner // 128) if blocks else (rows, 1)
+    w = Quantised("fp8", of((rows, inner), "float8_e4m3fn"), of(scales, "float32"))
+    x = of((num_tokens, inner), "bfloat16")
+    return QuantisedGemmArgs(x=x, w=w, swiglu=swiglu, split=split)
 
 
 @pytest.mark.parametrize("name", GEMMS)
@@ -249,9 +246,9 @@ def shapes(num_tokens: int, name: str, blocks: bool) -> tuple[tuple[Any, ...], d
 @pytest.mark.usefixtures("on_hopper")
 def test_gemms_of_published_models_are_chosen_and_fit(name: str, blocks: bool) -> None:
     for num_tokens in (1, 8, 16, 64, 128, 256, 512, 8192):
-        args, static = shapes(num_tokens, name, blocks)
-        assert select(OP, "gpu", args, static).name == "mosaic_fp8"
-        sizes = launch.sizes_of(*args[:3], swiglu=static["swiglu"], split=static["split"])
+        args = shapes(num_tokens, name, blocks)
+        assert select(OP, "gpu", (args,), {}).name == "mosaic_fp8"
+        sizes = launch.sizes_of(args)
         assert sizes.blocks == blocks
         with compiling_for(HOPPER):
             few = launch.decodes(sizes)
@@ -272,10 +269,9 @@ def test_tiles_whose_registers_spill_are_not_chosen() -> None:
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.usefixtures("on_hopper")
 def test_lowered_for_hopper(num_tokens: int, name: str, blocks: bool) -> None:
-    args, static = shapes(num_tokens, name, blocks)
-    step = jax.jit(partial(FP8.fn, **static))
-    assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert step.eval_shape(*args) == launch.result_shapes(*args, **static)
+    args, step = shapes(num_tokens, name, blocks), jax.jit(FP8.fn)
+    assert "@mosaic_gpu" in step.trace(args).lower(lowering_platforms=("cuda",)).as_text()
+    assert step.eval_shape(args) == launch.result_shapes(args)
 
 
 SPLIT_BLOCKS = jnp.zeros((256, 4), jnp.float32)  # a scale for each output and group
@@ -303,17 +299,14 @@ def test_refusals(
 ) -> None:
     if more.get("hopper", True):
         monkeypatch.setattr(launch, "not_hopper", lambda: None)
-    x, values, scales = arguments(*args)
-    call = (more.get("x", x), values, more.get("scales", scales), None, None, None)
-    static = {"kind": more.get("kind", "fp8"), "swiglu": False, "split": False}
-    assert reason in (FP8.refuses("gpu", call, static) or "")
+    call = arguments(*args)
+    matrix = {name: more[name] for name in ("scales", "kind") if name in more}
+    call = replace(call, x=more.get("x", call.x), w=replace(call.w, **matrix))
+    assert reason in (FP8.refuses("gpu", (call,), {}) or "")
 
 
 def test_configs_that_do_not_fit_are_refused() -> None:
-    x, values, scales = arguments(8, 640, 64, ROWS)
-    sizes = launch.sizes_of(x, values, scales, swiglu=False, split=False)
-    x8, x_scales = tokens.quantised_tokens(x)
-    with pytest.raises(ValueError, match="does not fit"):
-        decode.launch_with(DecodeConfig(2, 2), sizes, x8, x_scales, values, scales)
-    with pytest.raises(ValueError, match="does not fit"):
-        prompt.launch_with(PromptConfig(2, 2, 4), sizes, x8, x_scales, values, scales)
+    args = arguments(8, 640, 64, ROWS)
+    for config in (DecodeConfig(2, 2), PromptConfig(2, 2, 4)):
+        with pytest.raises(ValueError, match="does not fit"):
+            with_config(config, args)

@@ -19,11 +19,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kit.tiled_shims import replace_registers
-from pallas_kernels.experts import cases, decode, hopper, launch, prompt, tiles, triton
+from pallas_kernels.experts import cases, hopper, launch, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.gemm import tiles as gemm_tiles
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.cases import BLOCK
 from pallas_kernels.quantised_gemm.tiled import step
@@ -118,8 +119,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp.
     monkeypatch.setattr(plgpu, "warp_map", lambda run: run(jnp.int32(0)))
     few_sms = SimpleNamespace(num_sms=3)  # so that CTAs compute several items
-    for module in (decode, prompt):
-        monkeypatch.setattr(module, "current_device", lambda: few_sms)
+    monkeypatch.setattr(gemm_tiles, "current_device", lambda: few_sms)
     replace_registers(monkeypatch)
 
 

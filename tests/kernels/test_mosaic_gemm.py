@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.skinny_gemm import launch, mosaic
-from pallas_kernels.skinny_gemm.api import OP
+from pallas_kernels.skinny_gemm.api import OP, GemmArgs
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
 from pallas_kernels.skinny_gemm.launch import GemmConfig
 from pallas_kernels.testing import mismatch
@@ -69,12 +70,12 @@ def test_all_configs_agree_with_the_definition(case: GemmCase, config: GemmConfi
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: GemmCase) -> None:
     dtype, columns = jnp.dtype(case.dtype), case.outer * (1 + case.swiglu)
-    x = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
-    w = jax.ShapeDtypeStruct((case.inner, columns), dtype)
-    static = {"swiglu": case.swiglu, "split": case.split}
-    assert select(OP, "gpu", (x, w), static).name == "mosaic"
-    step = jax.jit(partial(MOSAIC.fn, **static))
-    assert "@mosaic_gpu" in step.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    x: Any = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
+    w: Any = jax.ShapeDtypeStruct((case.inner, columns), dtype)
+    args = GemmArgs(x=x, w=w, swiglu=case.swiglu, split=case.split)
+    assert select(OP, "gpu", (args,), {}).name == "mosaic"
+    text = jax.jit(MOSAIC.fn).trace(args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosaic
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
-from pallas_kernels.registry import Inputs, select
+from pallas_kernels.registry import select
 
 # Of XLA's thread pool. A warpgroup of the interpreter that waits for a barrier keeps one.
 THREADS = int(os.environ.get("NPROC", os.cpu_count() or 1))
@@ -53,7 +54,7 @@ E4M3 = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp, see THREADS.
-    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(mosaic, "in_one_warp", lambda run: run())
     replace_registers(monkeypatch)
 
 
@@ -63,25 +64,24 @@ def _marked(cases: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*one, marks=nightly.get(name, ()), id=name) for name, one in cases.items()]
 
 
-def _arranged(inputs: Inputs) -> Inputs:
-    x, *parts = inputs.args
-    w = arrange.arrange(Quantised(inputs.static["kind"], *parts))
-    return Inputs((x, *w.arrays), inputs.static | {"kind": w.kind})
+def _built(case: QuantisedCase) -> tuple[QuantisedGemmArgs, QuantisedGemmArgs]:
+    """The arguments of a case, and those with the weights arranged."""
+    (args,) = OP.build(case, 0).args
+    return args, replace(args, w=arrange.arrange(args.w))
 
 
 def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, Any]:
     """The result in the interpreter and the definition's."""
-    inputs = OP.build(case, 0)
-    tiled = _arranged(inputs)
+    args, tiled = _built(case)
     with compiling_for(H100):
-        configs = launch.configs(launch.sizes_of(*tiled.args, **tiled.static))
+        configs = launch.configs(launch.sizes_of(tiled))
     chosen = config or next(each for each in configs if each.warpgroups < 4)
     if chosen.warpgroups == 4 and THREADS < 8:
         pytest.skip(f"five warpgroups that wait for each other need more than {THREADS} threads")
-    run = jax.jit(partial(mosaic.launch_with, config=chosen, **tiled.static))
+    run = jax.jit(partial(mosaic.launch_with, chosen))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        result = OP.observable(run(*jax.tree.map(jnp.asarray, tiled.args)))
-    return result, OP.ref(*inputs.args, **inputs.static)
+        result = OP.observable(run(jax.tree.map(jnp.asarray, tiled)))
+    return result, OP.ref(args)
 
 
 def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
@@ -179,15 +179,13 @@ LARGE = {
 @pytest.mark.parametrize("num_sms", [2, pytest.param(132, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("replaced")
 def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
-    inputs = OP.build(case, 0)
-    tiled = _arranged(inputs)
+    args, tiled = _built(case)
     with compiling_for(replace(H100, num_sms=num_sms)):
-        config = large_launch.choose_config(large_launch.sizes_of(*tiled.args, **tiled.static))
-        config = replace(config, cluster=cluster)
-        run = jax.jit(partial(large.launch_with, config=config, **tiled.static))
+        config = large_launch.choose_config(large_launch.sizes_of(tiled))
+        run = jax.jit(partial(large.launch_with, replace(config, cluster=cluster)))
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-            result = np.asarray(run(*jax.tree.map(jnp.asarray, tiled.args)), np.float64)
-    expected = np.asarray(OP.ref(*inputs.args, **inputs.static), np.float64)
+            result = np.asarray(run(jax.tree.map(jnp.asarray, tiled)), np.float64)
+    expected = np.asarray(OP.ref(args), np.float64)
     np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
 
 
@@ -196,10 +194,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "not_hopper", lambda: None)
 
 
-def _call(case: QuantisedCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(case: QuantisedCase) -> QuantisedGemmArgs:
     """The arguments of a case with arranged weights, as shapes."""
-    tiled = _arranged(OP.build(case, 0))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiled.args), tiled.static
+    _, tiled = _built(case)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiled)
 
 
 LOWERED = {
@@ -223,14 +221,13 @@ LOWERED = {
 @pytest.mark.parametrize(("case", "name"), _marked(LOWERED))
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: QuantisedCase, name: str) -> None:
-    args, static = _call(case)
+    args = _call(case)
     with compiling_for(H100):
-        assert select(OP, "gpu", args, static).name == name
+        assert select(OP, "gpu", (args,), {}).name == name
         run = {"tiled": mosaic, "tiled_large": large}[name].quantised_gemm.__wrapped__
-        text = jax.jit(partial(run, **static)).trace(*args).lower(lowering_platforms=("cuda",))
+        text = jax.jit(run).trace(args).lower(lowering_platforms=("cuda",))
         shapes = {"tiled": launch, "tiled_large": large_launch}[name].result_shapes
-        returned = jax.eval_shape(partial(run, **static), *args)
-        declared = shapes(*args, **static)
+        returned, declared = jax.eval_shape(run, args), shapes(args)
     assert "@mosaic_gpu" in text.as_text()
     assert (declared.shape, declared.dtype) == (returned.shape, returned.dtype)
 
@@ -246,8 +243,8 @@ def test_chosen_and_lowered_for_hopper(case: QuantisedCase, name: str) -> None:
     ],
 )
 def test_refusals(change: dict[str, Any], reason: str) -> None:
-    args, static = _call(replace(_case("int4", 128, 8), **change))
-    assert reason in (launch.supports(*args, **static) or "")
+    args = _call(replace(_case("int4", 128, 8), **change))
+    assert reason in (launch.supports(args) or "")
 
 
 @pytest.mark.parametrize(
@@ -262,19 +259,18 @@ def test_refusals(change: dict[str, Any], reason: str) -> None:
 )
 @pytest.mark.usefixtures("on_hopper")
 def test_refusals_of_the_kernel_for_many_tokens(change: dict[str, Any], reason: str) -> None:
-    args, static = _call(replace(MANY, **change))
-    assert reason in (large_launch.supports(*args, **static) or "")
+    args = _call(replace(MANY, **change))
+    assert reason in (large_launch.supports(args) or "")
 
 
 def test_scales_of_blocks_are_refused() -> None:
-    args, static = _call(_case("fp8_blocks", 128, 8))
-    assert launch.supports(*args, **static) == "scales are those of blocks of 128 outputs"
+    args = _call(_case("fp8_blocks", 128, 8))
+    assert launch.supports(args) == "scales are those of blocks of 128 outputs"
 
 
 def test_weights_that_are_not_arranged_are_refused() -> None:
-    inputs = OP.build(_case("int4", 128, 8), 0)
-    reason = launch.supports(*inputs.args, **inputs.static)
-    assert reason == "int4 weights are not arranged in tiles"
+    args, _ = _built(_case("int4", 128, 8))
+    assert launch.supports(args) == "int4 weights are not arranged in tiles"
 
 
 @pytest.mark.parametrize(
@@ -287,9 +283,9 @@ def test_weights_that_are_not_arranged_are_refused() -> None:
     ],
 )
 def test_heuristic(tokens: int, swiglu: bool, config: TiledConfig) -> None:
-    args, static = _call(replace(_case("int4", 128, tokens, swiglu=swiglu), inner=2560))
+    args = _call(replace(_case("int4", 128, tokens, swiglu=swiglu), inner=2560))
     with compiling_for(H100):
-        assert launch.choose_config(launch.sizes_of(*args, **static)) == config
+        assert launch.choose_config(launch.sizes_of(args)) == config
 
 
 def test_heuristic_of_many_tokens_fills_the_sms() -> None:

@@ -20,6 +20,7 @@ from pallas_kernels.native import library
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.quantised_gemm import native as gemm
 from pallas_kernels.quantised_gemm.cases import BLOCK, FORMS, random_matrix
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 
 pytestmark = pytest.mark.skipif(not library.variants(), reason=library.MISSING)
 
@@ -43,11 +44,9 @@ def normals(tokens: int, inner: int = INNER) -> np.ndarray:
 
 def native(x: np.ndarray, w: Quantised, swiglu: bool = False) -> np.ndarray:
     """The result of rows that are arranged here."""
-    arranged = LANES.arrange(w)
-    static = {"kind": arranged.kind, "swiglu": swiglu, "split": False, "wide": True}
-    assert gemm.supports(jnp.asarray(x), *arranged.arrays, **static) is None
-    run = jax.jit(lambda x, *arrays: gemm.quantised_gemm(x, *arrays, **static))
-    return np.asarray(run(x, *arranged.arrays))
+    args = QuantisedGemmArgs(x=jnp.asarray(x), w=LANES.arrange(w), swiglu=swiglu, wide=True)
+    assert gemm.supports(args) is None
+    return np.asarray(jax.jit(gemm.quantised_gemm)(args))
 
 
 def defined(x: np.ndarray, w: Quantised, swiglu: bool = False) -> np.ndarray:
@@ -187,8 +186,8 @@ def test_a_weight_that_is_nan_makes_its_output_nan(chosen_again: None) -> None:
 )
 def test_fp8_that_the_kernel_refuses(change: dict[str, np.ndarray], reason: str) -> None:
     w = replace(matrix("fp8_blocks"), **change)
-    static = {"kind": "fp8_lanes", "swiglu": False, "split": False, "wide": True}
-    refusal = gemm.supports(jnp.asarray(normals(1)), *w.arrays, **static)
+    w = replace(w, kind="fp8_lanes")
+    refusal = gemm.supports(QuantisedGemmArgs(x=jnp.asarray(normals(1)), w=w, wide=True))
     assert refusal is not None and reason in refusal
 
 
@@ -216,12 +215,11 @@ def test_one_thread_gives_the_same_bits(tmp_path: Path) -> None:
 def test_threads_wait_for_all_activations() -> None:
     """One thread may have rounded its tokens long before the other has."""
     arranged = LANES.arrange(matrix("int4_offsets", 32, 8960))
-    static = {"kind": arranged.kind, "swiglu": False, "split": False, "wide": True}
-    run = jax.jit(lambda x, *arrays: gemm.quantised_gemm(x, *arrays, **static))
+    run = jax.jit(lambda x, w: gemm.quantised_gemm(QuantisedGemmArgs(x=x, w=w, wide=True)))
     tokens = normals(32, 8960).reshape(2, 16, 8960)
-    alone = [[run(x[t : t + 1], *arranged.arrays)[0] for t in range(16)] for x in tokens]
+    alone = [[run(x[t : t + 1], arranged)[0] for t in range(16)] for x in tokens]
     for repeat in range(300):  # memory of the last call has other activations
-        actual = run(tokens[repeat % 2], *arranged.arrays)
+        actual = run(tokens[repeat % 2], arranged)
         assert np.array_equal(actual, alone[repeat % 2]), repeat
 
 

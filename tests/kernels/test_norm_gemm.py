@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -19,13 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm import launch, mosaic
-from pallas_kernels.norm_gemm.api import OP, norm_gemm
+from pallas_kernels.norm_gemm.api import OP, NormGemmArgs, norm_gemm
 from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
 from pallas_kernels.norm_gemm.launch import NormGemmConfig, NormGemmSizes, choose_config
 from pallas_kernels.pins import Pins
-from pallas_kernels.registry import Impl, Inputs, UnfitKernel, select
+from pallas_kernels.registry import Impl, UnfitKernel, select
 from pallas_kernels.residual_norm import token
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, MAX_WIDTH, TILES
+from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
@@ -52,16 +54,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
 
 
-def launch_with(config: NormGemmConfig, *args: Any, pins: Pins, kind: None, **static: Any) -> Any:
-    """The kernel with the signature of an implementation."""
-    del pins, kind
+def launch_with(config: NormGemmConfig, args: NormGemmArgs) -> Any:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        return mosaic.launch_with(config, *args, **static)
+        return mosaic.launch_with(config, args)
 
 
-def with_chosen_config(*args: Any, **static: Any) -> Any:
-    sizes = launch.sizes_of(args[0], args[3], swiglu=static["swiglu"])
-    return launch_with(choose_config(sizes), *args, **static)
+def with_chosen_config(args: NormGemmArgs) -> Any:
+    return launch_with(choose_config(launch.sizes_of(args)), args)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -76,25 +75,18 @@ def test_the_interpreter_agrees_with_the_definition(case: NormGemmCase) -> None:
 @pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.usefixtures("interpreted")
 def test_all_configs_agree_with_the_definition(case: NormGemmCase, config: NormGemmConfig) -> None:
-    def fn(*args: Any, **static: Any) -> Any:
-        return launch_with(config, *args, **static)
-
+    fn = partial(launch_with, config)
     problem = mismatch(OP, Impl("mosaic", fn), case, OP.build(case, 0))
     assert problem is None, problem
-
-
-def abstract(inputs: Inputs) -> list[Any]:
-    return [x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs.args]
 
 
 @pytest.mark.parametrize("case", ONE, ids=lambda case: case.name)
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
-    inputs = OP.build(case, 0)
-    args, static = abstract(inputs), inputs.static
-    assert select(OP, "gpu", tuple(args), static).name == "mosaic"
-    step = jax.jit(lambda *args: MOSAIC.fn(*args, **static))
-    assert "@mosaic_gpu" in step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    (args,) = OP.build(case, 0).args
+    assert select(OP, "gpu", (args,), {}).name == "mosaic"
+    text = jax.jit(MOSAIC.fn).trace(args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(
@@ -135,23 +127,24 @@ def test_refusals(change: Mapping[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("name", ["residual_norm", "skinny_gemm", "swiglu_gemm"])
 @pytest.mark.usefixtures("on_hopper")
 def test_a_pin_of_an_unfused_op_disables_the_fusion(name: str) -> None:
-    inputs = OP.build(GATE_UP, 0)
-    static = inputs.static | {"pins": Pins(((name, "xla"),))}
-    assert select(OP, "gpu", inputs.args, static).name == "unfused"
+    (args,) = OP.build(GATE_UP, 0).args
+    pinned = replace(args, pins=Pins(((name, "xla"),)))
+    assert select(OP, "gpu", (pinned,), {}).name == "unfused"
 
 
 @pytest.mark.parametrize("name", ["residual_norm", "swiglu_gemm"])
 def test_pins_reach_the_unfused_ops(name: str) -> None:
-    x, norms, w = jnp.ones((2, 8)), jnp.ones((1, 8)), jnp.ones((8, 4))
+    norm = NormArgs(x=jnp.ones((2, 8)), weights=jnp.ones((1, 8)), row=0, eps=1e-6)
+    pins = Pins(((name, "nope"),))
     with pytest.raises(UnfitKernel, match=f"{name} has no implementation 'nope'"):
-        norm_gemm(x, None, norms, w, row=0, eps=1e-6, swiglu=True, pins=Pins(((name, "nope"),)))
+        norm_gemm(NormGemmArgs(norm=norm, w=jnp.ones((8, 4)), swiglu=True, pins=pins))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"x": jnp.zeros((3, 4))}, r"tokens \(3, 4\) do not fit weights of 8 inputs"),
-        ({"norms": jnp.zeros((2, 4))}, r"row 1 of norms \(2, 4\)"),
+        ({"weights": jnp.zeros((2, 4))}, r"row 1 of norms \(2, 4\)"),
         ({"row": 2}, r"row 2 of norms \(2, 8\)"),
         ({"partials": jnp.zeros((2, 8))}, r"partials \(2, 8\) do not fit tokens \(3, 8\)"),
         ({"partials": jnp.zeros((3, 8), jnp.bfloat16)}, "are bfloat16, not float32"),
@@ -160,10 +153,11 @@ def test_pins_reach_the_unfused_ops(name: str) -> None:
     ],
 )
 def test_arguments_are_checked(change: Mapping[str, Any], message: str) -> None:
-    given = {"x": jnp.zeros((3, 8)), "partials": None, "norms": jnp.zeros((2, 8))}
-    given |= {"w": jnp.zeros((8, 6)), "row": 1, "eps": 1e-6, "swiglu": True}
+    given: dict[str, Any] = {"x": jnp.zeros((3, 8)), "weights": jnp.zeros((2, 8)), "row": 1}
+    given |= change
+    w = given.pop("w", jnp.zeros((8, 6)))
     with pytest.raises(ValueError, match=message):
-        norm_gemm(**(given | change))
+        norm_gemm(NormGemmArgs(norm=NormArgs(**given, eps=1e-6), w=w, swiglu=True))
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -179,4 +173,4 @@ def test_one_stage_is_refused() -> None:
     case = replace(SMALL[0], tokens=1)
     inputs = OP.build(case, 0)
     with pytest.raises(ValueError, match=r"NormGemmConfig\(.* has fewer than 2 stages"):
-        launch_with(NormGemmConfig(64, 1), *inputs.args, **inputs.static)
+        launch_with(NormGemmConfig(64, 1), *inputs.args)

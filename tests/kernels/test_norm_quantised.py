@@ -20,10 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kit.tiled_shims import replace_registers
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.norm_gemm import launch
-from pallas_kernels.norm_gemm.api import OP, norm_gemm
+from pallas_kernels.norm_gemm.api import OP, NormGemmArgs, norm_gemm
 from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
 from pallas_kernels.pins import Pins
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.fp8 import mosaic as fp8_mosaic
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
@@ -63,7 +62,7 @@ TILED = [case for case in OF_MODELS if not case.name.count("fp8")]
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "_in_one_warp", lambda run: run())
+    monkeypatch.setattr(mosaic, "in_one_warp", lambda run: run())
     monkeypatch.setattr(token, "ref_union", lambda plain, swizzled: plain)
     monkeypatch.setattr(token, "views", lambda ref: (ref, ref))
     replace_registers(monkeypatch)
@@ -79,11 +78,10 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("replaced")
 def test_all_configs_agree_with_the_definition(case: NormGemmCase, config: TiledConfig) -> None:
     inputs = OP.build(case, 0)
-    static = {name: value for name, value in inputs.static.items() if name != "pins"}
-    run = jax.jit(partial(mosaic.norm_gemm, config=config, **static))
+    run = jax.jit(partial(mosaic.launch_normed, config))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         total, out = run(*jax.tree.map(jnp.asarray, inputs.args))
-    expected_total, expected = OP.ref(*inputs.args, **inputs.static)
+    expected_total, expected = OP.ref(*inputs.args)
     np.testing.assert_array_equal(total, expected_total)
     assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
     # A norm may be rounded the other way; weights are exact.
@@ -107,26 +105,21 @@ def _marked(case: NormGemmCase) -> Any:
     return pytest.param(case, id=case.name, marks=marks)
 
 
-def _abstract(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
+def _abstract(case: NormGemmCase) -> NormGemmArgs:
+    (args,) = OP.build(case, 0).args
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
 
 
 @pytest.mark.parametrize("case", [*map(_marked, OF_MODELS)])
 @pytest.mark.usefixtures("on_hopper")
 def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
-    inputs = OP.build(case, 0)
-    args, static = _abstract(inputs.args), dict(inputs.static)
+    args = _abstract(case)
     with compiling_for(H100):
         name = "mosaic_fp8" if "fp8" in case.name else "tiled"
-        assert select(OP, "gpu", args, static).name == name
-        del static["pins"]
-        kernels = {"tiled": mosaic, "mosaic_fp8": fp8_mosaic}
-        run = partial(kernels[name].norm_gemm.__wrapped__, **static)
-        lowered = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",))
-        declared, returned = (
-            launch.quantised_result_shapes(*args, **static),
-            jax.eval_shape(run, *args),
-        )
+        assert select(OP, "gpu", (args,), {}).name == name
+        run = {"tiled": mosaic, "mosaic_fp8": fp8_mosaic}[name].norm_gemm.__wrapped__
+        lowered = jax.jit(run).trace(args).lower(lowering_platforms=("cuda",))
+        declared, returned = launch.result_shapes(args), jax.eval_shape(run, args)
     assert "@mosaic_gpu" in lowered.as_text()
     assert [(x.shape, x.dtype) for x in declared] == [(x.shape, x.dtype) for x in returned]
 
@@ -134,11 +127,9 @@ def test_chosen_and_lowered_for_hopper(case: NormGemmCase) -> None:
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.name)
 def test_shared_memory_of_a_multiprocessor_suffices(case: NormGemmCase) -> None:
     """Gates and ups have more CTAs than there are SMs, so two of them share one."""
-    inputs = OP.build(case, 0)
-    x, _, _, *w = _abstract(inputs.args)
-    static = {name: inputs.static[name] for name in ("kind", "swiglu")}
+    args = _abstract(case)
     with compiling_for(H100):
-        sizes = tiled_launch.normed_sizes(x, *w, **static)
+        sizes = tiled_launch.sizes_of(args.gemm(args.norm.x), normed=True)
         config = tiled_launch.choose_config(sizes)
     values = sizes.halves * config.block_k // 64 * sizes.tile_bytes
     assert config.stages >= 3
@@ -164,20 +155,19 @@ def test_refusals(change: Mapping[str, Any], reason: str) -> None:
 @pytest.mark.parametrize("name", ["residual_norm", "quantised_gemm"])
 @pytest.mark.usefixtures("on_hopper")
 def test_a_pin_of_an_unfused_op_disables_the_fusion(name: str) -> None:
-    inputs = OP.build(QKV, 0)
-    static = inputs.static | {"pins": Pins(((name, "xla"),))}
-    assert select(OP, "gpu", inputs.args, static).name == "unfused"
+    (args,) = OP.build(QKV, 0).args
+    pinned = replace(args, pins=Pins(((name, "xla"),)))
+    assert select(OP, "gpu", (pinned,), {}).name == "unfused"
 
 
 def test_a_pin_reaches_the_matmul() -> None:
-    x, _, norms, *arrays = OP.build(replace(QKV, partials=0), 0).args
-    w, pins = Quantised("int4_tiles", *arrays), Pins((("quantised_gemm", "nope"),))
+    (args,) = OP.build(replace(QKV, partials=0), 0).args
     with pytest.raises(UnfitKernel, match="quantised_gemm has no implementation 'nope'"):
-        norm_gemm(x, None, norms, w, row=1, eps=1e-6, pins=pins)
+        norm_gemm(replace(args, pins=Pins((("quantised_gemm", "nope"),))))
 
 
 def test_weights_must_fit() -> None:
-    x, _, norms, *arrays = OP.build(replace(QKV, partials=0), 0).args
-    w = Quantised("int4_tiles", *arrays)
+    (args,) = OP.build(replace(QKV, partials=0), 0).args
+    narrow = replace(args.norm, x=args.norm.x[:, :512])
     with pytest.raises(ValueError, match=r"tokens \(1, 512\) do not fit weights of 1536 inputs"):
-        norm_gemm(x[:, :512], None, norms, w, row=1, eps=1e-6)
+        norm_gemm(replace(args, norm=narrow))

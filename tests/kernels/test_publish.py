@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kit.interpreted_process import interpreted
-from pallas_kernels.publish.api import OP, publish
+from pallas_kernels.publish.api import OP, PublishArgs, publish
 
 TOKENS, PLACE = jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32)
 
@@ -35,8 +35,8 @@ def test_each_entry_is_the_steps_number_and_a_token() -> None:
 )
 def test_arguments_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        publish(**({"tokens": TOKENS, "place": PLACE} | change))
+        publish(PublishArgs(**({"tokens": TOKENS, "place": PLACE} | change)))
 
 
 def test_nobody_publishes_nothing() -> None:
-    assert OP.impls[0].supports(TOKENS[:0], PLACE) == "there are no rows"
+    assert OP.impls[0].supports(PublishArgs(tokens=TOKENS[:0], place=PLACE)) == "there are no rows"

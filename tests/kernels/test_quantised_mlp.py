@@ -16,7 +16,8 @@ from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.pins import Pins
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch, mosaic
-from pallas_kernels.quantised_mlp.api import OP, quantised_mlp
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
+from pallas_kernels.quantised_mlp.api import OP, MlpArgs, quantised_mlp
 from pallas_kernels.quantised_mlp.cases import CASES, MlpCase
 from pallas_kernels.registry import UnfitKernel, select
 from pallas_kernels.testing import mismatch
@@ -25,6 +26,11 @@ FP8 = OP.impls[0]
 H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)
 SMALL = MlpCase("fp8_t72", "fp8", 72, 512, 512)
 MANY = replace(SMALL, tokens=264, width=640)  # more than the kernel for few tokens takes
+
+
+def _fp8(outer: int, inner: int) -> Quantised:
+    of = jax.ShapeDtypeStruct
+    return Quantised("fp8", of((outer, inner), "float8_e4m3fn"), of((outer, 1), "float32"))
 
 
 @pytest.fixture
@@ -57,17 +63,12 @@ def test_the_interpreter_agrees_with_the_definition(case: MlpCase) -> None:
 )
 @pytest.mark.usefixtures("on_hopper")
 def test_lowered_for_hopper(case: MlpCase) -> None:
-    kinds, split = ("fp8", "fp8"), case.split
-    of = jax.ShapeDtypeStruct
-    rows = ((2 * case.hidden, case.width), (case.width, case.hidden))
-    args: list[Any] = [of((case.tokens, case.width), "bfloat16")]
-    for outer, inner in rows:
-        args += [of((outer, inner), "float8_e4m3fn"), of((outer, 1), "float32"), None, None, None]
+    x: Any = jax.ShapeDtypeStruct((case.tokens, case.width), "bfloat16")
+    gate_up, down = _fp8(2 * case.hidden, case.width), _fp8(case.width, case.hidden)
+    args = MlpArgs(x=x, gate_up=gate_up, down=down, split=case.split)
     with compiling_for(H100):
-        run = partial(mosaic.mlp, kinds=kinds, split=split)
-        text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        declared = launch.mlp_result_shapes(*args, kinds=kinds, split=split)
-        assert jax.eval_shape(run, *args) == declared
+        text = jax.jit(mosaic.mlp).trace(args).lower(lowering_platforms=("cuda",)).as_text()
+        assert jax.eval_shape(mosaic.mlp, args) == launch.mlp_result_shapes(args)
     # Tokens are quantised, and hidden values by the GEMM that makes them.
     assert text.count("custom_call @mosaic_gpu") == 3
 
@@ -76,10 +77,11 @@ def test_lowered_for_hopper(case: MlpCase) -> None:
 def test_scales_have_space_for_all_tokens_of_a_tile(tokens: int, columns: int) -> None:
     # On a device, not in the interpreter, scales past the end of a row are written to the next one.
     of = jax.ShapeDtypeStruct
-    args: list[Any] = [of((tokens, 512), "float8_e4m3fn"), of((4, tokens), "float32")]
-    args += [of((1280, 512), "float8_e4m3fn"), of((1280, 1), "float32")]
+    x: Any = of((tokens, 512), "float8_e4m3fn")
+    sizes = launch.sizes_of(QuantisedGemmArgs(x=x, w=_fp8(1280, 512), swiglu=True))
+    run = partial(mosaic.swiglu_quantised, sizes=sizes)
     with compiling_for(H100):
-        _, scales = jax.eval_shape(mosaic.swiglu_quantised, *args)
+        _, scales = jax.eval_shape(run, x, of((4, tokens), "float32"), _fp8(1280, 512))
     assert scales.shape == (5, columns)
 
 
@@ -102,26 +104,21 @@ def test_refusals(change: Mapping[str, Any], reason: str) -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_a_pin_of_the_matmul_disables_the_fusion() -> None:
-    inputs = OP.build(SMALL, 0)
-    static = inputs.static | {"pins": Pins((("quantised_gemm", "xla"),))}
-    assert select(OP, "gpu", inputs.args, static).name == "unfused"
-
-
-def _matrices(case: MlpCase) -> tuple[jax.Array, Quantised, Quantised]:
-    x, *arrays = OP.build(case, 0).args
-    return x, Quantised("fp8", *arrays[:5]), Quantised("fp8", *arrays[5:])
+    (args,) = OP.build(SMALL, 0).args
+    pinned = replace(args, pins=Pins((("quantised_gemm", "xla"),)))
+    assert select(OP, "gpu", (pinned,), {}).name == "unfused"
 
 
 def test_a_pin_reaches_the_matmuls() -> None:
-    pins = Pins((("quantised_gemm", "nope"),))
+    (args,) = OP.build(SMALL, 0).args
     with pytest.raises(UnfitKernel, match="quantised_gemm has no implementation 'nope'"):
-        quantised_mlp(*_matrices(SMALL), pins=pins)
+        quantised_mlp(replace(args, pins=Pins((("quantised_gemm", "nope"),))))
 
 
 def test_arguments_are_checked() -> None:
-    x, gate_up, down = _matrices(SMALL)
+    (args,) = OP.build(SMALL, 0).args
     with pytest.raises(ValueError, match=r"tokens \(72, 256\) do not fit 512 inputs"):
-        quantised_mlp(x[:, :256], gate_up, down)
+        quantised_mlp(replace(args, x=args.x[:, :256]))
     with pytest.raises(ValueError, match="512 outputs are not twice 512 inputs"):
-        quantised_mlp(x, down, down)
-    assert quantised_mlp(jnp.asarray(x), gate_up, down).shape == x.shape
+        quantised_mlp(replace(args, gate_up=args.down))
+    assert quantised_mlp(replace(args, x=jnp.asarray(args.x))).shape == args.x.shape

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.skinny_gemm import launch
-from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, GemmSizes
 from pallas_kernels.skinny_gemm.launch import GemmConfig
 
@@ -30,7 +30,7 @@ ON_GPU = [case for case in CASES if "gpu" in case.tags]
 )
 def test_arguments_that_do_not_fit(w: tuple[int, int], static: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        skinny_gemm(jnp.zeros((3, 16)), jnp.zeros(w), **static)
+        skinny_gemm(GemmArgs(x=jnp.zeros((3, 16)), w=jnp.zeros(w), **static))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.device import Device, compiling_for
 from pallas_kernels.registry import Impl, select
 from pallas_kernels.skinny_gemm import launch as skinny_launch
+from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import launch, mosaic
 from pallas_kernels.swiglu_gemm.api import OP, swiglu_gemm
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
@@ -89,13 +90,19 @@ def test_the_interpreter_agrees_with_the_definition(
 )
 def test_arguments_that_do_not_fit(w: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        swiglu_gemm(jnp.zeros((3, 16)), jnp.zeros(w))
+        swiglu_gemm(GemmArgs(x=jnp.zeros((3, 16)), w=jnp.zeros(w), swiglu=True))
 
 
-def _call(case: SwigluCase) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def test_arguments_without_swiglu() -> None:
+    with pytest.raises(ValueError, match="swiglu_gemm: .* a GEMM without swiglu"):
+        swiglu_gemm(GemmArgs(x=jnp.zeros((3, 16)), w=jnp.zeros((16, 8))))
+
+
+def _call(case: SwigluCase) -> tuple[GemmArgs]:
     dtype = jnp.dtype(case.dtype)
-    x = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
-    return x, jax.ShapeDtypeStruct((case.inner, 2 * case.outer), dtype)
+    x: Any = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
+    w: Any = jax.ShapeDtypeStruct((case.inner, 2 * case.outer), dtype)
+    return (GemmArgs(x=x, w=w, swiglu=True),)
 
 
 @pytest.mark.parametrize("case", [*ON_GPU, MIXED_STEP], ids=lambda case: case.name)

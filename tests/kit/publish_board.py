@@ -7,6 +7,7 @@ entries of two rows beyond the last, and the same of a call with address 0.
 
 import json
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import jax.numpy as jnp
@@ -15,9 +16,14 @@ import numpy as np
 from jaxinfer.exec.run.token_board import TokenBoard
 from kit.triton_memory import LaunchMemory
 from kit.triton_shims import in_place_of_triton_call, interpreted
+from pallas_kernels.publish.ref import PublishArgs
 from pallas_kernels.publish.triton import publish
 
 TOKENS = [0, 7, 2**31 - 1, 151_935, 4]
+
+
+def _args(place: Any) -> PublishArgs:
+    return PublishArgs(tokens=jnp.array(TOKENS, jnp.int32), place=jnp.array(place, jnp.int32))
 
 
 def main() -> None:
@@ -30,10 +36,10 @@ def main() -> None:
         patch.object(LaunchMemory, "enforced", lambda self: nullcontext()),
         in_place_of_triton_call(interpreted),
     ):
-        same = publish(jnp.array(TOKENS, jnp.int32), jnp.array(place, jnp.int32))
+        same = publish(_args(place))
         read = board.read(place[-1], same)
         first = memory.tolist()
-        publish(jnp.array(TOKENS, jnp.int32), jnp.array((0, 0, 3), jnp.int32)).block_until_ready()
+        publish(_args((0, 0, 3))).block_until_ready()
     print(json.dumps([same.tolist(), read.tolist(), first, memory.tolist()]))
 
 

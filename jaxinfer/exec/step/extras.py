@@ -40,7 +40,7 @@ from jaxinfer.exec.step.sampling import (
 from jaxinfer.exec.step.slots import SlotState, read_settings
 from jaxinfer.models.base import Model, Params, unembed
 from pallas_kernels.pins import Pins
-from pallas_kernels.publish.api import publish
+from pallas_kernels.publish.api import PublishArgs, publish
 
 WIRE_ROWS = 3 + MAX_LOGPROBS  # see ``pack_extras``
 LOGPROBS = len(NO_PLACE)  # column of the first row: whether any row needs logprobs
@@ -97,7 +97,8 @@ class ExtrasFunction:
         )
         wanted = partial(any_extras, slots, seq_slots, seq_lens)
         token_ids = self._if(wanted, drawn, lambda: draw(masks=masks)[0])
-        token_ids = publish(token_ids, place, impl=self.pins.of("publish"))
+        published = PublishArgs(tokens=token_ids, place=place)
+        token_ids = publish(published, self.pins.of("publish"))
 
         def of_tokens() -> jax.Array:
             temperature = read_settings(slots, seq_slots)[1].logprobs_temperature

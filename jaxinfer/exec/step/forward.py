@@ -39,7 +39,7 @@ from jaxinfer.models.params import nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.state import State
 from pallas_kernels.pins import Pins
-from pallas_kernels.publish.api import publish
+from pallas_kernels.publish.api import PublishArgs, publish
 
 type Arrays = tuple[jax.Array, ...]
 
@@ -220,7 +220,8 @@ class StepFunction:
         # rows that waited are not drawn again; to keep raw logits, XLA would copy those of all rows
         drawn_from = masked if self.keeps_logits else drawn_from
         token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
-        token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
+        published = PublishArgs(tokens=token_ids, place=batch.place)
+        token_ids = publish(published, self.pins.of("publish"))
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
         return slots, StepOutput(token_ids, scored)
 
@@ -233,7 +234,8 @@ class StepFunction:
         """The vector of each row's tokens up to here. Its token says only whether it is finite."""
         own, vectors = pooled(self.pooling, hidden, batch, slots.drawn_from)
         token_ids = jnp.where(jnp.isfinite(vectors).all(axis=1), 0, NOT_FINITE)
-        token_ids = publish(token_ids, batch.place, impl=self.pins.of("publish"))
+        published = PublishArgs(tokens=token_ids, place=batch.place)
+        token_ids = publish(published, self.pins.of("publish"))
         return slots._replace(drawn_from=own), StepOutput(token_ids, pooled=vectors)
 
     @property

@@ -18,7 +18,7 @@ from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.quantised_mlp.api import quantised_mlp
+from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
 
 
 class FeedForward(nn.Module):
@@ -40,7 +40,9 @@ class FeedForward(nn.Module):
         fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
         if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
             stream, h = normalised(stream, norm, ctx)
-            y = quantised_mlp(h, w.matrix, down.matrix, split=ctx.axis is None, pins=ctx.pins)
+            split = ctx.axis is None
+            args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
+            y = quantised_mlp(args)
             return stream.x, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, swiglu=swiglu)
         activation = ACTIVATIONS[c.activation]

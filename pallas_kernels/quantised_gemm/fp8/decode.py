@@ -11,7 +11,6 @@ token it can add and normalise it before (``launch_normed``), which saves anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.epilogues import swiglu, write_columns, write_rows
+from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch
+from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
+from pallas_kernels.gemm.tiles import SplitTile, split_tile
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8.launch import (
     MMA_ROWS,
     MMA_TOKENS,
@@ -38,6 +42,7 @@ from pallas_kernels.quantised_gemm.fp8.quantise import (
 )
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 from pallas_kernels.residual_norm import token
+from pallas_kernels.residual_norm.ref import NormArgs
 
 SCALE_LANES = 32  # float32 values in 128 bytes, to which TMA aligns arrays in shared memory
 
@@ -88,69 +93,40 @@ class _Spec:
         return self.config.step_groups * GROUP
 
 
-class _GmemRefs(NamedTuple):
+class _Gmem(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]; [T, K / GROUP, GROUP] if the kernel quantises it; with a norm ``NormRefs``
     x_scales: Ref  # [K / GROUP, T or more]; None if the kernel quantises
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
-    out: Ref  # [T, O], or of this CTA's split
+    total: Ref = None  # the sum of a normed token
+    out: Ref = None  # [T, O], or of this CTA's split
 
 
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    w_smem: Ref  # [stages, 1 or 2, block_o, block_k]
-    x_smem: Ref  # [token_steps * step_groups, token_rows, GROUP], see ``token.views``
-    scales_smem: Ref  # [token_steps * step_groups, scale_row]; without scale_row for ``row_union``
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    barriers: Ref  # [stages]: one arrival per copy
-
-
-class _CtaTile(NamedTuple):
-    """Outputs and K range of a CTA, or of a warpgroup; int32 scalars."""
-
-    output: jax.Array  # first output
-    first_step: jax.Array  # counted from the start of the inputs
-    num_steps: jax.Array
-
-
-def _cta_tile(spec: _Spec) -> _CtaTile:
-    split, config = lax.axis_index("split"), spec.config
-    steps = spec.sizes.groups // config.step_groups
-    first = lax.div(split * steps, jnp.int32(config.split_k))
-    end = lax.div((split + 1) * steps, jnp.int32(config.split_k))
-    return _CtaTile(lax.axis_index("tile") * config.block_o, first, end - first)
-
-
-def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(spec.config.stages))
-
-
-def _tokens(spec: _Spec, scratch: _Scratch) -> Ref:
+def _tokens(spec: _Spec, scratch: Scratch) -> Ref:
     """The swizzled tokens in shared memory."""
     return token.views(scratch.x_smem)[1] if spec.row_union else scratch.x_smem
 
 
-def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Scratch) -> None:
-    """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
+def _memory_warpgroup(
+    spec: _Spec, tile: SplitTile, gmem: _Gmem, ring: Ring, scratch: Scratch
+) -> None:
+    """Copy the K steps; the tokens unless the compute warpgroup quantises them."""
     step_groups = spec.config.step_groups
 
     def copy_weights(step: jax.Array) -> None:
-        stage, inner = (
-            _stage(spec, step),
-            pl.ds((tile.first_step + step) * spec.block_k, spec.block_k),
-        )
+        stage = ring.stage(step)
+        inner = pl.ds((tile.first_step + step) * spec.block_k, spec.block_k)
         for half in range(spec.halves):
             rows = pl.ds(half * spec.sizes.outer + tile.output, spec.config.block_o)
-            w_smem, barrier = scratch.w_smem.at[stage, half], scratch.barriers.at[stage]
+            w_smem, barrier = scratch.w_smem.at[stage, half], ring.barriers.at[stage]
             plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, barrier)
 
     def copy_tokens(step: jax.Array) -> None:
-        stage, rows = _stage(spec, step), pl.ds(0, spec.token_rows)
+        stage, rows = ring.stage(step), pl.ds(0, spec.token_rows)
         first = (tile.first_step + step) * step_groups
-        barrier = scratch.barriers.at[stage]
+        barrier = ring.barriers.at[stage]
         # TMA fills missing tokens and scales with zeros.
         places = [stage * step_groups + i for i in range(step_groups)]
         for i, place in enumerate(places):
@@ -160,21 +136,10 @@ def _memory_warpgroup(spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, scratch: _Sc
         target = scratch.scales_smem.at[pl.ds(places[0], step_groups)]
         plgpu.copy_gmem_to_smem(scales, target, barrier)
 
-    prologue = jnp.minimum(tile.num_steps, spec.config.stages)
-    pl.loop(0, prologue)(copy_weights)
-    grid_dependency_wait()
-    if not spec.config.quantises:
-        pl.loop(0, prologue)(copy_tokens)
-
-    @pl.loop(prologue, tile.num_steps)
-    def _step(step: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
-        copy_weights(step)
-        if not spec.config.quantises:
-            copy_tokens(step)
+    copy_steps(ring, tile.num_steps, copy_weights, None if spec.config.quantises else copy_tokens)
 
 
-def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
+def _quantise_token(spec: _Spec, tile: SplitTile, x: Ref, scratch: Scratch) -> None:
     """Quantise the CTA's inputs of the only token, four groups at once."""
     step_groups, plain = spec.config.step_groups, token.views(scratch.x_smem)[0]
     num_groups, spans = tile.num_steps * step_groups, -(-spec.token_steps * step_groups // ROWS)
@@ -191,19 +156,17 @@ def _quantise_token(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> N
         scratch.scales_smem[pl.ds(first, ROWS)] = scales
 
 
-def _quantise_normed(
-    norm: token.Norm, first: jax.Array, refs: token.NormRefs, scratch: _Scratch
-) -> None:
+def _quantise_normed(norm: token.Norm, first: jax.Array, gmem: _Gmem, scratch: Scratch) -> None:
     """Add, normalise and quantise the only token; the ``first`` CTA also writes the sum."""
-    found, plain = token.normed_token(norm, refs), token.views(scratch.x_smem)[0]
+    found, plain = token.normed_token(norm, gmem.x), token.views(scratch.x_smem)[0]
     for span, groups in zip(found.spans, found.normed, strict=True):
         values, scales = quantised_groups(groups)
         plain[span, 0] = values
         scratch.scales_smem[span] = scales
-    pl.when(first)(partial(token.write_total, found, refs))
+    pl.when(first)(partial(token.write_total, found, gmem.total))
 
 
-def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> None:
+def _quantise_tokens(spec: _Spec, tile: SplitTile, x: Ref, scratch: Scratch) -> None:
     """Quantise the CTA's inputs of all tokens, eight tokens of a group at once."""
     num_groups = tile.num_steps * spec.config.step_groups
     start, most = (
@@ -226,7 +189,7 @@ def _quantise_tokens(spec: _Spec, tile: _CtaTile, x: Ref, scratch: _Scratch) -> 
 
 
 def _block_scales(
-    spec: _Spec, tile: _CtaTile, gmem: _GmemRefs, step: jax.Array
+    spec: _Spec, tile: SplitTile, gmem: _Gmem, step: jax.Array
 ) -> list[list[jax.Array]]:  # by group and half
     """The scales of a warpgroup's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
@@ -239,7 +202,7 @@ def _block_scales(
     ]
 
 
-def _token_scales(spec: _Spec, scratch: _Scratch, place: jax.Array, tokens: Any) -> jax.Array:
+def _token_scales(spec: _Spec, scratch: Scratch, place: jax.Array, tokens: Any) -> jax.Array:
     """The tokens' scales of a group in shared memory, or the scale of the only token."""
     if spec.row_union:
         return scratch.scales_smem[place]
@@ -248,7 +211,13 @@ def _token_scales(spec: _Spec, scratch: _Scratch, place: jax.Array, tokens: Any)
 
 
 def _matmul(
-    spec: _Spec, tile: _CtaTile, rows: Any, tokens: Any, gmem: _GmemRefs, scratch: _Scratch
+    spec: _Spec,
+    tile: SplitTile,
+    rows: Any,
+    tokens: Any,
+    gmem: _Gmem,
+    ring: Ring,
+    scratch: Scratch,
 ) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, tokens], one for each half
     """Sum of the scaled results of the groups; ``rows`` are a warpgroup's of ``w_smem``."""
     step_groups, halves = spec.config.step_groups, spec.halves
@@ -262,10 +231,10 @@ def _matmul(
         return tuple(acc[...] for acc in accs)
 
     def step_body(step: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        stage, sums = _stage(spec, step), list(carried)
+        stage, sums = ring.stage(step), list(carried)
         place = (step if spec.config.quantises else stage) * step_groups
         blocks = _block_scales(spec, tile, gmem, step)
-        plgpu.barrier_wait(scratch.barriers.at[stage])
+        plgpu.barrier_wait(ring.barriers.at[stage])
         accs = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * (step_groups * halves)
         parts = pl.run_scoped(partial(multiply, stage, place), *accs)
         for group in range(step_groups):
@@ -276,11 +245,7 @@ def _matmul(
                     factor = lax.broadcast_in_dim(factor, shape, [1])
                 sums[half] = sums[half] + parts[group * halves + half] * factor
 
-        # The stages of the last steps are not reused, so no copy waits for their release.
-        @pl.when(step + spec.config.stages < tile.num_steps)
-        def _release() -> None:
-            plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
-
+        ring.release_if_reused(stage, step, tile.num_steps)
         return tuple(sums)
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -288,7 +253,12 @@ def _matmul(
 
 
 def _compute_warpgroup(
-    spec: _Spec, tile: _CtaTile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+    spec: _Spec,
+    tile: SplitTile,
+    gmem: _Gmem,
+    ring: Ring,
+    scratch: Scratch,
+    warpgroup: jax.Array,
 ) -> None:
     """Compute the warpgroup's part of the CTA's results, and write it from registers."""
     out, count = gmem.out, spec.token_rows
@@ -299,68 +269,57 @@ def _compute_warpgroup(
         row, tokens = 0, pl.ds(warpgroup * count, count)
     rows, tile = pl.ds(row, MMA_ROWS), tile._replace(output=tile.output + row)
     if spec.norm is not None:
-        _quantise_normed(spec.norm, tile.output == 0, gmem.x, scratch)
+        _quantise_normed(spec.norm, tile.output == 0, gmem, scratch)
         plgpu.commit_smem()
     elif spec.config.quantises:
         grid_dependency_wait()
         quantise = _quantise_token if spec.sizes.tokens == 1 else _quantise_tokens
         quantise(spec, tile, gmem.x, scratch)
         plgpu.commit_smem()
-    sums = list(_matmul(spec, tile, rows, tokens, gmem, scratch))
+    sums = list(_matmul(spec, tile, rows, tokens, gmem, ring, scratch))
     if not spec.sizes.blocks:
         for half in range(spec.halves):
             rows = gmem.w_scales.at[pl.ds(half * spec.sizes.outer + tile.output, MMA_ROWS)]
             scales = plgpu.load(rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             sums[half] = sums[half] * lax.broadcast_in_dim(scales, sums[half].shape, [0])
-    result = sums[0]
-    if spec.sizes.swiglu:
-        result = result / (1.0 + jnp.exp(-result)) * sums[1]
+    result = swiglu(*sums) if spec.sizes.swiglu else sums[0]
     outputs = pl.ds(tile.output, MMA_ROWS)
     if spec.sizes.tokens >= MMA_TOKENS:
-        # A register holds two adjacent outputs of a token instead of two tokens.
-        result = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        out.at[tokens, outputs].transpose((1, 0))[...] = result
-        return
-    index = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
-    for i in range(spec.sizes.tokens):
-        row = jnp.where(index == i, result, 0.0).sum(axis=1)
-        out.at[i, outputs][...] = row.astype(out.dtype)
+        return write_columns(out, tokens, outputs, result)
+    write_rows(out, spec.sizes.tokens, outputs, result)
 
 
-def _kernel(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
+def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch) -> None:
+    config, (total, result) = spec.config, results
     launch_dependents()
-    tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
+    tile = split_tile(spec.sizes.groups // config.step_groups, config.split_k, config.block_o)
+    ring = Ring(config.stages, scratch.barriers, scratch.consumed_barriers)
 
-    @pl.when(warpgroup == spec.config.warpgroups)
-    def _memory() -> None:
-        _memory_warpgroup(spec, tile, gmem, scratch)
+    def compute(warpgroup: jax.Array) -> None:
+        out = result if config.split_k == 1 else result.at[lax.axis_index("split")]
+        _compute_warpgroup(
+            spec, tile, gmem._replace(total=total, out=out), ring, scratch, warpgroup
+        )
 
-    @pl.when(warpgroup < spec.config.warpgroups)
-    def _compute() -> None:
-        out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
-        _compute_warpgroup(spec, tile, warpgroup, gmem._replace(out=out), scratch)
+    memory = partial(_memory_warpgroup, spec, tile, gmem, ring, scratch)
+    divide_roles(config.warpgroups, memory, compute)
 
 
-def _scratch_types(spec: _Spec) -> _Scratch:
+def _scratch_types(spec: _Spec) -> Scratch:
     config = spec.config
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, GROUP)), swizzle(GROUP))
-    weights = (config.stages, spec.halves, config.block_o, spec.block_k)
     groups = spec.token_steps * config.step_groups
-    tokens = (groups, spec.token_rows, GROUP)
-    scales: tuple[int, ...] = (groups, spec.scale_row)
-    x_smem: Any = plgpu.SMEM(tokens, jnp.float8_e4m3fn, transforms=swizzled)
+    tokens, scales = (groups, spec.token_rows, GROUP), (groups, spec.scale_row)
+    x_smem: Any = smem(tokens, jnp.float8_e4m3fn, GROUP)
     if spec.row_union:
         scales = (groups,)
         x_smem = token.ref_union(plgpu.SMEM(tokens, jnp.float8_e4m3fn), x_smem)
+    weights = (config.stages, spec.halves, config.block_o, spec.block_k)
     copies = spec.halves + (0 if config.quantises else 1 + config.step_groups)
-    return _Scratch(
-        w_smem=plgpu.SMEM(weights, jnp.float8_e4m3fn, transforms=swizzled),
+    return Scratch(
+        w_smem=smem(weights, jnp.float8_e4m3fn, GROUP),
         x_smem=x_smem,
         scales_smem=plgpu.SMEM(scales, jnp.float32),
-        barriers=plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+        **stage_barriers(config.stages, copies, config.warpgroups),
     )
 
 
@@ -375,68 +334,40 @@ def launch_with(
     """GEMM of a few tokens. Raises ValueError when the configuration does not fit the call."""
     if not config.fits(sizes) or config.quantises != (x_scales is None):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = _Spec(sizes, config)
     if x_scales is None:
         x = x.reshape(sizes.tokens, sizes.groups, GROUP)
-    tokens = (x,) if x_scales is None else (x, x_scales)
-
-    def refs_of(x: Ref, *refs: Ref) -> _GmemRefs:
-        return _GmemRefs(x, None, *refs) if x_scales is None else _GmemRefs(x, *refs)
-
-    (out,) = _launch(spec, (*tokens, *_weights(spec, w, w_scales)), (), refs_of)
+    _, out = _launch(_Spec(sizes, config), x, x_scales, w, w_scales)
     return out
 
 
 def launch_normed(
-    config: DecodeConfig,
-    sizes: Fp8Sizes,
-    norm: token.Norm,
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K] in x's dtype, or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    w: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
-    w_scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]
+    config: DecodeConfig, sizes: Fp8Sizes, norm: NormArgs, w: Quantised
 ) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """The sum of a token and its partials, and the GEMM of its norm; ``config`` quantises."""
-    spec = _Spec(sizes, config, norm)
-    arrays, total_type = token.norm_arrays(x, partials, norms, GROUP)
-
-    def refs_of(x: Ref, partials: Ref, norms: Ref, w: Ref, scales: Ref, *out: Ref) -> _GmemRefs:
-        total, result = out
-        return _GmemRefs(token.NormRefs(x, partials, norms, total), None, w, scales, result)
-
-    arrays = (*arrays, *_weights(spec, w, w_scales))
-    total, out = _launch(spec, arrays, (total_type,), refs_of)
-    return total.reshape(x.shape), out
-
-
-def _weights(spec: _Spec, w: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return w, scales if spec.sizes.blocks else scales.reshape(-1)
+    spec = _Spec(sizes, config, token.Norm(norm.row, norm.eps))
+    arrays, total_type = token.norm_arrays(norm, GROUP)
+    total, out = _launch(spec, arrays, None, w.values, w.scales, total_type)
+    return total.reshape(norm.x.shape), out
 
 
 def _launch(
     spec: _Spec,
-    arrays: tuple[jax.Array, ...],
-    more_results: tuple[jax.ShapeDtypeStruct, ...],
-    refs_of: Callable[..., _GmemRefs],  # of the arrays, those results, and the GEMM's
-) -> Sequence[jax.Array]:
-    """Run the kernel; returns ``more_results`` and the GEMM's."""
+    x: jax.Array | token.NormRefs,
+    x_scales: jax.Array | None,
+    w: jax.Array,
+    w_scales: jax.Array,
+    total_type: jax.ShapeDtypeStruct | None = None,
+) -> Any:
+    """Run the kernel; returns the sum of a normed token, or None, and the result."""
     sizes, config = spec.sizes, spec.config
-
-    def body(*refs: Ref) -> None:
-        *in_gmem, scratch = refs
-        _kernel(spec, refs_of(*in_gmem), scratch)
-
-    return plgpu.kernel(
-        body,
-        out_type=(*more_results, result_shape(sizes, config.split_k)),
-        scratch_types=(_scratch_types(spec),),
-        grid=(config.split_k, sizes.outer // config.block_o),  # adjacent CTAs, adjacent outputs
-        grid_names=("split", "tile"),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        # Automatic barriers would make all threads wait around each store to shared memory. None of
-        # these is read before ``commit_smem``.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="fp8_decode_gemm",
-    )(*arrays)
+    return launch(
+        "fp8_decode_gemm",
+        partial(_kernel, spec),
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        out_type=(total_type, result_shape(sizes, config.split_k)),
+        scratch=_scratch_types(spec),
+        # adjacent CTAs, adjacent outputs
+        grid={"split": config.split_k, "tile": sizes.outer // config.block_o},
+        warpgroups=config.warpgroups + 1,
+        auto_barriers=False,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
+from pallas_kernels.quantised_mlp.ref import MlpArgs
 
 DTYPES = ("bfloat16", "float16")
 MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
@@ -128,43 +130,24 @@ class PromptConfig:
         return divides and ranges and self.smem_bytes(sizes) <= SMEM_BYTES
 
 
-def sizes_of(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]
-    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
-    *,
-    swiglu: bool,
-    split: bool,
-) -> Fp8Sizes:
+def sizes_of(args: QuantisedGemmArgs) -> Fp8Sizes:
     """The sizes of a call's arguments."""
-    tokens, inner = x.shape
-    outer = values.shape[0] // (1 + swiglu)
-    blocks = scales.shape != (values.shape[0], 1)
-    return Fp8Sizes(tokens, inner, outer, swiglu, split, blocks, str(x.dtype))
+    (tokens, inner), w = args.x.shape, args.w
+    blocks = w.scales.shape != (w.num_outputs, 1)
+    outer = w.num_outputs // (1 + args.swiglu)
+    return Fp8Sizes(tokens, inner, outer, args.swiglu, args.split, blocks, str(args.x.dtype))
 
 
-def supports(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
-    zeros: jax.Array | None,
-    offsets: jax.Array | None,
-    supers: jax.Array | None,
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> str | None:
+def supports(args: QuantisedGemmArgs) -> str | None:
     """Why the Mosaic kernels cannot run the call, or None."""
-    if wide:
+    w = args.w
+    if args.wide:
         return "the result has the tokens' dtype"
-    if kind != "fp8" or zeros is not None or offsets is not None or supers is not None:
+    if w.kind != "fp8" or any(part is not None for part in (w.zeros, w.offsets, w.supers)):
         return "the matrix is not fp8 with scales alone"
-    if str(x.dtype) not in DTYPES:
-        return f"tokens are {x.dtype}, not 16-bit"
-    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
-    return _unfit(sizes, values.shape[0], scales.shape) or not_hopper()
+    if str(args.x.dtype) not in DTYPES:
+        return f"tokens are {args.x.dtype}, not 16-bit"
+    return _unfit(sizes_of(args), w.num_outputs, w.scales.shape) or not_hopper()
 
 
 def _unfit(sizes: Fp8Sizes, rows: int, scales: tuple[int, ...]) -> str | None:
@@ -189,57 +172,36 @@ def decodes(sizes: Fp8Sizes) -> bool:
     return sizes.tokens <= (MAX_DECODE_TOKENS_SWIGLU if sizes.swiglu else MAX_DECODE_TOKENS)
 
 
-def result_shapes(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # [O, 1], or [O / 128, K / 128]
-    zeros: None,
-    offsets: None,
-    supers: None,
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.ShapeDtypeStruct:
+def result_shapes(args: QuantisedGemmArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    del zeros, offsets, supers, kind, wide
-    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    sizes = sizes_of(args)
     return result_shape(sizes, decode_config(sizes).split_k if decodes(sizes) else 1)
 
 
-def supports_mlp(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,  # those of gate and up, [2 * F, D], then those of down, [D, F]
-    kinds: tuple[str, str],
-    split: bool,
-) -> str | None:
+def supports_mlp(args: MlpArgs) -> str | None:
     """Why the kernels cannot keep SwiGLU's results quantised, or None."""
-    gate_up, down = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
-    if reason := supports(x, *gate_up, kind=kinds[0], swiglu=True, split=False):  # type: ignore[arg-type]
+    if args.pins.of("quantised_gemm"):
+        return "quantised_gemm is pinned"
+    if reason := supports(args.first):
         return reason
-    sizes = sizes_of(x, *gate_up[:2], swiglu=True, split=False)  # type: ignore[arg-type]
+    sizes = sizes_of(args.first)
     if decodes(sizes):
         return f"{sizes.tokens} tokens are not more than {MAX_DECODE_TOKENS_SWIGLU}"
     if sizes.blocks:  # two accumulators, for whole groups of results, would spill: SPILL_COST
         return "blocks of gates and ups share a scale"
     if sizes.outer % GROUP:
         return f"{sizes.outer} gates are not a multiple of {GROUP}"
-    hidden = jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), x.dtype)
-    return supports(hidden, *down, kind=kinds[1], swiglu=False, split=split)  # type: ignore[arg-type]
+    return supports(_second(args))
 
 
-def mlp_result_shapes(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,  # as of ``supports_mlp``
-    kinds: tuple[str, str],
-    split: bool,
-) -> jax.ShapeDtypeStruct:
+def mlp_result_shapes(args: MlpArgs) -> jax.ShapeDtypeStruct:
     """The shape of the result of both matmuls."""
-    down = arrays[len(arrays) // 2 :]
-    assert down[0] is not None
-    hidden = jax.ShapeDtypeStruct((x.shape[0], down[0].shape[1]), x.dtype)
-    return result_shapes(hidden, *down, kind=kinds[1], swiglu=False, split=split)  # type: ignore[arg-type]
+    return result_shapes(_second(args))
+
+
+def _second(args: MlpArgs) -> QuantisedGemmArgs:
+    hidden: Any = jax.ShapeDtypeStruct((len(args.x), args.down.num_inputs), args.x.dtype)
+    return args.second(hidden)
 
 
 def result_shape(sizes: Fp8Sizes, split_k: int) -> jax.ShapeDtypeStruct:

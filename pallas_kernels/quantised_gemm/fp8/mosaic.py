@@ -6,119 +6,82 @@ and ``gemm_of_quantised`` takes them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import decode, prompt, quantise
 from pallas_kernels.quantised_gemm.fp8.launch import (
+    Fp8Sizes,
     decode_config,
     decodes,
     prompt_config,
     quantising_config,
     sizes_of,
 )
-from pallas_kernels.residual_norm.token import Norm
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
+from pallas_kernels.quantised_mlp.ref import MlpArgs
 
 
-@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
-    zeros: None,
-    offsets: None,
-    supers: None,
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O], or float32[S, T, O]
+@jax.jit  # one trace for all layers
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``quantised_gemm.api`` and ``fp8.tokens``, which defines the result."""
-    del zeros, offsets, supers, kind, wide
-    scales = scales.astype(jnp.float32)
-    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)
+    sizes, w = sizes_of(args), _with_float32(args.w)
     if decodes(sizes) and (config := decode_config(sizes)).quantises:
-        return decode.launch_with(config, sizes, x, None, values, scales)
-    x8, x_scales = quantise.quantised_tokens(x)
-    static = {"swiglu": swiglu, "split": split, "dtype": str(x.dtype)}
-    return gemm_of_quantised(x8, x_scales, values, scales, **static)
+        return decode.launch_with(config, sizes, args.x, None, w.values, w.scales)
+    return gemm_of_quantised(*quantise.quantised_tokens(args.x), w, sizes=sizes)
 
 
-@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu"))  # one trace for all layers
-def norm_gemm(
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K] in x's dtype, or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
-    zeros: None,
-    offsets: None,
-    supers: None,
-    *,
-    row: int,
-    eps: float,
-    kind: str,
-    swiglu: bool,
-) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+@jax.jit  # one trace for all layers
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """See ``norm_gemm.api``; the normed token is quantised as ``fp8.tokens`` defines it."""
-    del zeros, offsets, supers, kind
-    scales = scales.astype(jnp.float32)
-    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=False)
-    config, norm = decode_config(sizes, quantises=True), Norm(row, eps)
-    return decode.launch_normed(config, sizes, norm, x, partials, norms, values, scales)
+    gemm = args.gemm(args.norm.x)
+    sizes = sizes_of(gemm)
+    config = decode_config(sizes, quantises=True)
+    return decode.launch_normed(config, sizes, args.norm, _with_float32(gemm.w))
 
 
-@partial(jax.jit, static_argnames=("kinds", "split"))  # one trace for all layers
-def mlp(
-    x: jax.Array,  # [T, D]
-    *arrays: jax.Array | None,  # values, scales and None three times, of gate and up, and of down
-    kinds: tuple[str, str],
-    split: bool,
-) -> jax.Array:  # [T, D], or float32[S, T, D]
+@jax.jit  # one trace for all layers
+def mlp(args: MlpArgs) -> jax.Array:  # [T, D], or float32[S, T, D]
     """See ``quantised_mlp.api``; SwiGLU's results are quantised in the epilogue of its GEMM."""
-    del kinds
-    gate_up, down = (arrays[i : i + 2] for i in (0, len(arrays) // 2))
-    values, scales = quantise.quantised_tokens(x)
-    values, scales = swiglu_quantised(values, scales, *_floats(*gate_up))
-    static: Any = {"swiglu": False, "split": split, "dtype": str(x.dtype)}
-    return gemm_of_quantised(values, scales, *_floats(*down), **static)
+    x = quantise.quantised_tokens(args.x)
+    hidden = swiglu_quantised(*x, _with_float32(args.gate_up), sizes=sizes_of(args.first))
+    sizes = sizes_of(args.second(hidden[0]))._replace(dtype=str(args.x.dtype))
+    return gemm_of_quantised(*hidden, _with_float32(args.down), sizes=sizes)
 
 
-def _floats(values: Any, scales: Any) -> tuple[jax.Array, jax.Array]:
-    return values, scales.astype(jnp.float32)
+def _with_float32(w: Quantised) -> Quantised:
+    """The matrix with scales in float32."""
+    return replace(w, scales=w.scales.astype(jnp.float32))
 
 
-@partial(jax.jit, static_argnames=("swiglu", "split", "dtype"))
+@partial(jax.jit, static_argnames="sizes")
 def gemm_of_quantised(
     x: jax.Array,  # e4m3[T, K]
     x_scales: jax.Array,  # float32[K / 128, T or more]
-    values: jax.Array,  # e4m3[O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # float32[O, 1], or [O / 128, K / 128]
+    w: Quantised,
     *,
-    swiglu: bool,
-    split: bool,
-    dtype: str,
-) -> jax.Array:  # [T, O] in dtype, or float32[S, T, O]
-    """``quantised_gemm`` of tokens that are quantised already; the result is in ``dtype``."""
-    sizes = sizes_of(x, values, scales, swiglu=swiglu, split=split)._replace(dtype=dtype)
+    sizes: Fp8Sizes,
+) -> jax.Array:  # [T, O] in the dtype of ``sizes``, or float32[S, T, O]
+    """``quantised_gemm`` of tokens that are quantised already."""
+    arrays = (x, x_scales, w.values, w.scales)
     if decodes(sizes):
-        config = decode_config(sizes, quantises=False)
-        return decode.launch_with(config, sizes, x, x_scales, values, scales)
-    return prompt.launch_with(prompt_config(sizes), sizes, x, x_scales, values, scales)
+        return decode.launch_with(decode_config(sizes, quantises=False), sizes, *arrays)
+    return prompt.launch_with(prompt_config(sizes), sizes, *arrays)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="sizes")
 def swiglu_quantised(
     x: jax.Array,  # e4m3[T, K]
     x_scales: jax.Array,  # float32[K / 128, T or more]
-    values: jax.Array,  # e4m3[2 * O, K]: gate, up; O is a multiple of 128
-    scales: jax.Array,  # float32[2 * O, 1], or [2 * O / 128, K / 128]
+    w: Quantised,  # of 2 * O outputs: gate, up; O is a multiple of 128
+    *,
+    sizes: Fp8Sizes,
 ) -> tuple[jax.Array, jax.Array]:  # e4m3[T, O], float32[O / 128, T or more]
     """The result of SwiGLU, quantised; for more than 64 tokens."""
-    sizes = sizes_of(x, values, scales, swiglu=True, split=False)
-    config = quantising_config(sizes)
-    return prompt.launch_with(config, sizes, x, x_scales, values, scales, quantised=True)
+    arrays = (x, x_scales, w.values, w.scales)
+    return prompt.launch_with(quantising_config(sizes), sizes, *arrays, quantised=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import current_device
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.gemm.epilogues import swiglu_of_many
+from pallas_kernels.gemm.pipeline import Ring, copy_tiles, divide_roles, launch
+from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
+from pallas_kernels.gemm.tiles import Tile, TileGrid
+from pallas_kernels.pdl import launch_dependents
 from pallas_kernels.quantised_gemm.fp8.launch import (
     MMA_ROWS,
     MMA_WEIGHTS,
@@ -37,9 +39,6 @@ from pallas_kernels.quantised_gemm.fp8.launch import (
 from pallas_kernels.quantised_gemm.fp8.quantise import quantised_groups
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 
-# Registers of a thread by the number of compute warpgroups: compute, memory. Together they are 504
-# of the 512 that a CTA's warpgroups may use.
-REGISTERS = MappingProxyType({2: (232, 40), 3: (160, 24)})
 OUT_LANES = 64  # width of a swizzled tile of results, in 16-bit values
 
 type Ref = Any
@@ -75,10 +74,11 @@ class _Spec:
         return self.width if self.sizes.swiglu else self.width * self.pieces
 
     @property
-    def tile_grid(self) -> tuple[int, int]:
-        """Tiles along tokens and outputs; the last tokens may extend past the end."""
+    def grid(self) -> TileGrid:
+        """The tiles."""
         along_tokens = -(-self.sizes.tokens // self.config.block_t)
-        return along_tokens, self.sizes.outer // self.tile_outputs
+        along = (along_tokens, self.sizes.outer // self.tile_outputs)
+        return TileGrid(along, self.config.group)
 
     @property
     def padded_tokens(self) -> int:
@@ -87,120 +87,53 @@ class _Spec:
         Rows of ``out_scales`` are as long, since Mosaic copies a part of a row to global memory
         without a tensor map: what extends past the end of a row is written to the next one.
         """
-        return self.tile_grid[0] * self.config.block_t
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles of the call."""
-        along_tokens, along_outputs = self.tile_grid
-        return along_tokens * along_outputs
-
-    @property
-    def ctas(self) -> int:
-        """Number of resident CTAs."""
-        return min(current_device().num_sms, self.num_tiles)
+        return self.grid.along[0] * self.config.block_t
 
 
-class _GmemRefs(NamedTuple):
+class _Gmem(NamedTuple):
     """Refs to the arrays in global memory."""
 
     x: Ref  # e4m3[T, K]
     x_scales: Ref  # [K / GROUP, T or more]
     w: Ref  # e4m3[O, K]; with swiglu [2 * O, K]
     w_scales: Ref  # [O], or [O / GROUP, K / GROUP]
-    out: Ref  # [T, O]
+    out: Ref = None  # [T, O]
     out_scales: Ref = None  # [O / GROUP, padded_tokens] if results are quantised
 
 
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    out_smem: Ref  # [warpgroups, MMA_ROWS, width]
-    out_scales_smem: Ref  # [warpgroups, MMA_ROWS] if results are quantised
-    w_smem: Ref  # [stages, accs * MMA_WEIGHTS, GROUP]
-    x_smem: Ref  # [stages, block_t, GROUP]
-    scales_smem: Ref  # [stages, block_t]
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    barriers: Ref  # [stages]: one arrival per copy
-
-
-class _Tile(NamedTuple):
-    """Position of a CTA's tile; int32 scalars."""
-
-    token: jax.Array  # first token
-    output: jax.Array  # first output
-    first_step: jax.Array  # among all K steps of the CTA
-
-
-def _cta_tiles(spec: _Spec) -> jax.Array:
-    """Number of tiles that the CTA computes."""
-    return lax.div(spec.num_tiles - 1 - lax.axis_index("cta"), jnp.int32(spec.ctas)) + 1
-
-
-def _tile(spec: _Spec, i: jax.Array) -> _Tile:
-    """The CTA's i-th tile. The tiles of all CTAs at the same i form a compact region."""
-    index = i * spec.ctas + lax.axis_index("cta")
-    along_tokens, along_outputs = plgpu.planar_snake(index, spec.tile_grid, 0, spec.config.group)
+def _tile(spec: _Spec, i: jax.Array) -> Tile:
+    """The CTA's i-th tile."""
+    along_tokens, along_outputs = spec.grid.at(i)
     token, output = along_tokens * spec.config.block_t, along_outputs * spec.tile_outputs
-    return _Tile(token, output, i * spec.sizes.groups)
+    return Tile(token, output, i * spec.sizes.groups)
 
 
-def _stage(spec: _Spec, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(spec.config.stages))
+def _memory_warpgroup(spec: _Spec, gmem: _Gmem, ring: Ring, scratch: Scratch) -> None:
+    """Copy the K steps of all tiles."""
 
-
-def _memory_warpgroup(spec: _Spec, gmem: _GmemRefs, scratch: _Scratch) -> None:
-    """Copy K steps as stages are consumed; the first weights before the previous kernel ends."""
-    config, num_tiles, steps = spec.config, _cta_tiles(spec), spec.sizes.groups
-    total_steps = num_tiles * steps
-
-    def copy_weights(tile: _Tile, step: jax.Array) -> None:
-        stage, inner = _stage(spec, tile.first_step + step), pl.ds(step * GROUP, GROUP)
+    def copy_weights(tile: Tile, step: jax.Array) -> None:
+        stage, inner = ring.stage(tile.first_step + step), pl.ds(step * GROUP, GROUP)
         for piece in range(spec.pieces):
             rows = pl.ds(piece * spec.piece_stride + tile.output, spec.width)
             w_smem = scratch.w_smem.at[stage, pl.ds(piece * spec.width, spec.width)]
-            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, scratch.barriers.at[stage])
+            plgpu.copy_gmem_to_smem(gmem.w.at[rows, inner], w_smem, ring.barriers.at[stage])
 
-    def copy_tokens(tile: _Tile, step: jax.Array) -> None:
-        stage, rows = _stage(spec, tile.first_step + step), pl.ds(tile.token, config.block_t)
-        barrier = scratch.barriers.at[stage]
+    def copy_tokens(tile: Tile, step: jax.Array) -> None:
+        stage = ring.stage(tile.first_step + step)
+        rows = pl.ds(tile.token, spec.config.block_t)
+        barrier = ring.barriers.at[stage]
         # TMA fills rows past the end with zeros.
         tokens = gmem.x.at[rows, pl.ds(step * GROUP, GROUP)]
         plgpu.copy_gmem_to_smem(tokens, scratch.x_smem.at[stage], barrier)
         scales = gmem.x_scales.at[step, rows]
         plgpu.copy_gmem_to_smem(scales, scratch.scales_smem.at[stage], barrier)
 
-    def copy(tile: _Tile, step: jax.Array) -> None:
-        stage = _stage(spec, tile.first_step + step)
-        pl.when(tile.first_step + step >= config.stages)(
-            lambda: plgpu.barrier_wait(scratch.consumed_barriers.at[stage])
-        )
-        copy_weights(tile, step)
-        copy_tokens(tile, step)
-
-    @plgpu.warp_map
-    def _warp(warp: jax.Array) -> None:
-        @pl.when(warp == 0)
-        def _copy() -> None:
-            first, prologue = _tile(spec, jnp.int32(0)), min(config.stages, steps)
-            pl.loop(0, prologue)(lambda step: copy_weights(first, step))
-            grid_dependency_wait()
-            pl.loop(0, prologue)(lambda step: copy_tokens(first, step))
-            pl.loop(prologue, steps)(lambda step: copy(first, step))
-
-            @pl.loop(1, num_tiles)
-            def _next_tile(i: jax.Array) -> None:
-                tile = _tile(spec, i)
-                pl.loop(0, steps)(lambda step: copy(tile, step))
-
-            # A CTA must not exit while a barrier has a phase that was not waited for.
-            @pl.loop(jnp.maximum(total_steps - config.stages, 0), total_steps)
-            def _drain(step: jax.Array) -> None:
-                plgpu.barrier_wait(scratch.consumed_barriers.at[_stage(spec, step)])
+    steps = spec.sizes.groups
+    copy_tiles(ring, spec.grid, steps, partial(_tile, spec), copy_weights, copy_tokens)
 
 
 def _block_scales(
-    spec: _Spec, tile: _Tile, gmem: _GmemRefs, step: jax.Array
+    spec: _Spec, tile: Tile, gmem: _Gmem, step: jax.Array
 ) -> list[jax.Array]:  # by piece
     """The scales of a tile's blocks in a K step; none where rows have scales."""
     if not spec.sizes.blocks:
@@ -210,7 +143,12 @@ def _block_scales(
 
 
 def _matmul(
-    spec: _Spec, tile: _Tile, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+    spec: _Spec,
+    tile: Tile,
+    warpgroup: jax.Array,
+    gmem: _Gmem,
+    ring: Ring,
+    scratch: Scratch,
 ) -> tuple[jax.Array, ...]:  # float32[MMA_ROWS, width], one for each piece
     """Sums of the scaled results of the K steps."""
     accs, rows = spec.config.accs, pl.ds(warpgroup * MMA_ROWS, MMA_ROWS)
@@ -225,17 +163,17 @@ def _matmul(
 
     def step_body(step: jax.Array, carried: Any) -> Any:
         sums, blocks = carried
-        stage, added = _stage(spec, tile.first_step + step), list[jax.Array]()
+        stage, added = ring.stage(tile.first_step + step), list[jax.Array]()
         # Loaded a step ahead: otherwise the first sums are delayed and all of them are live.
         next_blocks = _block_scales(spec, tile, gmem, jnp.minimum(step + 1, last))
-        plgpu.barrier_wait(scratch.barriers.at[stage])
+        plgpu.barrier_wait(ring.barriers.at[stage])
         row, layout = scratch.scales_smem.at[stage, rows], plgpu.Layout.WGMMA.reduce(1)
         scales = plgpu.load(row, layout=layout, optimized=False)
         for i in range(accs):
             acc = plgpu.WGMMAAccumulatorRef((MMA_ROWS, MMA_WEIGHTS), jnp.float32)
             result = pl.run_scoped(partial(multiply, stage, i), acc)
             if i == accs - 1:
-                plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
+                plgpu.barrier_arrive(ring.consumed_barriers.at[stage])
             for first in range(0, MMA_WEIGHTS, width):
                 piece = len(added)
                 factor = scales * blocks[piece] if spec.sizes.blocks else scales
@@ -249,7 +187,7 @@ def _matmul(
 
 
 def _with_row_scales(
-    spec: _Spec, tile: _Tile, gmem: _GmemRefs, sums: tuple[jax.Array, ...]
+    spec: _Spec, tile: Tile, gmem: _Gmem, sums: tuple[jax.Array, ...]
 ) -> list[jax.Array]:
     """The sums times the scales of rows, if rows have scales."""
     if spec.sizes.blocks:
@@ -262,25 +200,19 @@ def _with_row_scales(
     return scaled
 
 
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The square of a reciprocal root is cheaper than a division, which is several instructions."""
-    root = lax.rsqrt(1.0 + jnp.exp(-gate))
-    return gate * up * root * root
-
-
 def _compute_warpgroup(
-    spec: _Spec, warpgroup: jax.Array, gmem: _GmemRefs, scratch: _Scratch
+    spec: _Spec, gmem: _Gmem, ring: Ring, scratch: Scratch, warpgroup: jax.Array
 ) -> None:
     """The warpgroup's tokens of all tiles of the CTA."""
     out_smem = scratch.out_smem.at[warpgroup]
 
-    @pl.loop(0, _cta_tiles(spec))
+    @pl.loop(0, spec.grid.tiles_of_cta())
     def _tile_body(i: jax.Array) -> None:
         tile = _tile(spec, i)
-        sums = _matmul(spec, tile, warpgroup, gmem, scratch)
+        sums = _matmul(spec, tile, warpgroup, gmem, ring, scratch)
         results = _with_row_scales(spec, tile, gmem, sums)
         if spec.sizes.swiglu:
-            results = [_swiglu(*results)]
+            results = [swiglu_of_many(*results)]
         # TMA does not write rows past the end; ``out_scales`` has them.
         rows = pl.ds(tile.token + warpgroup * MMA_ROWS, MMA_ROWS)
         for piece, result in enumerate(results):
@@ -301,43 +233,30 @@ def _compute_warpgroup(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(spec: _Spec, *refs: Ref) -> None:
-    *arrays, scratch = refs
-    gmem = _GmemRefs(*arrays)
+def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch) -> None:
+    out, out_scales = results
+    gmem = gmem._replace(out=out, out_scales=out_scales)
     launch_dependents()
-    warpgroup, warpgroups = lax.axis_index("warpgroup"), spec.config.warpgroups
-    compute_registers, memory_registers = REGISTERS[warpgroups]
-
-    @pl.when(warpgroup == warpgroups)
-    def _memory() -> None:
-        plgpu.set_max_registers(memory_registers, action="decrease")
-        _memory_warpgroup(spec, gmem, scratch)
-
-    @pl.when(warpgroup < warpgroups)
-    def _compute() -> None:
-        plgpu.set_max_registers(compute_registers, action="increase")
-        _compute_warpgroup(spec, warpgroup, gmem, scratch)
+    ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
+    divide_roles(
+        spec.config.warpgroups,
+        partial(_memory_warpgroup, spec, gmem, ring, scratch),
+        partial(_compute_warpgroup, spec, gmem, ring, scratch),
+        moves_registers=True,
+    )
 
 
-def _scratch_types(spec: _Spec) -> _Scratch:
-    config = spec.config
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    swizzled = (tiling((8, GROUP)), swizzle(GROUP))
-    results = (tiling((8, OUT_LANES)), swizzle(2 * OUT_LANES))
-    out_shape = (config.warpgroups, MMA_ROWS, spec.width)
-    w_shape = (config.stages, config.accs * MMA_WEIGHTS, GROUP)
-    x_shape = (config.stages, config.block_t, GROUP)
-    return _Scratch(
-        x_smem=plgpu.SMEM(x_shape, jnp.float8_e4m3fn, transforms=swizzled),
-        w_smem=plgpu.SMEM(w_shape, jnp.float8_e4m3fn, transforms=swizzled),
+def _scratch_types(spec: _Spec) -> Scratch:
+    config, e4m3 = spec.config, jnp.float8_e4m3fn
+    out = (config.warpgroups, MMA_ROWS, spec.width)
+    dtype, lanes = (e4m3, GROUP) if spec.quantised else (spec.sizes.dtype, OUT_LANES)
+    return Scratch(
+        out_smem=smem(out, dtype, lanes),
+        out_scales_smem=plgpu.SMEM(out[:2], jnp.float32) if spec.quantised else None,
+        w_smem=smem((config.stages, config.accs * MMA_WEIGHTS, GROUP), e4m3, GROUP),
+        x_smem=smem((config.stages, config.block_t, GROUP), e4m3, GROUP),
         scales_smem=plgpu.SMEM((config.stages, config.block_t), jnp.float32),
-        out_smem=plgpu.SMEM(out_shape, jnp.float8_e4m3fn, transforms=swizzled)
-        if spec.quantised
-        else plgpu.SMEM(out_shape, spec.sizes.dtype, transforms=results),
-        out_scales_smem=plgpu.SMEM(out_shape[:2], jnp.float32) if spec.quantised else None,
-        barriers=plgpu.Barrier(num_arrivals=spec.pieces + 2, num_barriers=config.stages),
-        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+        **stage_barriers(config.stages, spec.pieces + 2, config.warpgroups),
     )
 
 
@@ -357,14 +276,13 @@ def launch_with(
     spec, out = _Spec(sizes, config, quantised), result_shape(sizes, 1)
     out_scales = jax.ShapeDtypeStruct((sizes.outer // GROUP, spec.padded_tokens), jnp.float32)
     values = jax.ShapeDtypeStruct(out.shape, jnp.float8_e4m3fn)
-    return plgpu.kernel(
+    results = launch(
+        "fp8_prompt_gemm",
         partial(_kernel, spec),
-        out_type=(values, out_scales) if quantised else out,
-        scratch_types=(_scratch_types(spec),),
-        grid=(spec.ctas,),
-        grid_names=("cta",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="fp8_prompt_gemm",
-    )(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1))
+        _Gmem(x, x_scales, w, w_scales if sizes.blocks else w_scales.reshape(-1)),
+        out_type=(values, out_scales) if quantised else (out, None),
+        scratch=_scratch_types(spec),
+        grid={"cluster": spec.grid.clusters},
+        warpgroups=config.warpgroups + 1,
+    )
+    return results if quantised else results[0]

@@ -13,6 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
+from pallas_kernels.skinny_gemm.ref import swiglu
+
 GROUP = 128  # inputs that share a scale of a token; also the sides of a block of weights
 LARGEST = 448.0  # magnitude of e4m3
 SMALLEST = 2.0**-100  # magnitude of a group; below it a group's scale would be denormal
@@ -59,24 +62,9 @@ def dequantised_weights(
     return values.astype(jnp.float32) * expanded
 
 
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # float8_e4m3fn[O, K]; with swiglu [2 * O, K]: gate, up
-    scales: jax.Array,  # float32[O, 1], or [O / GROUP, K / GROUP]; with swiglu of 2 * O
-    zeros: None = None,
-    offsets: None = None,
-    supers: None = None,
-    *,
-    kind: str = "fp8",
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O]
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; of partials their sum
     """The definition: both matrices dequantised and multiplied in float32, rounded once."""
-    del zeros, offsets, supers, kind, split, wide  # partials are defined by their sum
-    tokens = dequantised_tokens(*quantised_tokens(x))
-    out = jnp.matmul(tokens, dequantised_weights(values, scales).T, precision="highest")
-    if swiglu:
-        gate, up = jnp.split(out, 2, axis=1)
-        out = gate / (1.0 + jnp.exp(-gate)) * up
-    return out.astype(x.dtype)
+    tokens = dequantised_tokens(*quantised_tokens(args.x))
+    w = dequantised_weights(args.w.values, args.w.scales)
+    out = jnp.matmul(tokens, w.T, precision="highest")
+    return (swiglu(out) if args.swiglu else out).astype(args.x.dtype)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.checks import not_hopper
 from pallas_kernels.device import current_device
 from pallas_kernels.quantised import PACKED
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 
 SCALE_DTYPES = ("bfloat16", "float16", "float32")
@@ -62,45 +63,23 @@ class TiledSizes(NamedTuple):
         return 2 * MMA_TOKENS * self.inner
 
 
-def sizes_of(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> TiledSizes:
+def sizes_of(args: QuantisedGemmArgs, *, normed: bool = False) -> TiledSizes:
     """The sizes of a call's arguments."""
-    tokens, inner = x.shape
-    super_group = 0 if supers is None else inner // supers.shape[1]
+    (tokens, inner), w = args.x.shape, args.w
     return TiledSizes(
-        KIND_OF[kind],
+        KIND_OF[w.kind],
         tokens,
         inner,
-        len(values) // (1 + swiglu),
-        inner // scales.shape[1],
-        super_group,
-        zeros is not None,
-        offsets is not None,
-        swiglu,
-        split,
-        wide,
+        w.num_outputs // (1 + args.swiglu),
+        w.group,
+        0 if w.supers is None else inner // w.supers.shape[1],
+        w.zeros is not None,
+        w.offsets is not None,
+        args.swiglu,
+        args.split,
+        args.wide,
+        normed=normed,
     )
-
-
-def normed_sizes(
-    x: jax.Array,  # [1, K]
-    *w: jax.Array | None,  # values, scales, zeros, offsets, supers, as of ``sizes_of``
-    kind: str,
-    swiglu: bool,
-) -> TiledSizes:
-    """The sizes of a call that also computes the norm of its token."""
-    return sizes_of(x, *w, kind=kind, swiglu=swiglu, split=False)._replace(normed=True)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -149,31 +128,19 @@ class TiledConfig:
         return rest == 0 and nested and split and halves and self.span % TILE == 0
 
 
-def supports(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> str | None:
+def supports(args: QuantisedGemmArgs) -> str | None:
     """Why the Hopper kernel cannot run the call, or None."""
-    if kind not in KIND_OF:
-        return f"{kind} weights are not arranged in tiles"
-    if len(scales) != len(values):
-        return f"scales are those of blocks of {len(values) // len(scales)} outputs"
-    args = (x, values, scales, zeros, offsets, supers)
-    sizes = sizes_of(*args, kind=kind, swiglu=swiglu, split=split, wide=wide)
+    x, w = args.x, args.w
+    if w.kind not in KIND_OF:
+        return f"{w.kind} weights are not arranged in tiles"
+    if w.block_outputs > 1:
+        return f"scales are those of blocks of {w.block_outputs} outputs"
+    sizes = sizes_of(args)
     if x.dtype != jnp.bfloat16:
         return f"tokens are {x.dtype}, not bfloat16"
-    known = SCALE_DTYPES if supers is None else SMALL_SCALE_DTYPES
-    if str(scales.dtype) not in known:
-        return f"scales are {scales.dtype}, not one of {', '.join(known)}"
+    known = SCALE_DTYPES if w.supers is None else SMALL_SCALE_DTYPES
+    if str(w.scales.dtype) not in known:
+        return f"scales are {w.scales.dtype}, not one of {', '.join(known)}"
     if not 1 <= sizes.tokens <= MAX_TOKENS:
         return f"{sizes.tokens} tokens are not between 1 and {MAX_TOKENS}"
     if sizes.tokens > MMA_TOKENS and sizes.tokens % MMA_TOKENS:
@@ -185,9 +152,9 @@ def supports(
     return not_hopper()
 
 
-def result_shapes(*args: jax.Array, **static: object) -> jax.ShapeDtypeStruct:
+def result_shapes(args: QuantisedGemmArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    sizes = sizes_of(*args, **static)  # type: ignore[arg-type]
+    sizes = sizes_of(args)
     return result_shape(choose_config(sizes), sizes)
 
 

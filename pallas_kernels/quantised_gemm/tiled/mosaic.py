@@ -16,7 +16,7 @@ swizzled tiles [8, chunk].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,15 +27,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.pipeline import Ring, in_one_warp, launch
+from pallas_kernels.gemm.scratch import smem
+from pallas_kernels.gemm.tiles import split_range
+from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.launch import (
     TiledConfig,
     choose_config,
-    normed_sizes,
     result_shape,
     sizes_of,
 )
+from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types
 from pallas_kernels.quantised_gemm.tiled.step import (
     Gmem,
     Parts,
@@ -44,27 +49,12 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     Step,
     copy_weights,
     gmem_views,
-    swizzled,
-    weight_types,
+    share,
+    sum_of_warpgroups,
     write,
     zeros,
 )
 from pallas_kernels.residual_norm import token
-
-
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a CTA, in the order of their allocation."""
-
-    x_smem: Ref  # [stages, block_t, block_k]; with a norm [chunks, 8, chunk], see ``token.views``
-    values_smem: Ref  # [stages, halves, tiles, rows, ROW_BYTES]
-    parts_smem: Parts  # [stages, padding, halves, groups, 64] each
-    sums_smem: Ref  # float32[warpgroups - 1, results, 64, block_t]
-    barriers: Ref  # [stages]: one arrival per copy
-    consumed_barriers: Ref  # [stages]: one arrival per compute warpgroup
-    sums_barrier: Ref  # one arrival per compute warpgroup but the first
-    squares_smem: Ref = None  # of a norm, see ``token.Share``
-    squares_barrier: Ref = None  # one arrival per compute warpgroup
-    normed_barrier: Ref = None  # one arrival per compute warpgroup
 
 
 class _CtaTile(NamedTuple):
@@ -77,16 +67,10 @@ class _CtaTile(NamedTuple):
 
 
 def _cta_tile(spec: Spec) -> _CtaTile:
-    split, config = lax.axis_index("split"), spec.config
-    steps = spec.sizes.inner // config.block_k
-    first = lax.div(split * steps, jnp.int32(config.split_k))
-    end = lax.div((split + 1) * steps, jnp.int32(config.split_k))
+    config = spec.config
+    first, end = split_range(spec.sizes.inner // config.block_k, config.split_k)
     token = lax.axis_index("tokens") * config.block_t
     return _CtaTile(lax.axis_index("tile"), token, first, end - first)
-
-
-def _stage(spec: Spec, step: jax.Array) -> jax.Array:
-    return lax.rem(step, jnp.int32(spec.config.stages))
 
 
 @dataclass(frozen=True)
@@ -96,17 +80,18 @@ class _Copies:
     spec: Spec
     tile: _CtaTile
     gmem: Gmem
-    scratch: _Scratch
+    ring: Ring
+    scratch: TiledScratch
 
     def weights(self, step: jax.Array) -> None:
         """Issue the copies of a step's weights."""
-        where, stage = (slice(None), self.tile.index), _stage(self.spec, step)
+        where, stage = (slice(None), self.tile.index), self.ring.stage(step)
         step = self.tile.first_step + step
         copy_weights(self.spec, self.gmem, self.scratch, where, step, stage)
 
     def tokens(self, step: jax.Array) -> None:
         """Issue the copy of a step's tokens. TMA fills missing rows with zeros."""
-        config, stage = self.spec.config, _stage(self.spec, step)
+        config, stage = self.spec.config, self.ring.stage(step)
         inner = pl.ds((self.tile.first_step + step) * config.block_k, config.block_k)
         tokens = self.gmem.x.at[pl.ds(self.tile.token, config.block_t), inner]
         x_smem, barrier = self.scratch.x_smem.at[stage], self.scratch.barriers.at[stage]
@@ -124,7 +109,7 @@ class _Copies:
 
     def next(self, step: jax.Array) -> None:
         """Issue a further step's copies when its stage has been consumed."""
-        plgpu.barrier_wait(self.scratch.consumed_barriers.at[_stage(self.spec, step)])
+        self.ring.wait_consumed(step)
         self.weights(step)
         if self.spec.norm is None:
             self.tokens(step)
@@ -134,11 +119,6 @@ class _Copies:
         self.first()
         stages = self.spec.config.stages
         pl.loop(jnp.minimum(self.tile.num_steps, stages), self.tile.num_steps)(self.next)
-
-
-def _in_one_warp(run: Callable[[], None]) -> None:
-    """Run in the first warp of the warpgroup."""
-    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
 @dataclass(frozen=True)
@@ -158,8 +138,8 @@ def _write_normed(
     norm: token.Norm,
     warpgroup: jax.Array,
     first: jax.Array,
-    refs: token.NormRefs,
-    scratch: _Scratch,
+    gmem: Gmem,
+    scratch: TiledScratch,
 ) -> None:
     """Add and normalise the token with the other compute warpgroups; the ``first`` CTA also writes
     the sum.
@@ -167,12 +147,12 @@ def _write_normed(
     plain, _ = token.views(scratch.x_smem)
     count = spec.config.warpgroups
     share = token.Share(warpgroup, count, scratch.squares_smem, scratch.squares_barrier)
-    found = token.normed_token(norm, refs, share)
+    found = token.normed_token(norm, gmem.x, share)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.normed_barrier)
-    pl.when(first)(partial(token.write_total, found, refs))
+    pl.when(first)(partial(token.write_total, found, gmem.total))
     plgpu.barrier_wait(scratch.normed_barrier)
 
 
@@ -180,28 +160,23 @@ def _accumulate(
     spec: Spec, warpgroup: jax.Array, copies: _Copies
 ) -> Sequence[jax.Array]:  # float32[64, block_t] each
     """A warpgroup's part of the result."""
-    tile, scratch, stages = copies.tile, copies.scratch, spec.config.stages
+    tile, ring, stages = copies.tile, copies.ring, spec.config.stages
 
     def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        stage = _stage(spec, step)
+        stage = ring.stage(step)
         if spec.config.own_copies:
             further = step - 1 + stages  # in the stage of the previous step
 
             @pl.when((warpgroup == 0) & (step > 0) & (further < tile.num_steps))
             def _copy() -> None:
-                _in_one_warp(lambda: copies.next(further))
+                in_one_warp(lambda: copies.next(further))
 
-        plgpu.barrier_wait(scratch.barriers.at[stage])
-        inputs = Step(spec, stage, warpgroup, scratch)
+        plgpu.barrier_wait(ring.barriers.at[stage])
+        inputs = Step(spec, stage, warpgroup, copies.scratch)
         if spec.norm is not None:
-            inputs = _NormedStep(spec, stage, warpgroup, scratch, step=step)
+            inputs = _NormedStep(spec, stage, warpgroup, copies.scratch, step=step)
         totals = inputs.add(totals)
-
-        # The stages of the last steps are not reused, so no copy waits for their release.
-        @pl.when(step + stages < tile.num_steps)
-        def _release() -> None:
-            plgpu.barrier_arrive(scratch.consumed_barriers.at[stage])
-
+        ring.release_if_reused(stage, step, tile.num_steps)
         return totals
 
     shape = (TILE, spec.config.block_t)
@@ -217,176 +192,114 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
         write(spec, tile.index, tile.token, totals, out)
         return
 
+    shared_smem, barrier = scratch.shared_smem, scratch.shared_barriers
+
     @pl.when(warpgroup > 0)
     def _share() -> None:
-        for i, total in enumerate(totals):
-            scratch.sums_smem.at[warpgroup - 1, i][...] = total
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.sums_barrier)
+        share(totals, lambda i: shared_smem.at[warpgroup - 1, i], barrier)
 
     @pl.when(warpgroup == 0)
     def _sum() -> None:
-        plgpu.barrier_wait(scratch.sums_barrier)
-        results = dict(enumerate(totals))  # by half
-        for other in range(1, spec.config.warpgroups):
-            for i in range(spec.results):
-                shared = plgpu.load(scratch.sums_smem.at[other - 1, i])
-                half = other % 2 if spec.config.by_half else i
-                results[half] = results[half] + shared if half in results else shared
-        write(spec, tile.index, tile.token, list(results.values()), out)
+        plgpu.barrier_wait(barrier)
+        results = sum_of_warpgroups(spec, totals, lambda other, i: shared_smem.at[other, i])
+        write(spec, tile.index, tile.token, results, out)
 
 
-def _kernel(spec: Spec, gmem: Gmem, scratch: _Scratch) -> None:
+def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScratch) -> None:
+    total, result = results
+    gmem = gmem._replace(total=total)
     launch_dependents()
     tile, warpgroup = _cta_tile(spec), lax.axis_index("warpgroup")
-    copies = _Copies(spec, tile, gmem, scratch)
+    ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
+    copies = _Copies(spec, tile, gmem, ring, scratch)
     if spec.config.own_copies:
-        pl.when(warpgroup == 0)(lambda: _in_one_warp(copies.first))
+        pl.when(warpgroup == 0)(lambda: in_one_warp(copies.first))
     else:
-        pl.when(warpgroup == spec.config.warpgroups)(lambda: _in_one_warp(copies.all))
+        pl.when(warpgroup == spec.config.warpgroups)(lambda: in_one_warp(copies.all))
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
         if spec.norm is not None:
-            _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem.x, scratch)
-        out = gmem.out if spec.config.split_k == 1 else gmem.out.at[lax.axis_index("split")]
+            _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem, scratch)
+        out = result if spec.config.split_k == 1 else result.at[lax.axis_index("split")]
         _compute_warpgroup(spec, warpgroup, out, copies)
 
 
-def _scratch_types(spec: Spec, parts: Parts) -> _Scratch:
+def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
     """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
-    config, sizes = spec.config, spec.sizes
-    stages, halves, block_t = config.stages, sizes.halves, config.block_t
-
-    columns = next(size for size in (32, 16, 8) if block_t % size == 0)
-    values, parts_smem = weight_types(spec, parts, halves)
-    tokens, of_chunks = (stages, block_t, config.block_k), swizzled(spec.chunk, 2)
+    config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
+    others, normed = max(1, count - 1), dict[str, Any]()
     if sizes.normed:
-        tokens = (sizes.inner // spec.chunk, block_t, spec.chunk)
-    x_smem: Any = plgpu.SMEM(tokens, jnp.bfloat16, transforms=of_chunks)
-    squares = (config.warpgroups, token.SPAN // spec.chunk)
-    if sizes.normed:
-        x_smem = token.ref_union(plgpu.SMEM(tokens, jnp.bfloat16), x_smem)
-    return _Scratch(
-        x_smem=x_smem,
-        values_smem=values,
-        parts_smem=parts_smem,
-        sums_smem=plgpu.SMEM(
-            (max(1, config.warpgroups - 1), spec.results, TILE, block_t),
-            jnp.float32,
-            transforms=swizzled(columns, 4),
-        ),
-        barriers=plgpu.Barrier(
-            num_arrivals=2 - sizes.normed + sum(part is not None for part in parts),
-            num_barriers=stages,
-        ),
-        consumed_barriers=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-        sums_barrier=plgpu.Barrier(num_arrivals=max(1, config.warpgroups - 1)),
-        squares_smem=plgpu.SMEM(squares, jnp.float32) if sizes.normed else None,
-        squares_barrier=plgpu.Barrier(num_arrivals=config.warpgroups) if sizes.normed else None,
-        normed_barrier=plgpu.Barrier(num_arrivals=config.warpgroups) if sizes.normed else None,
+        tokens = (sizes.inner // spec.chunk, config.block_t, spec.chunk)
+        swizzled = smem(tokens, jnp.bfloat16, spec.chunk)
+        normed = {
+            "x_smem": token.ref_union(plgpu.SMEM(tokens, jnp.bfloat16), swizzled),
+            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
+            "squares_barrier": plgpu.Barrier(num_arrivals=count),
+            "normed_barrier": plgpu.Barrier(num_arrivals=count),
+        }
+    return scratch_types(
+        spec,
+        parts,
+        tiles=sizes.halves,
+        shared=(others, spec.results, TILE, config.block_t),
+        shared_barriers=plgpu.Barrier(num_arrivals=others),
+        warpgroups=count,
+        **normed,
     )
 
 
-@partial(jax.jit, static_argnames=("kind", "swiglu", "split", "wide"))  # one trace for all layers
-def quantised_gemm(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
-) -> jax.Array:  # [T, O], or float32[S, T, O]
+def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = None) -> Any:
+    """Run the kernel; returns the sum of a normed token, or None, and the result."""
+    sizes, config = spec.sizes, spec.config
+    return launch(
+        "quantised_gemm" if spec.norm is None else "norm_quantised_gemm",
+        partial(_kernel, spec),
+        gmem,
+        out_type=(total_type, result_shape(config, sizes)),
+        scratch=_scratch_types(spec, gmem.parts),
+        grid={
+            "split": config.split_k,
+            "tokens": -(-sizes.tokens // config.block_t),
+            "tile": sizes.outer // TILE,
+        },
+        warpgroups=config.warpgroups + (not config.own_copies),
+        auto_barriers=spec.norm is None,
+    )
+
+
+@jax.jit  # one trace for all layers
+def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O], or float32[S, T, O]
     """See ``quantised_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    args = (x, values, scales, zeros, offsets, supers)
-    static: Any = {"kind": kind, "swiglu": swiglu, "split": split, "wide": wide}
-    return launch_with(*args, config=choose_config(sizes_of(*args, **static)), **static)
+    return launch_with(choose_config(sizes_of(args)), args)
 
 
 def launch_with(
-    x: jax.Array,  # [T, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    scales: jax.Array,  # [O, G]
-    zeros: jax.Array | None,  # uint8[O, G]
-    offsets: jax.Array | None,  # [O, G]
-    supers: jax.Array | None,  # [O, S, 1 or 2]
-    *,
-    config: TiledConfig,
-    kind: str,
-    swiglu: bool,
-    split: bool,
-    wide: bool = False,
+    config: TiledConfig, args: QuantisedGemmArgs
 ) -> jax.Array:  # [T, O], or float32[S, T, O]
     """``quantised_gemm`` with a given configuration.
 
     Raises ValueError when the configuration does not fit the call.
     """
-    factors = (scales, zeros, offsets, supers)
-    sizes = sizes_of(x, values, *factors, kind=kind, swiglu=swiglu, split=split, wide=wide)
+    sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = Spec(sizes, config)
-    tiles, parts = gmem_views(sizes, values, factors)
-    present = [part for part in parts if part is not None]
-
-    def body(x: Ref, tiles: Ref, *refs: Ref) -> None:
-        *rest, out, scratch = refs
-        _kernel(spec, Gmem(x, tiles, parts.named(rest), out), scratch)
-
-    return plgpu.kernel(
-        body,
-        out_type=result_shape(config, sizes),
-        scratch_types=(_scratch_types(spec, parts),),
-        grid=(config.split_k, -(-sizes.tokens // config.block_t), sizes.outer // TILE),
-        grid_names=("split", "tokens", "tile"),
-        num_threads=config.warpgroups + (not config.own_copies),
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="quantised_gemm",
-    )(x, tiles, *present)
+    _, out = _launch(Spec(sizes, config), Gmem(args.x, *gmem_views(sizes, args.w)))
+    return out
 
 
-@partial(jax.jit, static_argnames=("row", "eps", "kind", "swiglu", "config"))
-def norm_gemm(
-    x: jax.Array,  # [1, K]
-    partials: jax.Array,  # [1, K], or float32[S, 1, K]
-    norms: jax.Array,  # [W, K]
-    values: jax.Array,  # [O, K] or uint8[O, K / 2]; with swiglu [2 * O, ...]: gate, up
-    *factors: jax.Array | None,  # as those of ``quantised_gemm``
-    row: int,
-    eps: float,
-    kind: str,
-    swiglu: bool,
-    config: TiledConfig | None = None,  # tests give one
-) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
+@jax.jit  # one trace for all layers
+def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:  # [1, K], [1, O]
     """See ``norm_gemm.api``; the weights are arranged (``tiled.arrange``)."""
-    sizes = normed_sizes(x, values, *factors, kind=kind, swiglu=swiglu)
-    spec = Spec(sizes, config or choose_config(sizes), norm=token.Norm(row, eps))
-    tiles, parts = gmem_views(sizes, values, factors)
-    present = [part for part in parts if part is not None]
-    arrays, total_type = token.norm_arrays(x, partials, norms, spec.chunk)
+    return launch_normed(choose_config(sizes_of(args.gemm(args.norm.x), normed=True)), args)
 
-    def body(x: Ref, partials: Ref, norms: Ref, tiles: Ref, *refs: Ref) -> None:
-        *rest, total, out, scratch = refs
-        of_norm = token.NormRefs(x, partials, norms, total)
-        _kernel(spec, Gmem(of_norm, tiles, parts.named(rest), out), scratch)
 
-    total, out = plgpu.kernel(
-        body,
-        out_type=(total_type, result_shape(spec.config, sizes)),
-        scratch_types=(_scratch_types(spec, parts),),
-        grid=(1, 1, sizes.outer // TILE),
-        grid_names=("split", "tokens", "tile"),
-        num_threads=spec.config.warpgroups + (not spec.config.own_copies),
-        thread_name="warpgroup",
-        # The automatic barriers would make all threads wait around each store. They are not
-        # needed: no store is read before ``commit_smem``.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name="norm_quantised_gemm",
-    )(*arrays, tiles, *present)
-    return total.reshape(x.shape), out
+def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
+    """``norm_gemm`` with a given configuration; tests call it too."""
+    gemm, norm = args.gemm(args.norm.x), args.norm
+    sizes = sizes_of(gemm, normed=True)
+    spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
+    views = gmem_views(sizes, gemm.w)
+    arrays, total_type = token.norm_arrays(norm, spec.chunk)
+    total, out = _launch(spec, Gmem(arrays, *views), total_type)
+    return total.reshape(norm.x.shape), out

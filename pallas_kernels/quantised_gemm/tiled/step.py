@@ -10,7 +10,7 @@ block of outputs shares a scale (fp8), it is a scalar that is read from global m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.quantised import MIDDLE
+from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
+from pallas_kernels.gemm.pipeline import Ring
+from pallas_kernels.quantised import MIDDLE, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
@@ -72,11 +74,6 @@ class Parts(NamedTuple):
     offsets: Any
     supers: Any
 
-    def named(self, refs: Iterable[Ref]) -> Parts:
-        """Refs to those that the form has."""
-        found = iter(refs)
-        return Parts(*(None if part is None else next(found) for part in self))
-
 
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
@@ -84,7 +81,9 @@ class Gmem(NamedTuple):
     x: Ref  # [T, K]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
-    out: Ref  # [T, O], or float32[S, T, O]
+    sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
+    total: Ref = None  # the sum of a normed token
+    out: Ref = None  # [T, O], or float32[S, T, O]
 
 
 def groups_of(spec: Spec) -> Parts:
@@ -100,15 +99,13 @@ def groups_of(spec: Spec) -> Parts:
 
 def gmem_views(
     sizes: TiledSizes,
-    values: jax.Array,  # uint8[O, ...]
-    factors: Sequence[jax.Array | None],  # [O, ...]: scales, zeros, offsets and supers
+    w: Quantised,  # a matrix, or a stack of them
     matrices: int = 1,
 ) -> tuple[jax.Array, Parts]:
     """The arrays of a matrix in the shapes of ``Gmem``; several matrices follow one another."""
     outer = (matrices * sizes.halves, sizes.outer // TILE)
     rows = sizes.tile_bytes // ROW_BYTES
-    scales, *rest = factors
-    assert scales is not None
+    values, scales, *rest = w.arrays
     if sizes.block > 1:
         scales = scales.reshape(outer[0], sizes.outer // sizes.block, -1)
     else:
@@ -400,6 +397,48 @@ class Step:
         return totals
 
 
+def accumulate(
+    ring: Ring,
+    num_steps: int,
+    first_step: jax.Array,  # among all K steps of the CTA
+    spec: Spec,
+    step_at: Callable[[jax.Array, jax.Array], Step],  # of a K step and its stage
+) -> Sequence[jax.Array]:  # float32[64, block_t] each
+    """A warpgroup's results of a persistent CTA's tile."""
+
+    def add(step: jax.Array, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        stage = ring.stage(first_step + step)
+        k_step = step_at(step, stage)
+        plgpu.barrier_wait(ring.barriers.at[stage])
+        totals = k_step.add(totals)
+        plgpu.barrier_arrive(ring.consumed_barriers.at[stage])
+        return totals
+
+    init = [zeros((TILE, spec.config.block_t)) for _ in range(spec.results)]
+    return lax.fori_loop(0, num_steps, add, init)
+
+
+def share(totals: Sequence[jax.Array], at: Callable[[int], Ref], barrier: Ref) -> None:
+    """Pass a warpgroup's results to another one, in shared memory."""
+    for i, total in enumerate(totals):
+        at(i)[...] = total
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def sum_of_warpgroups(
+    spec: Spec, totals: Sequence[jax.Array], at: Callable[[int, int], Ref]
+) -> list[jax.Array]:  # for each half
+    """The first warpgroup's results and those of the others, which are ``at`` other - 1, i."""
+    results = dict(enumerate(totals))  # by half
+    for other in range(1, spec.config.warpgroups):
+        for i in range(spec.results):
+            shared = plgpu.load(at(other - 1, i))
+            half = other % 2 if spec.config.by_half else i
+            results[half] = results[half] + shared if half in results else shared
+    return list(results.values())
+
+
 def _plus(
     totals: Sequence[jax.Array],  # float32[64, block_t] each
     products: Sequence[jax.Array],  # of the same shapes
@@ -415,13 +454,6 @@ def _plus(
     return added
 
 
-def swizzled(columns: int, itemsize: int) -> Any:
-    """Transforms of a matrix whose tiles have this many columns."""
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, columns)), swizzle(columns * itemsize)
-
-
 def write(
     spec: Spec,
     index: jax.Array,  # of the tile of outputs
@@ -430,25 +462,14 @@ def write(
     out: Ref,  # [T, O]
 ) -> None:
     """Write the tile of the result from registers."""
-    result = results[0]
-    if spec.sizes.swiglu:
-        # The square of a reciprocal root is cheaper than a division.
-        root = lax.rsqrt(1.0 + jnp.exp(-result))
-        result = result * results[1] * root * root
-    columns = pl.ds(index * TILE, TILE)
+    result = swiglu_of_many(*results) if spec.sizes.swiglu else results[0]
+    columns, block_t = pl.ds(index * TILE, TILE), spec.config.block_t
     if spec.sizes.tokens < MMA_TOKENS:
-        tokens = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
-        for i in range(spec.sizes.tokens):
-            row = jnp.where(tokens == i, result, 0.0).sum(axis=1)
-            out.at[i, columns][...] = row.astype(out.dtype)
-        return
-    # A register holds two adjacent outputs of a token instead of two tokens.
-    result = plgpu.layout_cast(result.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-    if spec.sizes.tokens % spec.config.block_t == 0:
-        tokens = pl.ds(token, spec.config.block_t)
-        out.at[tokens, columns].transpose((1, 0))[...] = result
-        return
-    for start in range(0, spec.config.block_t, MMA_TOKENS):
+        return write_rows(out, spec.sizes.tokens, columns, result)
+    if spec.sizes.tokens % block_t == 0:
+        return write_columns(out, pl.ds(token, block_t), columns, result)
+    result = transposed(result, out.dtype)
+    for start in range(0, block_t, MMA_TOKENS):
 
         @pl.when(token + start < spec.sizes.tokens)
         def _some(start: int = start) -> None:

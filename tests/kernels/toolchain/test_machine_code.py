@@ -14,7 +14,7 @@ from jax import export
 from jax.experimental import serialize_executable
 
 from pallas_kernels.device import Device, compiling_for, current_device
-from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.kernel_call import LoweredKernel
 from pallas_kernels.toolchain.machine_code import KernelCall, preload_kernels
@@ -65,9 +65,10 @@ def test_arrays_are_changed_in_place() -> None:
 
 @pytest.mark.skipif(not HAS_CUDA, reason="XLA's compiler for NVIDIA GPUs is in JAX's CUDA plugin")
 def test_a_kernel_is_compiled_for_an_absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 128))]
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 128)))
+    args: Any = GemmArgs(x=x, w=w)  # type: ignore[arg-type]
     with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
-        (kernel,) = kernels_in(jax.jit(skinny_gemm).trace(*shapes).jaxpr)
+        (kernel,) = kernels_in(jax.jit(skinny_gemm).trace(args).jaxpr)
     assert isinstance(kernel, LoweredKernel)
     made: list[bytes] = []
     monkeypatch.setattr("pallas_kernels.toolchain.machine_code.preload_kernels", made.append)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.norm_gemm.api import norm_gemm
+from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
-from pallas_kernels.skinny_gemm.api import skinny_gemm
+from pallas_kernels.residual_norm.ref import NormArgs
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.jax_internals import (
@@ -83,15 +83,30 @@ CALLS = {
         ),
     ),
     "norm_gemm": (
-        partial(norm_gemm, row=0, eps=1e-6),
-        (array(1, 2560), array(1, 2560), array(2, 2560), array(2560, 6144)),
+        norm_gemm,
+        (
+            NormGemmArgs(
+                norm=NormArgs(
+                    x=array(1, 2560),
+                    partials=array(1, 2560),
+                    weights=array(2, 2560),
+                    row=0,
+                    eps=1e-6,
+                ),
+                w=array(2560, 6144),
+            ),
+        ),
     ),
-    "skinny_gemm": (skinny_gemm, (array(128, 2560), array(2560, 6144))),
-    "swiglu_gemm": (swiglu_gemm, (array(1024, 256), array(256, 2048))),
+    "skinny_gemm": (skinny_gemm, (GemmArgs(x=array(128, 2560), w=array(2560, 6144)),)),
+    "swiglu_gemm": (
+        swiglu_gemm,
+        (GemmArgs(x=array(1024, 256), w=array(256, 2048), swiglu=True),),
+    ),
 }
 
 
-WITH_PARTS = {"parts": (partial(skinny_gemm, split=True), (array(8, 4096), array(4096, 2560)))}
+OF_O = GemmArgs(x=array(8, 4096), w=array(4096, 2560), split=True)
+WITH_PARTS = {"parts": (skinny_gemm, (OF_O,))}
 
 
 def kernel_of(name: str) -> Kernel:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import current_device
+from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig, TiledSizes, sizes_of
@@ -44,27 +45,27 @@ class LargeConfig:
         return whole and fits and outputs % (PAIR * self.cluster * TILE) == 0
 
 
-def supports(*args: Any, **static: Any) -> str | None:
-    """Why the kernel cannot run the call, or None; the arguments are those of the kernel."""
-    x, *parts = args
-    if static.get("wide"):
+def supports(args: QuantisedGemmArgs) -> str | None:
+    """Why the kernel cannot run the call, or None."""
+    tokens, inner = args.x.shape
+    if args.wide:
         return "the result is bfloat16"
-    if x.shape[0] < MIN_TOKENS:
-        return f"{x.shape[0]} tokens are fewer than {MIN_TOKENS}"
-    few: Any = jax.ShapeDtypeStruct((1, x.shape[1]), x.dtype)
-    if (reason := launch.supports(few, *parts, **static)) is not None:
+    if tokens < MIN_TOKENS:
+        return f"{tokens} tokens are fewer than {MIN_TOKENS}"
+    few: Any = jax.ShapeDtypeStruct((1, inner), args.x.dtype)
+    if (reason := launch.supports(replace(args, x=few))) is not None:
         return reason
-    if x.shape[0] % launch.MMA_TOKENS:
-        return f"{x.shape[0]} tokens are not a multiple of {launch.MMA_TOKENS}"
-    sizes = sizes_of(*args, **static)
+    if tokens % launch.MMA_TOKENS:
+        return f"{tokens} tokens are not a multiple of {launch.MMA_TOKENS}"
+    sizes = sizes_of(args)
     if not choose_config(sizes).fits(sizes):
         return f"{sizes.outer} outputs or {sizes.inner} inputs are not a multiple of a tile"
     return None
 
 
-def result_shapes(*args: Any, **static: Any) -> jax.ShapeDtypeStruct:
+def result_shapes(args: QuantisedGemmArgs) -> jax.ShapeDtypeStruct:
     """The shape of a call's result."""
-    sizes = sizes_of(*args, **static)
+    sizes = sizes_of(args)
     return jax.ShapeDtypeStruct((sizes.tokens, sizes.outer), jnp.bfloat16)
 
 
