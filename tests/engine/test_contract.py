@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket, PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.exec.calls.copy import rows_per_call
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
@@ -150,7 +151,7 @@ def test_snapshots_run_out(name: str, num_snapshots: int) -> None:
 def test_several_copies_in_a_call() -> None:
     """As on a GPU, where padding is copied as well, and a prompt's step is two executables."""
     program, _ = executables("all", "gpu")
-    assert program.rows_per_copy > len(PROMPTS)
+    assert rows_per_call(program) > len(PROMPTS)
     served = engine("all", platform="gpu")
     for cached in ([0, 0, 0], [36, 32, 0]):
         outputs = run(served, PROMPTS, GREEDY)

@@ -15,7 +15,7 @@ from jaxinfer.core.progress import Advance
 from jaxinfer.engine.start import build
 from jaxinfer.engine.start import model as start_model
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.exec.compile.program import COPY
+from jaxinfer.exec.calls.copy import SAVE
 from jaxinfer.nn.state import Entry, LayerState
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 from kit.mixed_family import RecurrentSpec, mixed_model
@@ -68,7 +68,7 @@ def test_fewer_sequences_by_default(folder: Path) -> None:
     assert made.program.limits.num_snapshots == 6 and made.program.limits.enable_prefix_caching
     assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 6
     assert made.memory.state_bytes == 13 * STATE_BYTES
-    assert COPY in made.program.names()
+    assert SAVE.name in made.program.names()
     assert made.bundle_settings["max_num_seqs"] == 6
 
 
@@ -76,7 +76,7 @@ def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:
     made, said = planned(folder, enable_prefix_caching=False)
     assert "and 0 snapshots); serving 12," in said[0]
     assert made.program.limits.max_num_seqs == 12 and made.program.limits.num_snapshots == 0
-    assert COPY not in made.program.names()
+    assert SAVE.name not in made.program.names()
 
 
 def test_more_memory(folder: Path) -> None:

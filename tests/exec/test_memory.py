@@ -21,6 +21,9 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.calls.copy import SAVE, rows_per_call
+from jaxinfer.exec.calls.extras import EXTRAS, extras_bound
+from jaxinfer.exec.calls.score import SCORE, score_bound
 from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.experts_memory import experts_bytes
@@ -30,18 +33,16 @@ from jaxinfer.exec.compile.memory_plan import (
     DeviceMemory,
     MemoryPlan,
     check_workspace,
-    extras_bound,
     fitting_seqs,
     plan_memory,
     program_memory,
     reserve_bytes,
-    score_bound,
     shown,
     step_bound,
     tree_bytes,
     workspace_bytes,
 )
-from jaxinfer.exec.compile.program import COPY, EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run import device_memory
 from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model, abstract_params
@@ -163,9 +164,9 @@ def test_bound_of_extras_and_scores(name: str) -> None:
     model, bucket = model_named(name), Bucket(16, 512, 16, scores=True)
     program = program_with(model, bucket)
     for rows in (1, 8, 16):
-        needed = measured(program, f"{EXTRAS}{rows}")
+        needed = measured(program, EXTRAS.executable(rows))
         assert needed <= extras_bound(model, rows, 256) <= LOOSE * needed
-    needed = measured(program, f"{SCORE}512")
+    needed = measured(program, SCORE.executable(512))
     assert needed <= score_bound(model, 512) <= LOOSE * needed
 
 
@@ -461,9 +462,9 @@ def test_layer_state_of_sequences_is_planned(large_state: Model) -> None:
     assert made.num_pages == (100,)
     assert made.total_bytes > made.state_bytes + made.kv_bytes
     assert "state of sequences and snapshots 680.0 MB, workspace" in made.described()
-    assert made.workspaces[COPY] == STATE_BYTES
+    assert made.workspaces[SAVE.name] == STATE_BYTES
     none = plan_memory(config, program_of(mixed_model("full")[0], 8, 0, "cpu"), None)
-    assert none.state_bytes == 0 and COPY not in none.workspaces
+    assert none.state_bytes == 0 and SAVE.name not in none.workspaces
     assert "state of" not in none.described()
 
 
@@ -504,8 +505,8 @@ def test_a_copy_allocates_only_the_rows_that_it_copies(platform: str) -> None:
     """The state itself is updated in place."""
     model, _ = mixed_model("recurrent", "full", "recurrent")
     program = program_of(model, 8, 8, platform)
-    compiled = program.trace(COPY).lower().compile()
-    bound = program.rows_per_copy * model.state.bytes_per_slot
+    compiled = program.trace(SAVE.name).lower().compile()
+    bound = rows_per_call(program) * model.state.bytes_per_slot
     assert workspace_bytes(compiled) <= bound + 1024
     analysis = compiled.memory_analysis()
     assert analysis is not None
