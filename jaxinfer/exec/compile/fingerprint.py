@@ -115,7 +115,7 @@ def _version(package: str) -> str:
 
 
 def of_model(model: Model) -> dict[str, str]:
-    """The family, its sources, every field of the config, and the forms of quantised weights."""
+    """The family, its sources and calls, every field of the config, forms of quantised weights."""
     config = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
     values |= _of_layers(config.layers)
@@ -124,7 +124,8 @@ def of_model(model: Model) -> dict[str, str]:
         forms.setdefault(str(form), []).append(name)
     weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
     sources = family_digest(family_module(model.family))
-    return {"family": model.family.name, "family sources": sources, **values, **weights}
+    calls = {f"call {c.name}": family_digest(c.function.__module__) for c in model.family.calls}
+    return {"family": model.family.name, "family sources": sources, **values, **weights, **calls}
 
 
 def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
