@@ -18,7 +18,7 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
-from jaxinfer.core.step import PageGroup
+from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
@@ -66,7 +66,7 @@ def tiny_limits(
             prefill_start=64,
             prefill_factor=8,
             mixed_start=16,
-            taps=bool(points),
+            variants=(TAPS,) if points else (),
             pools=bool(pooling),
         ),
         enable_prefix_caching=enable_prefix_caching and pooling in ("", "last"),
@@ -91,7 +91,7 @@ def _program_of(name: str, program: Program) -> Program:
     of = program.names_of
     own = tuple(bucket for bucket in program.limits.buckets if name in of(bucket))[:1]
     limits = replace(program.limits, buckets=own, max_num_batched_tokens=1)
-    if name != STEER.name and not any(bucket.taps for bucket in own):
+    if name != STEER.name and not any(bucket.variants for bucket in own):
         limits = replace(limits, points=())
     return Program(program.model, limits)
 

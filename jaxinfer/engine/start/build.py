@@ -30,7 +30,7 @@ from jaxinfer.core.config import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.core.step import PageGroup
+from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.core.structured import FormLimits
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
@@ -255,7 +255,7 @@ def limits_of(
             prefill_factor=prefill_factor,
             mixed_start=mixed_start,
             max_num_mixed_tokens=config.max_num_mixed_tokens,
-            taps=bool(points),
+            variants=(TAPS,) if points else (),
             pools=config.pooling is not None,
         ),
         enable_prefix_caching=reuses,

@@ -21,6 +21,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
@@ -51,7 +52,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         """The fingerprint of a program's executables on this machine."""
         return cls(
             of_machine(program.placement),
-            of_model(program.model),
+            of_model(program.model) | of_drafter(program.drafter),
             of_limits(program.limits),
             of_pins(program.pins),
         )
@@ -141,6 +142,18 @@ def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
         name: each[0] if len(set(each)) == 1 else " ".join(each) for name, each in found.items()
     }
     return {"layers": " ".join(str(kinds.index(layer)) for layer in layers), **values}
+
+
+def of_drafter(drafter: Drafter | None) -> dict[str, str]:
+    """The name, sources and shapes of a drafter."""
+    if drafter is None:
+        return {}
+    shapes = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in drafter.weights())
+    return {
+        "drafter": f"{drafter.name} of {drafter.count} tokens",
+        "drafter sources": family_digest(drafter.propose.__module__),
+        "drafter arrays": " ".join((*shapes, str(drafter.state))),
+    }
 
 
 def of_limits(limits: Limits) -> dict[str, str]:

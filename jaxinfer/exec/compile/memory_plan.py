@@ -19,7 +19,7 @@ import jax
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import round_up
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
 from jaxinfer.exec.compile.program import Program
@@ -213,8 +213,11 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     sizes = sizes_by_form(model.param_specs, model.config.dtype)
     # staging buffers; batches of one size share them, and a CPU has none
     batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
+    weights = {form: size.nbytes for form, size in sizes.items()}
+    if program.drafter_weights:
+        weights["drafter"] = tree_bytes(program.drafter_weights)
     return MemoryPlan(
-        weights={form: size.nbytes for form, size in sizes.items()},
+        weights=weights,
         page_bytes=tuple(limits.page_size * each for each in state.bytes_per_entry),
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes((program.slots(), program.own_arrays())),
@@ -237,7 +240,7 @@ def _workspaces(program: Program) -> dict[str, int]:
     bounds = {bucket.name: step_bound(program, bucket) for bucket in limits.buckets}
     tapped = TAPS_COPIES * model.config.dtype.itemsize * sum(p.width for p in limits.points)
     for bucket in limits.buckets:
-        bounds[bucket.name] += tapped * bucket.num_tokens if bucket.taps else 0
+        bounds[bucket.name] += tapped * bucket.num_tokens if TAPS in bucket.variants else 0
     if program.platform == "gpu":  # prompts dequantise
         each = DEQUANTISED_COPIES * _largest_quantised(model) * model.config.dtype.itemsize
         bounds = {name: bound + each for name, bound in bounds.items()}

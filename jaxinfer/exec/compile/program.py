@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.calls.call import Call
 from jaxinfer.exec.calls.steer import tables
 from jaxinfer.exec.calls.table import CALLS
@@ -60,8 +60,8 @@ class Program(EngineShape):
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
         own, planned = self.model.state.groups, self.limits.groups
         assert own == planned, f"limits are for groups {planned}, the model has {own}"
-        query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
-        assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
+        count = 0 if self.drafter is None else self.drafter.count
+        assert self.limits.query_tokens <= 1 + count, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"
         assert self.edits is None or not self.limits.points, "a step has edits or tapped points"
         decodes = any(bucket.num_decodes for bucket in self.limits.buckets)
@@ -104,7 +104,7 @@ class Program(EngineShape):
         bucket, part = self._steps[name]
         function, config = self._function(bucket, part), self.model.config
         arguments = self._arguments(function)
-        if bucket.taps:
+        if TAPS in bucket.variants:
             return self._trace_shares(function.tapped, (*arguments, tables(self)))
         if part.layers.stop < len(config.layers):
             return self._trace_shares(function.first_part, arguments, keeps_slots=True)
@@ -143,7 +143,7 @@ class Program(EngineShape):
             copies_batch=self.platform != "cpu",
             reads_masks=self.reads_masks,
             drafter=self.drafter,
-            points=self.limits.points if bucket.taps else (),
+            points=self.limits.points if TAPS in bucket.variants else (),
             pooling=self.limits.pooling,
             edits=self.edits,
             axis=self.placement.axis,
@@ -151,12 +151,19 @@ class Program(EngineShape):
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
         weights, state, own = flat_params(self.model, self.params), self.state(), function.part
+        ends = own.layers.stop == len(self.model.config.layers)
         return (
-            tuple(weights[i] for i in own.weights),
+            (*(weights[i] for i in own.weights), *(self.drafter_weights if ends else ())),
             tuple(state[i] for i in own.arrays),
             self.slots(),
             function.layout.abstract(),
         )
+
+    @property
+    def drafter_weights(self) -> list[jax.ShapeDtypeStruct]:
+        """The abstract parameters of the drafter, arguments of a step after the model's weights."""
+        leaves = () if self.drafter is None else self.drafter.weights()
+        return [self.placement.abstract(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's compiler options for one executable, by name."""
@@ -195,7 +202,7 @@ class Program(EngineShape):
         them. Buckets that score are not, as they are rarely used.
         """
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
-            bucket.num_decodes or bucket.scores or bucket.taps or self.edits
+            bucket.num_decodes or bucket.scores or bucket.variants or self.edits
         )
         return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 

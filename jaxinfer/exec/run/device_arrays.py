@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.calls.call import Call, Launch
 from jaxinfer.exec.calls.steer import STEER
 from jaxinfer.exec.compile.build import Compiled
@@ -36,14 +37,22 @@ class DeviceArrays:
         self.state = state
         self.slots = slots
         self.own = init_own_arrays(program)  # by the name of the call
+        buckets = program.limits.buckets
+        self._names = {bucket: bucket.name for bucket in buckets}
+        self._split = {bucket for bucket in buckets if program.is_split(bucket)}
+        drafter = () if program.drafter is None else program.drafter.weights()
+        self._drafter = tuple(program.placement.put(np.asarray(leaf)) for leaf in drafter)
         self.replace_weights(params)
 
     def replace_weights(self, params: Params | None) -> None:
         """Let later calls read these weights."""
         flat = () if params is None else flat_params(self._program.model, params)
         parts = self._program.parts if flat else ()
+        drafter = self._drafter if flat else ()
         self._weights_of_parts = [tuple(flat[i] for i in own.weights) for own in parts]
-        self.weights, self.head = flat, head_params(params or {})
+        if parts:
+            self._weights_of_parts[-1] += drafter
+        self.weights, self.head = flat + drafter, head_params(params or {})
         self.params = params
 
     def free(self) -> None:
@@ -68,12 +77,12 @@ class DeviceArrays:
 
     def step(self, bucket: Bucket, staged: Any) -> StepOutput:
         """Launch a step. If it is split, the device runs a part while the next one is launched."""
-        step = self.executables[bucket.name]
-        if bucket.taps:
+        step = self.executables[self._names[bucket]]
+        if TAPS in bucket.variants:
             arguments = (self.weights, self.state, self.slots, staged, self.own[STEER.name])
             self.state, self.slots, output = step(*arguments)
             return output  # type: ignore[no-any-return]
-        if not self._program.is_split(bucket):
+        if bucket not in self._split:
             self.state, self.slots, output = step(self.weights, self.state, self.slots, staged)
             return output  # type: ignore[no-any-return]
         first = self.executables[bucket.name + FIRST]

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import Bucket, StepPlan, StepResult
+from jaxinfer.core.step import TAPS, Bucket, StepPlan, StepResult
 from jaxinfer.exec.calls.call import Call, Launch, Work
 from jaxinfer.exec.compile.build import Compiled, Executables
 from jaxinfer.exec.compile.program import Program
@@ -122,7 +122,7 @@ class Executor:
         short compared with their own time. On a CPU only the smallest step runs, which starts XLA's
         threads.
         """
-        buckets = sorted(self.buckets, key=lambda b: (b.num_tokens, b.taps), reverse=True)
+        buckets = sorted(self.buckets, key=lambda b: (b.num_tokens, b.variants), reverse=True)
         if self._program.platform == "cpu":
             self.run_once(buckets[-1:])
             return
@@ -216,7 +216,7 @@ class Executor:
         return self._prepare(only_rows(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
-        rows, prefills = plan.rows, plan.prefills
+        rows, prefills, taps = plan.rows, plan.prefills, TAPS in plan.bucket.variants
         requests = tuple([self._requests[row.slot] for row in rows])
         slots, awaited = self._slots_with_extras, self._constraints.awaited
         waits = [row.samples and row.slot in awaited for row in rows] if awaited else ()
@@ -226,7 +226,7 @@ class Executor:
         if prefills:
             drawn_later = self._constraints.needs_extras if self._program.draws_once else None
             settings = settings_of(requests[len(plan.decodes) :], drawn_later)
-        steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
+        steered = [one.steering is not None for one in requests] if taps else ()
         prepared = Prepared(
             plan,
             requests,
@@ -235,7 +235,7 @@ class Executor:
             extras=tuple(extras),
             is_constrained=any([requests[i].constraint is not None for i in extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),
-            needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
+            needs_taps=taps and any([one.sampling.taps for one in requests]),
         )
         before, after = self._calls_of_prompts if prefills else self._calls_of_decodes
         if not before and not after:

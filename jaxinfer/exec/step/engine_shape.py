@@ -70,7 +70,9 @@ class EngineShape:
         elif self.keeps_logits:
             drawn_from = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
         sizes = (limits.max_num_seqs, limits.max_model_len)
-        return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
+        if (own := self.drafter) is None:
+            return init_slots(*sizes, drawn_from)
+        return init_slots(*sizes, drawn_from, num_drafts=own.count, drafter=own.state)
 
     @property
     def keeps_logits(self) -> bool:

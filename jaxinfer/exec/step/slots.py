@@ -25,6 +25,7 @@ from jax import lax
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jaxinfer.nn.state import LayerArrays, LayerState
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's stop ids and up to 16 eos ids of the model
 
@@ -76,6 +77,8 @@ class SlotState(NamedTuple):
     # length of a decoding sequence if rows have drafts, as the host learns later how many were
     # accepted; None if rows have one token
     lengths: jax.Array | None = None  # int32[S + 1]
+    drafts: jax.Array | None = None  # int32[S + 1, count]: that follow the last drawn token
+    drafter: LayerArrays | None = None  # [S + 1, ...] each: the drafter's state
 
 
 def init_slots(
@@ -83,9 +86,13 @@ def init_slots(
     max_model_len: int,
     drawn_from: jax.ShapeDtypeStruct,
     *,
-    has_drafts: bool = False,
+    num_drafts: int = 0,
+    drafter: LayerState | None = None,
 ) -> SlotState:
-    """A zeroed slot state; ``drawn_from`` is the shape and dtype for one slot."""
+    """A zeroed slot state; ``drawn_from`` is the shape and dtype for one slot.
+
+    ``drafter``: the state of a drafter, which proposes ``num_drafts`` tokens.
+    """
     rows = max_num_seqs + 1
     return SlotState(
         settings=jnp.zeros((rows, NUM_SETTINGS), jnp.int32),
@@ -94,7 +101,11 @@ def init_slots(
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
         token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
         drawn_from=jnp.zeros((rows, *drawn_from.shape), drawn_from.dtype),
-        lengths=jnp.zeros(rows, jnp.int32) if has_drafts else None,
+        lengths=None if drafter is None else jnp.zeros(rows, jnp.int32),
+        drafts=None if drafter is None else jnp.zeros((rows, num_drafts), jnp.int32),
+        drafter=None
+        if drafter is None
+        else {one.name: jnp.zeros((rows, *one.shape), one.dtype) for one in drafter.per_slot},
     )
 
 
