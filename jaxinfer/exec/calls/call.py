@@ -58,8 +58,9 @@ class Call:
     """An executable beside the step, in one or several sizes.
 
     ``function`` makes what is traced for a size. Its arguments are the device's arrays that it
-    ``reads``, and then the host's. It returns the array that it ``donates``, if it does, and its
-    ``has_result`` after it; a function that donates nothing returns its result alone.
+    ``reads`` (on several devices one's share of them), and then the host's. It returns the array
+    that it ``donates``, if it does, and its result after it, if it ``has_result``; a function that
+    donates nothing returns its result alone.
 
     Names of the device's arrays: "head", "state", "slots", "hidden" (``StepOutput.hidden``), and
     those that a call ``owns``, by the call's name.
@@ -98,8 +99,10 @@ class Call:
         """Trace the executable of a size."""
         given = [self._abstract(shape, size, name) for name in self.reads]
         donated = () if self.donates is None else (self.reads.index(self.donates),)
-        traced = jax.jit(self.function(shape, size), donate_argnums=donated)
-        return traced.trace(*given, *self.padding(shape, size))
+        arguments = (*given, *self.padding(shape, size))
+        has_result = self.has_result or self.donates is None
+        function = self.function(shape, size)
+        return shape.placement.trace(function, arguments, donated, has_result=has_result)
 
     def _abstract(self, shape: EngineShape, size: int, name: str) -> Any:
         config = shape.model.config

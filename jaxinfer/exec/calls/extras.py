@@ -75,6 +75,7 @@ class ExtrasFunction:
     # skip logit_bias, min_tokens and penalties, and logprobs, if no row needs them: 0.7 of 1.2 ms
     # for 8 rows of SmolLM2 on two cores. On a GPU the host would wait for each branch.
     draws_once: bool = False
+    axis: str | None = None  # see ``StepContext``
 
     def __call__(
         self,
@@ -90,7 +91,7 @@ class ExtrasFunction:
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from
         if not self.keeps_logits:
-            logits = unembed(self.model, head, drawn_from, self.pins)
+            logits = unembed(self.model, head, drawn_from, self.pins, self.axis)
 
         def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
             seq_slots, seq_lens, masks = of_rows
@@ -167,7 +168,8 @@ def extras_rows(shape: EngineShape) -> tuple[int, ...]:
 
 
 def _function(shape: EngineShape, size: int) -> ExtrasFunction:
-    return ExtrasFunction(shape.model, size, shape.keeps_logits, shape.pins, shape.draws_once)
+    of_engine = (shape.keeps_logits, shape.pins, shape.draws_once, shape.placement.axis)
+    return ExtrasFunction(shape.model, size, *of_engine)
 
 
 def _padding(shape: EngineShape, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -27,11 +27,12 @@ def scored(
     hidden: jax.Array,  # [Tp, D]
     target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
     pins: Pins,
+    axis: str | None = None,  # see ``StepContext``
 ) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
     """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        return token_logprobs(unembed(model, head, hidden, pins), targets)
+        return token_logprobs(unembed(model, head, hidden, pins, axis), targets)
 
     return by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
 
@@ -71,7 +72,7 @@ def _pack(shape: EngineShape, work: Work) -> Iterator[tuple[Any, ...]]:
 SCORE = Call(
     "score",
     "after",
-    lambda shape, _: partial(scored, shape.model, pins=shape.pins),
+    lambda shape, _: partial(scored, shape.model, pins=shape.pins, axis=shape.placement.axis),
     lambda _, size: (pack_targets((), size),),
     _pack,
     reads=("head", "hidden"),

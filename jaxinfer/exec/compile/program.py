@@ -5,7 +5,6 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import TAPS, Bucket
@@ -104,34 +102,15 @@ class Program(EngineShape):
         bucket, part = self._steps[name]
         function, config = self._function(bucket, part), self.model.config
         arguments = self._arguments(function)
+        trace, donated = self.placement.trace, (1, 2)  # state and slots
         if TAPS in bucket.variants:
-            return self._trace_shares(function.tapped, (*arguments, tables(self)))
+            return trace(function.tapped, (*arguments, tables(self)), donated)
         if part.layers.stop < len(config.layers):
-            return self._trace_shares(function.first_part, arguments, keeps_slots=True)
+            return trace(function.first_part, arguments, (1,))
         if part.layers.start:
             stream = jax.ShapeDtypeStruct((bucket.num_tokens, config.hidden_size), config.dtype)
             arguments = (*arguments, stream)
-        return self._trace_shares(function.last_part, arguments)
-
-    def _trace_shares(
-        self, step: Callable[..., Any], arguments: tuple[Any, ...], *, keeps_slots: bool = False
-    ) -> jax.stages.Traced:
-        """Trace a step, on several devices with each one's share of weights and state.
-
-        Its other arguments and results are whole on each device, and equal. The state, the second
-        argument, is donated, and the slots unless it ``keeps_slots``.
-        """
-        if self.placement.num_devices > 1:
-            given = jax.tree.map(_partition, arguments)
-            whole = (PartitionSpec(),) if keeps_slots else (PartitionSpec(), PartitionSpec())
-            step = jax.shard_map(
-                step,
-                mesh=self.placement.mesh,
-                in_specs=given,
-                out_specs=(given[1], *whole),
-                check_vma=False,  # it does not know this library's kernels
-            )
-        return jax.jit(step, donate_argnums=1 if keeps_slots else (1, 2)).trace(*arguments)
+        return trace(function.last_part, arguments, donated)
 
     def _function(self, bucket: Bucket, part: Part) -> StepFunction:
         return StepFunction(
@@ -248,8 +227,3 @@ class Program(EngineShape):
             names = (bucket.name + FIRST, bucket.name)[-len(parts) :]
             steps |= {name: (bucket, part) for name, part in zip(names, parts, strict=True)}
         return steps
-
-
-def _partition(array: Any) -> PartitionSpec:
-    sharding = getattr(array, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
