@@ -77,7 +77,9 @@ class Program(EngineShape):
     @cached_property  # used for each step
     def calls(self) -> tuple[Call, ...]:
         """The calls that requests can need: the library's, and those of the model's family."""
-        known = (*CALLS, *self.model.family.calls)
+        own = self.model.family.calls
+        assert not {c.name for c in CALLS} & {c.name for c in own}, "calls of one name"
+        known = (*CALLS, *own)
         return tuple(call for call in known if call.sizes(self))
 
     @cached_property
