@@ -36,8 +36,8 @@ class BareSteps:
     """A compiled decode bucket in a loop, with its own page pool and slots."""
 
     def __init__(self, executor: Executor) -> None:
-        self._program, self._by_name = executor._program, executor._by_name
-        self._weights = executor._weights
+        self._program, self._by_name = executor._program, executor._arrays.executables
+        self._weights = executor._arrays.weights
         self._state, self._slots = init_state(self._program)
 
     def ms_per_step(self, batch: int, contexts: range) -> float:

@@ -27,9 +27,9 @@ import msgspec
 from bench.circumstances import circumstances, write_report
 from jaxinfer.core.config import EngineConfig, cache_root
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.engine.start.build import limits_of, with_device_defaults
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.sizes import limits_of, with_device_defaults
 from jaxinfer.weights.sources import resolve_source
 
 NUM_PAGES = 1024

@@ -28,7 +28,7 @@ from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
 from jaxinfer.engine.loop.loop import EngineLoop
-from jaxinfer.engine.start.build import limits_of, with_device_defaults
+from jaxinfer.exec.compile.sizes import limits_of, with_device_defaults
 
 NUM_PAGES, MAX_MODEL_LEN = 52_000, 16_384
 # Qwen3-4B on one H200 (docs/performance.md), ms: a decode step by rows of 1,088 keys, a prompt step

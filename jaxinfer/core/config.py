@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import lcm
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Bucket, PageGroup
+from jaxinfer.core.step import Bucket, PageGroup, combined
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS, FormLimits
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -165,7 +166,7 @@ COMPILED = (
 MAX_STEPS_IN_FLIGHT = 3  # while a step is planned, that step included
 
 
-class Limits(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct, frozen=True, dict=True):  # a dict for cached properties
     """The limits that the scheduler keeps to; part of its state.
 
     A page has ``page_size`` entries in every group, so a page of entries that stand for several
@@ -181,17 +182,24 @@ class Limits(msgspec.Struct, frozen=True):
     enable_prefix_caching: bool = True
     prefill_first: bool = False
     groups: tuple[PageGroup, ...] = (PageGroup(),)
-    query_tokens: int = 1  # tokens of a decode row: the last token drawn, then drafts
-    # how hidden states become the vector that every request yields (``core.pooling.KINDS``); empty:
-    # requests yield tokens
-    pooling: str = ""
+    pooling: str = ""  # of hidden states, one of ``core.pooling.KINDS``; empty: tokens are drawn
     # rows behind the slots for copies of their layer state (``sched.snapshots``); 0 for models
     # without such state. A model with it has prefix caching only with snapshots
     num_snapshots: int = 0
     # tokens: chunks of a prompt end at multiples of it, or with the prompt (``LayerState.align``)
     align: int = 1
-    points: tuple[Point, ...] = ()  # that requests may read and steer, in buckets that tap
+    points: tuple[Point, ...] = ()  # that requests may read and steer
     form: FormLimits = DEFAULT_FORM_LIMITS  # of structured outputs
+
+    @cached_property  # used for each step
+    def query_tokens(self) -> int:
+        """The most tokens of a decode row: the last token drawn, then drafts."""
+        return max([bucket.query_tokens for bucket in self.buckets], default=1)
+
+    @cached_property  # used for each step
+    def variants(self) -> tuple[str, ...]:
+        """The variants that buckets have, each of which requests may need."""
+        return combined(*(bucket.variants for bucket in self.buckets))
 
     @property
     def num_state_rows(self) -> int:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BITS = 32  # tokens in one word of a mask
+ALL_TOKENS = 0xFFFF_FFFF  # a word that allows its tokens
 
 
 class TokenFilter(Protocol):

@@ -5,6 +5,8 @@ Scheduler and executor import nothing of each other; they share only these recor
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without 
 
 NO_TAPS = memoryview(b"")
 MAX_SAVES = 2  # snapshots of layer state that a row of a step can save
+TAPS = "taps"  # the variant of buckets in whose steps activations of rows are read or steered
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -27,9 +30,9 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
     ``num_prefill_tokens`` are packed back to back (ragged) over ``num_prefills`` rows. A bucket
     that ``scores`` returns the hidden states of all its prompt tokens, from which prompt logprobs
-    are computed; other buckets may compute the last layer only for the last token of each row. A
-    bucket that ``taps`` is for the steps in which a row's activations are read or steered, and for
-    no others.
+    are computed; other buckets may compute the last layer only for the last token of each row.
+    ``variants`` names, in order, what else its step does: a bucket with some is for the steps with
+    a row that needs each of them, and for no others.
     """
 
     num_decodes: int
@@ -37,7 +40,7 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     num_prefills: int = 0
     scores: bool = False
     query_tokens: int = 1
-    taps: bool = False
+    variants: tuple[str, ...] = ()
 
     @property
     def num_decode_tokens(self) -> int:
@@ -65,7 +68,8 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
         query = f"q{self.query_tokens}" if self.query_tokens > 1 else ""
         decodes = f"d{self.num_decodes}{query}" if self.num_decodes else ""
         prefills = f"p{self.num_prefill_tokens}x{self.num_prefills}" if self.num_prefills else ""
-        return decodes + prefills + ("_taps" if self.taps else "")
+        size = decodes + prefills
+        return "_".join((size, *self.variants)) if self.variants else size
 
     def holds(self, step: Bucket) -> bool:
         """True if a step of this size can run in this shape."""
@@ -75,8 +79,19 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
             and step.num_prefills <= self.num_prefills
             and step.scores <= self.scores
             and step.query_tokens <= self.query_tokens
-            and step.taps == self.taps
+            and step.variants == self.variants
         )
+
+
+def choices(variants: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Every choice of some of these variants, as ``Bucket.variants``; that of none is the first."""
+    for count in range(len(variants) + 1):
+        yield from combinations(sorted(variants), count)
+
+
+def combined(*variants: tuple[str, ...]) -> tuple[str, ...]:
+    """The variants of a step whose rows need these."""
+    return tuple(sorted({name for own in variants for name in own}))
 
 
 class PageGroup(msgspec.Struct, frozen=True):

@@ -36,7 +36,9 @@ class ModelFamily:
 
     ``ignored_tensors`` are regular expressions of checkpoint tensors that are not needed (buffers,
     an lm_head tied to the embedding). ``optional_prefix`` is a prefix of all tensor names in some
-    checkpoints of the family.
+    checkpoints of the family. ``calls`` are executables beside the step that only this family has:
+    records ``exec.calls.call.Call``, whose functions are those of modules, as another process may
+    compile them.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelFamily:
     param_specs: Callable[[DecoderSpec], tuple[ParamSpec, ...]]
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
+    calls: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

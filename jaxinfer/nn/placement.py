@@ -6,7 +6,7 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -113,6 +113,33 @@ class Placement:
         sharding = None if self.num_devices == 1 else self.sharding(axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
+    def trace(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donated: tuple[int, ...] = (),
+        *,
+        has_result: bool = True,
+    ) -> jax.stages.Traced:
+        """Trace a function, on several devices with each one's share of divided arguments.
+
+        It returns the ``donated`` arguments, changed, and after them its result, if it has one,
+        which is whole on each device and equal; a single one of these is not in a tuple.
+        """
+        if self.num_devices > 1:
+            given = jax.tree.map(_partition, arguments)
+            out = [given[i] for i in donated]
+            if has_result:
+                out.append(PartitionSpec())
+            function = jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=given,
+                out_specs=tuple(out) if len(out) > 1 else out[0],
+                check_vma=False,  # it does not know this library's kernels
+            )
+        return jax.jit(function, donate_argnums=donated).trace(*arguments)
+
     def as_default(self) -> AbstractContextManager[Any]:
         """Make the first device JAX's default device, for this thread within a scope."""
         return jax.default_device(self.device)
@@ -129,6 +156,11 @@ class Placement:
     def put(self, array: np.ndarray, axes: Axes = ()) -> jax.Array:
         """Put a host array, which must be ``arranged`` already, on the devices."""
         return jax.device_put(array, self.sharding(axes))
+
+
+def _partition(array: Any) -> PartitionSpec:
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _name(axis: Axis) -> str | None:

@@ -4,9 +4,8 @@ Requests are served in order of (priority, arrival). Every decoding sequence get
 started prefills continue, then waiting requests are admitted, as far as ``max_num_batched_tokens``
 prompt tokens and a bucket allow. Prefill chunks shrink to fit a bucket, to a multiple of
 ``Limits.align`` tokens; decode rows are never dropped. A row with prompt logprobs needs a bucket
-that scores, and a row whose activations are read or steered one that taps; steps without such a row
-have a bucket that does not tap. With ``prefill_first`` there are also steps without the decodes
-(``_only_prefills``).
+that scores, and the bucket of a step has exactly the variants that its rows need. With
+``prefill_first`` there are also steps without the decodes (``_only_prefills``).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.config import Limits
-from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan
+from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, combined
 from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
 from jaxinfer.sched.state import Draft, Sequence
@@ -30,7 +29,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
     only_prefills = _only_prefills(draft)
     decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
     query_tokens = _most_query_tokens(decodes, draft.limits)
-    budget = Budget(draft, len(decodes), query_tokens, taps=_taps(draft, decodes))
+    budget = Budget(draft, len(decodes), query_tokens, _variants(draft, decodes))
     prefills = _continued_prefills(draft, budget) if len(decodes) < len(draft.running) else []
     admissions: tuple[SlotAdmission, ...] = ()
     # After a preemption no request is admitted in the same step, as pages are scarce.
@@ -40,7 +39,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
     if only_prefills and not prefills:  # no waiting request can be admitted
         decodes, _ = _decode_rows(draft)
         query_tokens = _most_query_tokens(decodes, draft.limits)
-        budget.taps = _taps(draft, decodes)
+        budget.variants = _variants(draft, decodes)
     if not decodes and not prefills:
         if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
             # prefills wait for each other's pages: preempt the last one
@@ -49,7 +48,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         return None
     step_id, draft.next_step_id = draft.next_step_id, draft.next_step_id + 1
     size = Bucket(
-        len(decodes), budget.used, len(prefills), budget.scores, query_tokens, budget.taps
+        len(decodes), budget.used, len(prefills), budget.scores, query_tokens, budget.variants
     )
     bucket = next(bucket for bucket in draft.buckets if bucket.holds(size))  # the smallest
     plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
@@ -61,7 +60,7 @@ class Budget:
     """The remaining prompt tokens of a step with ``num_decodes`` rows of up to ``query_tokens``."""
 
     def __init__(
-        self, draft: Draft, num_decodes: int, query_tokens: int, *, taps: bool = False
+        self, draft: Draft, num_decodes: int, query_tokens: int, variants: tuple[str, ...] = ()
     ) -> None:
         self._buckets = draft.buckets
         self._largest = NO_BUCKET  # memo of ``_largest_bucket``
@@ -71,16 +70,16 @@ class Budget:
         self._num_prefills = 0
         self.used = 0
         self.scores = False  # whether a row needs a bucket that scores
-        self.taps = taps  # whether a row needs one that taps
+        self.variants = variants  # that rows need
 
     def tokens_for(self, seq: Sequence) -> int:
         """The largest prefill chunk for ``seq``; 0 or less if no bucket has a row for it."""
-        scores, taps = self.scores or seq.scores, self.taps or seq.taps
+        scores, variants = self.scores or seq.scores, combined(self.variants, seq.variants)
         bucket = self._largest
-        fits = scores <= bucket.scores and taps == bucket.taps
+        fits = scores <= bucket.scores and variants == bucket.variants
         if bucket.num_prefills <= self._num_prefills or not fits:
-            bucket = self._largest_bucket(scores=scores, taps=taps)
-            if (scores, taps) == (self.scores, self.taps):
+            bucket = self._largest_bucket(scores, variants)
+            if (scores, variants) == (self.scores, self.variants):
                 self._largest = bucket
         return min(bucket.num_prefill_tokens, self._limit) - self.used
 
@@ -89,12 +88,12 @@ class Budget:
         self._num_prefills += 1
         self.used += num_tokens
         self.scores = self.scores or seq.scores
-        self.taps = self.taps or seq.taps
+        self.variants = combined(self.variants, seq.variants)
 
-    def _largest_bucket(self, *, scores: bool, taps: bool) -> Bucket:
+    def _largest_bucket(self, scores: bool, variants: tuple[str, ...]) -> Bucket:
         """The bucket with most prefill tokens that has the rows so far and one more prefill."""
         rows = self._num_decodes, 0, self._num_prefills + 1
-        size = Bucket(*rows, scores, self._query_tokens, taps)
+        size = Bucket(*rows, scores, self._query_tokens, variants)
         fitting = (bucket for bucket in self._buckets if bucket.holds(size))
         return max(fitting, key=attrgetter("num_prefill_tokens"), default=NO_BUCKET)
 
@@ -176,11 +175,11 @@ def _most_query_tokens(decodes: list[ScheduledSeq], limits: Limits) -> int:
     return max([row.num_scheduled_tokens for row in decodes], default=1)
 
 
-def _taps(draft: Draft, decodes: list[ScheduledSeq]) -> bool:
-    """True if one of these rows needs a bucket that taps."""
-    if not draft.limits.points:
-        return False
-    return any([draft.running[row.request_id].taps for row in decodes])
+def _variants(draft: Draft, decodes: list[ScheduledSeq]) -> tuple[str, ...]:
+    """The variants that these rows need."""
+    if not draft.limits.variants:
+        return ()
+    return combined(*[draft.running[row.request_id].variants for row in decodes])
 
 
 def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:

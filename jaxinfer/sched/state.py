@@ -19,7 +19,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import Bucket, Pages, StepPlan, TokenEvent
+from jaxinfer.core.step import TAPS, Bucket, Pages, StepPlan, TokenEvent, choices
 from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pools
 from jaxinfer.sched.snapshots import SnapshotPool, new_snapshots
 
@@ -70,9 +70,10 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
         return self.num_computed_tokens < self.num_prefill_tokens
 
     @property
-    def taps(self) -> bool:
-        """True if activations of its tokens are read or steered, for which its buckets must tap."""
-        return bool(self.request.sampling.taps) or self.request.steering is not None
+    def variants(self) -> tuple[str, ...]:
+        """The variants that buckets of its steps must have."""
+        taps = self.request.sampling.taps or self.request.steering is not None
+        return (TAPS,) if taps else ()
 
     def min_computed_tokens(self, query_tokens: int) -> int:
         """Tokens that will be computed after the steps in flight, if all their drafts are refused.
@@ -175,23 +176,23 @@ def missing_size(buckets: Iterable[Bucket], limits: Limits, slots: int) -> str:
     """A step of ``slots`` sequences that no bucket holds, in words; empty if each has a bucket.
 
     One must hold a decode row of every slot, and one the smallest chunk (``Limits.align``) of a
-    scored prompt next to decode rows of all other slots; with points there must be such buckets
-    that tap, too. An engine that pools needs one that holds a prompt. Every other step shrinks to a
-    bucket (``choose``).
+    scored prompt next to decode rows of all other slots; and with each choice of variants that
+    requests may need. An engine that pools needs one that holds a prompt. Every other step shrinks
+    to a bucket (``choose``).
     """
-    sizes, kinds = ((slots, 0), (slots - 1, 1)), (False, True) if limits.points else (False,)
+    sizes, kinds = ((slots, 0), (slots - 1, 1)), choices(limits.variants)
     if limits.pooling:
         sizes = ((0, 1),)
-    for (decodes, prefills), taps in product(sizes, kinds):
+    for (decodes, prefills), variants in product(sizes, kinds):
         scores = bool(prefills) and not limits.pooling
         query_tokens = limits.query_tokens if decodes else 1
         num_tokens = prefills * limits.align
-        size = Bucket(decodes, num_tokens, prefills, scores, query_tokens, taps)
+        size = Bucket(decodes, num_tokens, prefills, scores, query_tokens, variants)
         fits = num_tokens <= limits.max_num_batched_tokens
         if not fits or not any(bucket.holds(size) for bucket in buckets):
             what = f" of {num_tokens} tokens" if num_tokens > 1 else ""
             what += " with prompt logprobs" if scores else ""
-            what += " with taps" if taps else ""
+            what += "".join(f" with {name}" for name in variants)
             return f"{decodes} decodes and {prefills} prefills{what}"
     return ""
 

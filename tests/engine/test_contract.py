@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -184,6 +185,19 @@ def test_a_split_step_reads_and_saves_rows(name: str) -> None:
         outputs = run(served, PROMPTS, GREEDY)
         assert [tuple(output.outputs[0].token_ids) for output in outputs] == expected(name)
         assert [output.num_cached_tokens for output in outputs] == cached
+
+
+def test_executables_of_its_own() -> None:
+    """They are warmed up, and launched with the steps as their records say."""
+    program, _ = executables("all", "gpu")
+    assert {"forget1", "forget3", "tally"} < {*program.names()}
+    served = engine("all", platform="gpu")
+    own = served._loop._executor._arrays.own  # type: ignore[attr-defined]
+    assert not np.asarray(own["tally"]).any(), "padding has no tokens"
+    assert answers(served) == expected("all")
+    # each token is computed once, but for the last one of an answer
+    counted = sum(len(prompt) + (GREEDY.max_tokens or 0) - 1 for prompt in PROMPTS)
+    assert np.asarray(own["tally"]).sum() == counted
 
 
 def test_a_preempted_sequence_starts_from_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

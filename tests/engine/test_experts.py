@@ -15,6 +15,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.engine.start import build
 from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.exec.compile import sizes
 from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.run import device_memory
 from jaxinfer.models.registry import build_model
@@ -99,7 +100,7 @@ def test_prompt_tokens_beside_decode_rows_are_a_plans_default(
 
     monkeypatch.setattr(build, "with_device_defaults", of_a_gpu)
     monkeypatch.setattr(
-        build, "free_prompt_tokens", lambda model: 32 if "GptOss" in model.architecture else 0
+        sizes, "free_prompt_tokens", lambda model: 32 if "GptOss" in model.architecture else 0
     )
     assert planned(gpt_oss) == 32
     assert planned(gpt_oss, max_num_batched_tokens=24) == 24

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
@@ -89,7 +89,11 @@ def test_taps_and_steering() -> None:
     limits = replace(
         LIMITS,
         points=points_named(names, model.config),
-        buckets=(*LIMITS.buckets, Bucket(3, taps=True), Bucket(3, 16, 3, scores=True, taps=True)),
+        buckets=(
+            *LIMITS.buckets,
+            Bucket(3, variants=(TAPS,)),
+            Bucket(3, 16, 3, scores=True, variants=(TAPS,)),
+        ),
     )
     program = Program(model, limits)
     executor = Executor(program, compiled_for(program, extras=False), params, *init_state(program))

@@ -130,7 +130,7 @@ def test_a_loaded_model_generates_also_with_changed_weights(
 def test_the_model_of_an_engine_has_its_very_weights(llm: LLM) -> None:
     m = llm.model
     held = {array.unsafe_buffer_pointer() for array in jax.tree.leaves(m.params)}
-    own = llm._engine._loop._executor._weights  # type: ignore[attr-defined]
+    own = llm._engine._loop._executor._arrays.weights  # type: ignore[attr-defined]
     assert {array.unsafe_buffer_pointer() for array in own} == held
     check_served(m.generate(PROMPT, GREEDY, use_tqdm=False), m)
     assert m.tokenizer is llm.get_tokenizer()

@@ -15,11 +15,11 @@ from jaxinfer.core.step import PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
 from jaxinfer.engine.outputs import Delta
-from jaxinfer.exec.compile import program as program_module
+from jaxinfer.exec.calls import admit as admission_call
 from jaxinfer.exec.run import executor as executor_module
 from jaxinfer.exec.run import in_flight
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.step.slots import settings_of, slot_rows
+from jaxinfer.exec.step.slots import settings_of
 from kit.engines import engine_of, tiny_executor, tiny_limits
 from kit.tiny_models import tiny_model
 
@@ -86,9 +86,9 @@ FAULTS = {
         lambda some, *_: any(r.seed == BAD_SEED for r in some),
     ),
     "admission": (
-        program_module,
+        admission_call,
         "slot_rows",
-        slot_rows,
+        admission_call.slot_rows,
         lambda some, *_: any(a.request.seed == BAD_SEED for a in some),
     ),
     "logprobs": (
@@ -155,8 +155,7 @@ def test_logits_that_are_not_finite(kind: str, value: float) -> None:
     undamaged = engine_of(executor, limits)
     sampling = {name: PLAIN for name in PROMPTS} | {"d": SAMPLING[kind]}
     expected = answered(undamaged, sampling)
-    executor._weights = executor_module.flat_params(model, damaged)
-    executor._head = executor_module.head_params(damaged)
+    executor.replace_weights(damaged)
     for _ in range(3):
         found = answered(engine_of(executor, limits), sampling)
         check_others(found, expected, "d", "not finite")
@@ -186,7 +185,7 @@ def test_a_failed_call_that_took_the_state_stops_the_engine(
 
     def fails(self: Executor, prepared: Any, failed: Any) -> Any:
         del prepared, failed
-        self._slots.token_ids.delete()
+        self._arrays.slots.token_ids.delete()
         raise ValueError("injected")
 
     monkeypatch.setattr(Executor, "_launch_prepared", fails)

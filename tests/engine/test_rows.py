@@ -8,6 +8,7 @@ reads the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace as replace_field
 from functools import cache
 
 import jax
@@ -23,11 +24,15 @@ from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.fingerprint import of_drafter
+from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.step.drafts import Drafter, num_accepted
+from jaxinfer.exec.step.drafts import DraftContext, Drafter, num_accepted
+from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import Model, Params
+from jaxinfer.nn.state import Entry, LayerArrays, LayerState
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.mixed_family import mixed_model
 from kit.tiny_models import tiny_model
@@ -86,17 +91,39 @@ def drafter_of(name: str) -> Drafter:
     rows = [[*prompt, *answer] for prompt, answer in known]
     table = jnp.array([row + [0] * (longest - len(row)) for row in rows], jnp.int32)
 
-    def propose(history: jax.Array, lens: jax.Array) -> jax.Array:
-        same = (history[:, None, :KEY] == table[None, :, :KEY]).all(axis=2)
-        at = jnp.minimum(lens[:, None] + jnp.arange(COUNT), longest - 1)
-        drafts = table[jnp.argmax(same, axis=1)[:, None], at]
-        return jnp.where(at % 5 % 3 == 0, (drafts + 1) % 300, drafts)
+    return Drafter("answers", COUNT, propose_answers, {"answers": table})
 
-    return Drafter(COUNT, propose)
+
+def propose_answers(
+    params: Params, state: LayerArrays, slots: SlotState, hidden: jax.Array, ctx: DraftContext
+) -> tuple[jax.Array, LayerArrays]:
+    del hidden
+    table, history = params["answers"], slots.token_ids[ctx.slots]
+    same = (history[:, None, :KEY] == table[None, :, :KEY]).all(axis=2)
+    at = jnp.minimum(ctx.lens[:, None] + jnp.arange(COUNT), table.shape[1] - 1)
+    drafts = table[jnp.argmax(same, axis=1)[:, None], at]
+    return jnp.where(at % 5 % 3 == 0, (drafts + 1) % 300, drafts), state
+
+
+def propose_pairs(
+    params: Params, state: LayerArrays, slots: SlotState, hidden: jax.Array, ctx: DraftContext
+) -> tuple[jax.Array, LayerArrays]:
+    """The token that followed each token in the answers; every third time one that is wrong."""
+    assert hidden.shape == (len(ctx.slots), 32) and ctx.lens.shape == ctx.slots.shape
+    times = jnp.where(ctx.begins == 0, 0, state["times"][ctx.slots])
+    last = slots.token_ids[ctx.slots, jnp.maximum(ctx.lens - 1, 0)]
+    drafts: list[jax.Array] = []
+    for _ in range(COUNT):
+        last = params["next"][last]
+        drafts.append(jnp.where(times % 3 == 2, (last + 1) % 300, last))
+    counted = times + ctx.samples.astype(jnp.int32)
+    return jnp.stack(drafts, axis=1), {"times": state["times"].at[ctx.slots].set(counted)}
 
 
 @cache
-def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
+def program_of(
+    name: str, *, drafts: bool, drafter: Drafter | None = None
+) -> tuple[Program, Executables]:
     """A program; llama has all executables, others lack those that only extras need."""
     model, _ = model_of(name)
     query_tokens = 1 + COUNT if drafts else 1
@@ -104,18 +131,28 @@ def program_of(name: str, *, drafts: bool) -> tuple[Program, Executables]:
         tiny_limits(max_num_seqs=3, max_num_batched_tokens=16, num_pages=120),
         groups=model.state.groups,
         num_pages=(120,) * len(model.state.bytes_per_entry),
-        query_tokens=query_tokens,
-        buckets=tuple(
-            Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
-            for d, p, r in ((3, 0, 0), (0, 16, 3), (3, 16, 3))
+        buckets=(
+            *((Bucket(3),) if name == "llama" and drafts else ()),  # of steps without drafts
+            *(
+                Bucket(d, p, r, scores=bool(d and r), query_tokens=query_tokens if d else 1)
+                for d, p, r in ((3, 0, 0), (0, 16, 3), (3, 16, 3))
+            ),
         ),
     )
-    program = Program(model, limits, drafter=drafter_of(name) if drafts else None)
+    drafter = (drafter or drafter_of(name)) if drafts else None
+    program = Program(model, limits, drafter=drafter)
     return program, compiled_for(program, extras=name == "llama")
 
 
-def engine(name: str, *, drafts: bool = True, most: int = 0, overlap: bool = True) -> Engine:
-    program, executables = program_of(name, drafts=drafts)
+def engine(
+    name: str,
+    *,
+    drafts: bool = True,
+    most: int = 0,
+    overlap: bool = True,
+    drafter: Drafter | None = None,
+) -> Engine:
+    program, executables = program_of(name, drafts=drafts, drafter=drafter)
     _, params = model_of(name)
     executor = Executor(program, executables, params, *init_state(program))
     limits = program.limits
@@ -174,6 +211,34 @@ def test_preempted(name: str) -> None:
     assert served.stats().num_preemptions > 0 and served.stats().num_live_pages == 0
 
 
+def test_a_drafter_with_weights_and_state() -> None:
+    """Its table and its counts are no constants of the steps; it changes no token."""
+    table = np.zeros(320, np.int32)
+    for prompt, answer in zip(PROMPTS, greedy("gpt2"), strict=True):
+        known = [prompt[-1], *answer]
+        table[known[:-1]] = known[1:]
+    state = LayerState(per_slot=(Entry("times", (), jnp.dtype(jnp.int32)),))
+    drafter = Drafter("pairs", COUNT, propose_pairs, {"next": table}, state)
+    served, steps = engine("gpt2", drafter=drafter), 0
+    for together in (True, False):
+        assert answers(run(served, PROMPTS, GREEDY, together=together)) == greedy("gpt2")
+    slots = served._loop._executor._arrays.slots  # type: ignore[attr-defined]
+    assert slots.drafter is not None and np.asarray(slots.drafter["times"]).max() > 2
+    served.add_request("r", RequestSpec(PROMPTS[0], GREEDY))
+    while served.has_work:
+        steps += len(served.step().steps)
+    assert steps < (GREEDY.max_tokens or 0), "drafts are accepted"
+    memory = program_memory(program_of("gpt2", drafts=True, drafter=drafter)[0], None)
+    assert memory.weights["drafter"] == table.nbytes
+
+
+def test_a_drafter_is_in_the_fingerprint() -> None:
+    """Two that propose as many tokens must not share executables."""
+    one, other = (Drafter(name, COUNT, propose_pairs) for name in ("one", "other"))
+    sized = replace_field(one, params={"next": np.zeros(320, np.int32)})
+    assert len({str(of_drafter(each)) for each in (one, other, sized, None)}) == 4
+
+
 def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
     answer = greedy("llama")[0]
     stop = answer[10]
@@ -185,9 +250,9 @@ def test_a_stop_token_among_accepted_drafts_ends_the_text_there() -> None:
 
 def test_drafts_are_refused_for_models_with_state_for_each_sequence() -> None:
     model, _ = mixed_model("recurrent", "full")
-    limits = replace(tiny_limits(), query_tokens=2)
+    limits = replace(tiny_limits(), buckets=(Bucket(2, query_tokens=2),))
     with pytest.raises(ConfigError, match="serve it without drafts"):
-        Program(model, limits, drafter=Drafter(1, lambda history, lens: lens[:, None]))
+        Program(model, limits, drafter=Drafter("none", 1, propose_answers))
 
 
 @pytest.mark.parametrize(

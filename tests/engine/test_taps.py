@@ -153,7 +153,7 @@ def test_steps_without_tapped_or_steered_rows_are_the_plain_executables() -> Non
     executor = tiny_executor(LIMITS)
     launched: list[bool] = []
     launch: Callable[..., Any] = executor.launch
-    executor.launch = lambda plan: launched.append(plan.bucket.taps) or launch(plan)  # type: ignore[method-assign,func-returns-value]
+    executor.launch = lambda plan: launched.append(bool(plan.bucket.variants)) or launch(plan)  # type: ignore[method-assign,func-returns-value]
     engine = engine_of(executor, LIMITS)
     run(engine, [LONG, SHORT], GREEDY)
     assert launched and not any(launched)

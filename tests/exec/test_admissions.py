@@ -9,9 +9,10 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.exec.calls.admit import ADMIT, ROWS
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import ADMIT, ROWS_PER_ADMIT, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
@@ -19,7 +20,7 @@ from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
 
-MOST = ROWS_PER_ADMIT + 1
+MOST = ROWS + 1
 LIMITS = msgspec.structs.replace(
     tiny_limits(max_num_seqs=MOST, max_num_batched_tokens=64),
     buckets=(Bucket(MOST), Bucket(0, 64, MOST), Bucket(MOST, 64, MOST, scores=True)),
@@ -56,9 +57,9 @@ def test_few_calls_admit_many(device: Counted, count: int, calls: int) -> None:
     engine = engine_on(device)
     device.calls.clear()
     together = run(engine, PROMPTS[:count], REQUESTS[:count])
-    assert device.calls[ADMIT] == calls
+    assert device.calls[ADMIT.name] == calls
     alone = run(engine, PROMPTS[:count], REQUESTS[:count], together=False)
-    assert device.calls[ADMIT] == calls + count
+    assert device.calls[ADMIT.name] == calls + count
     assert tokens(together) == tokens(alone)
 
 
@@ -68,7 +69,7 @@ def test_settings_need_no_call(device: Counted) -> None:
     alone = run(engine, PROMPTS, PLAIN, together=False)
     together = run(engine, PROMPTS, PLAIN)
     assert tokens(together) == tokens(alone)
-    assert not device.calls[ADMIT]
+    assert not device.calls[ADMIT.name]
     assert tokens(together) != tokens(run(engine, PROMPTS, PLAIN[::-1])), "settings matter"
 
 

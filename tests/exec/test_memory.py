@@ -22,6 +22,8 @@ import pytest
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.step import Bucket
+from jaxinfer.exec.calls.extras import EXTRAS, extras_bound
+from jaxinfer.exec.calls.score import SCORE, score_bound
 from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.experts_memory import experts_bytes
@@ -31,18 +33,16 @@ from jaxinfer.exec.compile.memory_plan import (
     DeviceMemory,
     MemoryPlan,
     check_workspace,
-    extras_bound,
     fitting_seqs,
     plan_memory,
     program_memory,
     reserve_bytes,
-    score_bound,
     shown,
     step_bound,
     tree_bytes,
     workspace_bytes,
 )
-from jaxinfer.exec.compile.program import EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run import device_memory
 from jaxinfer.exec.run.device_memory import claim_memory
 from jaxinfer.models.base import Model, abstract_params
@@ -93,10 +93,13 @@ def program_with(
     return Program(model, limits, pins=Pins(pins))
 
 
-def measured(program: Program, name: str | None = None) -> int:
-    lowered = program.trace(name or program.limits.buckets[0].name).lower()
+def measured(program: Program) -> int:
+    return workspace_of(program.trace(program.limits.buckets[0].name))
+
+
+def workspace_of(traced: jax.stages.Traced) -> int:
     # buffers are assigned before LLVM runs, and its optimiser takes a third of the time
-    return workspace_bytes(lowered.compile({"xla_backend_optimization_level": 0}))
+    return workspace_bytes(traced.lower().compile({"xla_backend_optimization_level": 0}))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +167,9 @@ def test_bound_of_extras_and_scores(name: str) -> None:
     model, bucket = model_named(name), Bucket(16, 512, 16, scores=True)
     program = program_with(model, bucket)
     for rows in (1, 8, 16):
-        needed = measured(program, f"{EXTRAS}{rows}")
+        needed = workspace_of(EXTRAS.trace(program, rows))
         assert needed <= extras_bound(model, rows, 256) <= LOOSE * needed
-    needed = measured(program, f"{SCORE}512")
+    needed = workspace_of(SCORE.trace(program, 512))
     assert needed <= score_bound(model, 512) <= LOOSE * needed
 
 

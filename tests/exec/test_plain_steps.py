@@ -20,15 +20,23 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import ScheduledSeq
+from jaxinfer.exec.calls.admit import ADMIT
+from jaxinfer.exec.calls.extras import (
+    EXTRAS,
+    ExtrasFunction,
+    ExtrasOutput,
+    extras_rows,
+    pack_extras,
+)
+from jaxinfer.exec.calls.score import SCORE
 from jaxinfer.exec.compile.build import build_executables
 from jaxinfer.exec.compile.memory_plan import program_memory
-from jaxinfer.exec.compile.program import ADMIT, EXTRAS, SCORE, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.stages import first_names
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import WARM_UP_RUNS, Executor
-from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, ExtrasOutput, pack_extras
-from jaxinfer.exec.step.sampling import read_logprobs
+from jaxinfer.exec.step.sampling import BLOCK, read_logprobs
 from jaxinfer.exec.step.slots import SlotState, settings_of
 from jaxinfer.models.base import Model
 from kit.counted import Counted
@@ -123,7 +131,7 @@ def test_an_engine_that_pools_has_prompt_steps_without_a_head(
 def test_extras_and_scores_have_no_layers() -> None:
     """Their only matmul is the head's, so they are compiled quickly and serve every bucket."""
     program = Program(tiny_model("qwen3")[0], LIMITS, platform="gpu")
-    for name in (f"{EXTRAS}{program.extras_rows[0]}", f"{SCORE}16"):
+    for name in (EXTRAS.executable(extras_rows(program)[0]), SCORE.executable(16)):
         assert program.trace(name).lower().as_text().count("stablehlo.dot_general") == 1
 
 
@@ -163,7 +171,7 @@ def test_extras_run_only_for_rows_with_extras_and_tokens_are_the_same(tmp_path: 
     assert not ran([PLAIN, GREEDY])
     logprobs, penalty, bias, prompt_logprobs = WITH_EXTRAS
     assert ran([PLAIN, logprobs]) == {"extras2": 4}
-    assert ran([penalty, bias]) == {ADMIT: 2, "extras2": 5}
+    assert ran([penalty, bias]) == {ADMIT.name: 2, "extras2": 5}
     assert ran([prompt_logprobs, GREEDY]) == {"score16": 1}
 
 

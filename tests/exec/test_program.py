@@ -12,7 +12,8 @@ import pytest
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.step import Bucket
-from jaxinfer.exec.compile.program import ADMIT, Program
+from jaxinfer.exec.calls.admit import ADMIT
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model
@@ -54,7 +55,7 @@ def test_layers_share_one_trace(family: str, layers: str) -> None:
 def test_a_bucket_has_one_step_and_extras_are_the_same_few_for_all() -> None:
     table = (Bucket(1), Bucket(80), Bucket(0, 32, 2), Bucket(80, 32, 2, scores=True))
     limits = msgspec.structs.replace(LIMITS, max_num_seqs=80, buckets=table)
-    names = {ADMIT, "d1", "d80", "p32x2", "d80p32x2", "score32"}
+    names = {ADMIT.name, "d1", "d80", "p32x2", "d80p32x2", "score32"}
     model = build_model(tiny_config("qwen3") | {"num_hidden_layers": 4}, "float32")
     of_cpu, of_gpu = (Program(model, limits, platform=platform) for platform in ("cpu", "gpu"))
     assert set(of_cpu.names()) == {*names, "extras1", "extras8"}
@@ -87,15 +88,22 @@ def test_xla_s_options_follow_from_the_rows_and_tokens_of_a_step(
     limits = Limits((2000,), 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
     assert program.compiler_options(bucket.name) == expected
-    others = {
-        ADMIT: PLANNED,
-        "extras8": PLANNED,
-        "extras64": ONLY_CUBLAS,
-        "score64": ONLY_CUBLAS,
-    }
-    for name, options in others.items():
-        own = {} if platform == "cpu" else {**options, **NO_GRAPH}
-        assert program.compiler_options(name) == own
+
+
+OPTIONS = {
+    ADMIT.name: PLANNED,
+    "extras8": PLANNED,
+    "extras64": ONLY_CUBLAS,
+    "score64": ONLY_CUBLAS,
+}
+
+
+def test_xla_s_options_of_calls() -> None:
+    limits = Limits((2000,), 16, 512, 64, 512, (Bucket(512, 64, 4, scores=True),))
+    program = Program(tiny_model("llama")[0], limits, platform="gpu")
+    for name, options in OPTIONS.items():
+        assert program.compiler_options(name) == {**options, **NO_GRAPH}
+        assert not replace(program, platform="cpu").compiler_options(name)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,6 @@ def test_steps_that_only_decode_have_their_kernels_linked(
     limits = Limits((2000,), 16, 512, 64, 512, (bucket,))
     program = Program(tiny_model("llama")[0], limits, platform=platform)
     assert program.links_kernels(bucket.name) == linked
-    assert not any(map(program.links_kernels, (ADMIT, "extras8", "score64")))
+    assert not any(map(program.links_kernels, (ADMIT.name, "extras8", "score64")))
     unlinked = replace(program, pins=checked_pins({"links": "none"}, "gpu"))
     assert not any(map(unlinked.links_kernels, unlinked.names()))

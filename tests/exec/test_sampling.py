@@ -11,6 +11,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.sampling_checks import MAX_LOGPROBS
 from jaxinfer.core.step import SlotAdmission
+from jaxinfer.exec.calls.admit import admit, empty_rows, needs_admission, slot_rows
 from jaxinfer.exec.step.sampling import (
     CHUNK,
     NOT_FINITE,
@@ -19,15 +20,7 @@ from jaxinfer.exec.step.sampling import (
     token_logprobs,
     with_extras,
 )
-from jaxinfer.exec.step.slots import (
-    SlotState,
-    admit,
-    empty_rows,
-    init_slots,
-    needs_admission,
-    settings_of,
-    slot_rows,
-)
+from jaxinfer.exec.step.slots import SlotState, init_slots, settings_of
 
 VOCAB = 50
 MAX_LEN = 32

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from jaxinfer.core.config import EngineConfig, Limits
 from jaxinfer.core.step import PageGroup
-from jaxinfer.engine.start.build import limits_of, with_device_defaults
 from jaxinfer.exec.compile.page_pools import split_pages
+from jaxinfer.exec.compile.sizes import limits_of, with_device_defaults
 
 
 def default_limits(

@@ -16,6 +16,7 @@ from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder
 from jaxinfer.core.step import (
+    TAPS,
     Arrive,
     Bucket,
     Event,
@@ -40,7 +41,7 @@ def bucket_table(
     """Decode buckets, prefill buckets and mixed ones for all decodes, as the engine makes them."""
     tokens = [t for t in ladder(1, max_num_batched_tokens, 2) if t >= 8] or [max_num_batched_tokens]
     return (
-        *(Bucket(d, query_tokens=query_tokens) for d in ladder(1, max_num_seqs, 2)),
+        *(Bucket(d, query_tokens=q) for q in {1, query_tokens} for d in ladder(1, max_num_seqs, 2)),
         *(Bucket(0, t, min(4, t)) for t in tokens),
         *(Bucket(max_num_seqs, t, min(4, t), True, query_tokens) for t in tokens),
     )
@@ -58,12 +59,11 @@ def make_limits(**changes: Any) -> Limits:
     values.update(changes)
     if isinstance(values["num_pages"], int):
         values["num_pages"] = (values["num_pages"],)
-    buckets = bucket_table(
-        values["max_num_seqs"], values["max_num_batched_tokens"], values.get("query_tokens", 1)
-    )
+    query_tokens = values.pop("query_tokens", 1)
+    buckets = bucket_table(values["max_num_seqs"], values["max_num_batched_tokens"], query_tokens)
     if values.get("points"):
         tapping = (b for b in buckets if b.scores or not b.num_prefills)
-        buckets = (*buckets, *(msgspec.structs.replace(b, taps=True) for b in tapping))
+        buckets = (*buckets, *(msgspec.structs.replace(b, variants=(TAPS,)) for b in tapping))
     values.setdefault("buckets", buckets)
     return Limits(**values)
 

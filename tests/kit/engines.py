@@ -18,14 +18,17 @@ from jaxinfer.core.config import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
-from jaxinfer.core.step import PageGroup
+from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.outputs import Collector, RequestOutput
 from jaxinfer.engine.prompts import Prompt
+from jaxinfer.exec.calls.extras import EXTRAS
+from jaxinfer.exec.calls.score import SCORE
+from jaxinfer.exec.calls.steer import STEER
 from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import EXTRAS, SCORE, STEER, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Model, Params, forward
@@ -63,7 +66,7 @@ def tiny_limits(
             prefill_start=64,
             prefill_factor=8,
             mixed_start=16,
-            taps=bool(points),
+            variants=(TAPS,) if points else (),
             pools=bool(pooling),
         ),
         enable_prefix_caching=enable_prefix_caching and pooling in ("", "last"),
@@ -85,9 +88,10 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
 
 def _program_of(name: str, program: Program) -> Program:
     """The program with a single executable, which many engines share."""
-    own = tuple(bucket for bucket in program.limits.buckets if bucket.name == name)
+    of = program.names_of
+    own = tuple(bucket for bucket in program.limits.buckets if name in of(bucket))[:1]
     limits = replace(program.limits, buckets=own, max_num_batched_tokens=1)
-    if name != STEER and not any(bucket.taps for bucket in own):
+    if name != STEER.name and not any(bucket.variants for bucket in own):
         limits = replace(limits, points=())
     return Program(program.model, limits)
 
@@ -100,7 +104,9 @@ def _compiled(program: Program, name: str) -> Compiled:
 
 def compiled_for(program: Program, *, extras: bool) -> Executables:
     """The executables of a program, with or without those that only extras need."""
-    names = [name for name in program.names() if extras or not name.startswith((EXTRAS, SCORE))]
+    names = [
+        name for name in program.names() if extras or not name.startswith((EXTRAS.name, SCORE.name))
+    ]
     by_name = {name: program.trace(name).lower().compile() for name in names}
     return Executables(by_name, compiled=0, workspace_bytes=0)
 

@@ -19,6 +19,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
     MAX_SAVES,
     NO_TAPS,
+    TAPS,
     Bucket,
     PageGroup,
     RowOutput,
@@ -176,8 +177,9 @@ class FakeExecutor:
         query_tokens = max((row.num_scheduled_tokens for row in plan.decodes), default=1)
         requests = [self.slots[row.slot].request for row in plan.rows]
         taps = any(one.sampling.taps or one.steering is not None for one in requests)
+        variants = (TAPS,) if taps else ()
         rows = (len(plan.decodes), prefill_tokens, len(plan.prefills))
-        size = Bucket(*rows, False, query_tokens, taps)
+        size = Bucket(*rows, False, query_tokens, variants)
         assert plan.bucket.holds(size)
         slots = [row.slot for row in plan.rows]
         assert len(set(slots)) == len(slots), f"two rows of one slot: {slots}"

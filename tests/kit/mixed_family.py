@@ -1,8 +1,8 @@
 """A model family defined outside the library, with every kind of layer that the step allows.
 
 Its layers mix a window of keys and values, a latent per token, a summary of every few tokens, a
-recurrent state per sequence, and a toy mixture of experts with 8-bit weights and scales. The
-library does not contain it.
+recurrent state per sequence, and a toy mixture of experts with 8-bit weights and scales. It has
+executables of its own beside the step. The library does not contain it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from jaxinfer.nn.state import (
 )
 from jaxinfer.nn.weight import param, take_rows, weight
 from kit.checkpoints import Tensors, built_arrays
+from kit.outside_calls import FORGET, TALLY
 
 D, C, E, V, WINDOW = 32, 12, 4, 320, 7
 S, BLOCK = 6, 4
@@ -334,7 +335,7 @@ def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     return (*stored, *experts)
 
 
-FAMILY = ModelFamily("mixed", lambda *_: mixed_decoder(), param_specs)
+FAMILY = ModelFamily("mixed", lambda *_: mixed_decoder(), param_specs, calls=(FORGET, TALLY))
 
 
 def mixed_model(*kinds: str) -> tuple[Model, Params]:

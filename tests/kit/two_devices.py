@@ -18,6 +18,7 @@ import jaxinfer
 from jaxinfer.core.errors import ConfigError, JaxinferError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
+from jaxinfer.engine.outputs import RequestOutput
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
@@ -143,6 +144,11 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
     limits = msgspec.structs.replace(limits, groups=model.state.groups)
     weights = by_path(random_params(model))
     sampling = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0, 1)]
+    # the executables beside the step are divided too, though not the state of slots
+    extras = config is CONFIG
+    if extras:
+        more = {"logit_bias": {7: 2.0}, "logprobs": 2, "prompt_logprobs": 2}
+        sampling = [msgspec.structs.replace(one, **more) for one in sampling]
 
     def drawn(where: Placement) -> Any:
         program = Program(model, limits, where.platform, placement=where)
@@ -150,12 +156,23 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
             path: where.put(where.arranged(np.asarray(weights[path]), array.axes), array.axes)
             for path, array in model.arrays.items()
         }
-        compiled = compiled_for(program, extras=False)
+        compiled = compiled_for(program, extras=extras)
         executor = Executor(program, compiled, nested(params), *init_state(program))
         engine = engine_of(executor, limits, tokenizer=False)
-        return tokens(run(engine, [[5, 6, 7], [9] * 20], sampling))
+        outputs = run(engine, [[5, 6, 7], [9] * 20], sampling)
+        return tokens(outputs), [logprobs_of(output) for output in outputs]
 
-    assert drawn(placement) == drawn(default_placement()), config["architectures"]
+    (found, logprobs), (expected, others) = drawn(placement), drawn(default_placement())
+    assert found == expected, config["architectures"]
+    for own, other in zip(logprobs, others, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-4)
+    assert bool(logprobs[0]) == extras
+
+
+def logprobs_of(output: RequestOutput) -> list[float]:
+    """Of the prompt and of the drawn tokens, each of the token itself."""
+    prompt, drawn = output.prompt_logprobs or [], output.outputs[0].logprobs or []
+    return [next(iter(one.values())).logprob for one in (*prompt, *drawn) if one]
 
 
 def check_refusals() -> None:

@@ -22,8 +22,9 @@ from jaxinfer.core.sampling_checks import (
     REAL_BOUNDS,
     WHOLE_BOUNDS,
 )
+from jaxinfer.exec.calls.admit import needs_admission
 from jaxinfer.exec.step.sampling import any_extras
-from jaxinfer.exec.step.slots import init_slots, needs_admission, settings_of
+from jaxinfer.exec.step.slots import init_slots, settings_of
 from jaxinfer.server.api.beams import WITHOUT
 from jaxinfer.server.api.fields import GenerationFields, to_sampling
 from jaxinfer.server.openai.schema import CompletionRequest

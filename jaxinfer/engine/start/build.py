@@ -6,32 +6,24 @@ Everything is checked before slow work begins. Defaults that depend on the devic
 from __future__ import annotations
 
 import secrets
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jax
-import msgspec
 from jax.extend.backend import clear_backends
 from jax.sharding import Mesh
 
 from jaxinfer.core.config import (
     COMPILED,
     DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_PAGE_SIZE,
     EngineConfig,
-    Limits,
     cache_root,
     prepare_backend,
 )
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.points import Point
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.core.step import PageGroup
-from jaxinfer.core.structured import FormLimits
 from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.news import EngineStats
@@ -41,25 +33,16 @@ from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.weights import EngineWeights
-from jaxinfer.exec.compile.buckets import bucket_table
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
 from jaxinfer.exec.compile.memory_plan import (
-    MemoryPlan,
-    fitting_seqs,
-    plan_memory,
     program_memory,
-    shown,
-    snapshots_for,
 )
-from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.sizes import resolve, with_device_defaults
 from jaxinfer.exec.run.device_memory import device_memory, release_freed_blocks
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.step.points import points_named
-from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import default_placement, placement_in
-from jaxinfer.sched.state import missing_size
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.native.library import BrokenLibrary, library
@@ -85,12 +68,10 @@ def plan_engine(
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
-    chose_seqs = config.max_num_seqs is not None
-    chose_mixed = config.max_num_mixed_tokens is not None
     placement = default_placement() if mesh is None else placement_in(mesh)
     if bundle is not None:
         bundle.check_machine(placement)
-    config = with_device_defaults(config, platform)
+    given, config = config, with_device_defaults(config, platform)
     pins = _pins(config, platform)
     _check_tuned()
     source = resolve_source(
@@ -106,14 +87,14 @@ def plan_engine(
     source, model = model_of(source, config, platform)
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
-    if not chose_mixed:
-        config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    program = Program(model, _limits(config, model), placement.platform, pins, placement)
-    config, program = _with_fitting_seqs(config, program, chosen=chose_seqs, progress=progress)
-    program, memory = _with_pages(config, program)
+    device = device_memory(placement.device)
+    sizes = resolve(config, given, model, device, pins, placement)
+    if sizes.note:
+        progress.note(sizes.note)
+    program = Program(model, sizes.limits, placement.platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
     facts = facts_of_configs(
@@ -126,22 +107,15 @@ def plan_engine(
     facts = replace(facts, pooling=pooling_of(config, source, model))
     load_kernel_runtime()
     return EnginePlan(
-        config=config,
+        config=sizes.config,
         source=source,
         program=program,
-        memory=memory,
+        memory=program_memory(program, device),
         tokenizer_spec=spec,
         config_facts=facts,
         cache_dir=cache_dir,
         bundle=bundle,
     )
-
-
-def _mixed_tokens(config: EngineConfig, model: Model) -> int | None:
-    """The device's default for prompt tokens beside decode rows, or more for a model's experts."""
-    default, most = config.max_num_mixed_tokens, config.max_num_batched_tokens
-    assert most is not None, "with_device_defaults"
-    return default and max(default, min(free_prompt_tokens(model), most))
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -163,121 +137,6 @@ def _check_tuned() -> None:
         check_choices()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _with_fitting_seqs(
-    config: EngineConfig, program: Program, *, chosen: bool, progress: Progress
-) -> tuple[EngineConfig, Program]:
-    """The settings and the program for no more sequences than fit with their layer state. Raises
-    ``ConfigError`` for a number that the user has ``chosen``, or if no sequence fits.
-    """
-    limits, each = program.limits, program.model.state.bytes_per_slot
-    if not each:
-        return config, program
-    device = device_memory(program.placement.device)
-    fitting = fitting_seqs(config, program, device, chosen=chosen)
-    if fitting == limits.max_num_seqs:
-        return config, program
-    needed = (
-        f"{limits.max_num_seqs} sequences need {shown(limits.num_state_rows * each)} of layer "
-        f"state ({shown(each)} for each of {limits.max_num_seqs} slots, the padding slot and "
-        f"{limits.num_snapshots} snapshots)"
-    )
-    if not fitting:
-        raise ConfigError(
-            f"{needed} and not one fits; raise kv_cache_memory_bytes (on a GPU: "
-            "gpu_memory_utilization), or use a larger device"
-        )
-    if chosen:
-        raise ConfigError(
-            f"{needed} and {fitting} fit; set max_num_seqs to {fitting} or less, or raise "
-            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
-        )
-    progress.note(f"{needed}; serving {fitting}, set max_num_seqs to choose another number")
-    config = replace(config, max_num_seqs=fitting)
-    return config, replace(program, limits=_limits(config, program.model))
-
-
-def _with_pages(config: EngineConfig, program: Program) -> tuple[Program, MemoryPlan]:
-    """The program with the number of pages in its limits, and the memory plan."""
-    device = device_memory(program.placement.device)
-    num_pages = plan_memory(config, program, device).num_pages
-    limits = msgspec.structs.replace(program.limits, num_pages=num_pages)
-    if config.max_model_len is None:  # derived: as much of the model's context as fits
-        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
-    program = replace(program, limits=limits)
-    return program, program_memory(program, device)
-
-
-def _limits(config: EngineConfig, model: Model) -> Limits:
-    """The limits for a model, without pages."""
-    state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
-    return limits_of(
-        config,
-        _context(config, model),
-        state.groups,
-        has_slot_state=state.bytes_per_slot > 0,
-        align=state.align,
-        points=points_named(names, model.config),
-    )
-
-
-def limits_of(
-    config: EngineConfig,
-    max_model_len: int,
-    groups: tuple[PageGroup, ...] = (PageGroup(),),
-    *,
-    has_slot_state: bool = False,
-    align: int = 1,
-    points: tuple[Point, ...] = (),
-) -> Limits:
-    """The limits that settings with their device's defaults amount to, without pages.
-
-    ``groups``: those of the model's layers. A model with state for each sequence reuses prefixes
-    through snapshots, and computes prompts in multiples of ``align`` tokens. ``points``: those that
-    requests may read and steer. Raises ``ConfigError`` if a step has no space for ``align`` tokens.
-    """
-    max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
-    decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
-    prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
-    assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
-    assert prefill_start and prefill_factor, "with_device_defaults"
-    # the mean and the first token need hidden states of the whole prompt
-    reuses = config.enable_prefix_caching and config.pooling in (None, "last")
-    snapshots = reuses and has_slot_state
-    limits = Limits(
-        num_pages=(0,) * (1 + max(group.pool for group in groups)),
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=chunk,
-        buckets=bucket_table(
-            max_num_seqs,
-            chunk,
-            decode_start=decode_start,
-            prefill_start=prefill_start,
-            prefill_factor=prefill_factor,
-            mixed_start=mixed_start,
-            max_num_mixed_tokens=config.max_num_mixed_tokens,
-            taps=bool(points),
-            pools=config.pooling is not None,
-        ),
-        enable_prefix_caching=reuses,
-        prefill_first=bool(config.prefill_first),
-        groups=groups,
-        num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
-        align=align,
-        points=points,
-        pooling=config.pooling or "",
-        form=FormLimits(config.max_form_seconds, config.max_form_bytes),
-    )
-    if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
-        raise ConfigError(
-            f"this model computes prompts in multiples of {align} tokens, and no step holds "
-            f"{missing}; raise max_num_batched_tokens ({chunk}) and max_num_mixed_tokens "
-            f"({config.max_num_mixed_tokens or chunk}) to {2 * align} or more"
-        )
-    return limits
 
 
 def build_engine(
@@ -352,19 +211,6 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
     return replace(config, **changes)
 
 
-def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
-    """Replace missing settings by the platform's defaults (configs/engine)."""
-    name = "cpu" if platform == "cpu" else "gpu"
-    text = files("jaxinfer.configs").joinpath("engine", f"{name}.toml").read_text()
-    defaults: dict[str, Any] = tomllib.loads(text)
-    if config.dtype != "auto":
-        del defaults["dtype"]
-    missing = {
-        key: value for key, value in defaults.items() if getattr(config, key) in (None, "auto")
-    }
-    return replace(config, **missing)
-
-
 def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
     """The platform of the first device; raises ``EngineError`` when there is none."""
     try:
@@ -378,16 +224,3 @@ def check_device(platform_of_backend: Callable[[], str] | None = None) -> str:
             f"JAX finds no device{wanted} ({words}); check JAX_PLATFORMS, that jax[cuda12] or "
             "jax[cuda13] is installed for a GPU, and `jaxinfer doctor`"
         ) from error
-
-
-def _context(config: EngineConfig, model: Model) -> int:
-    """The context; raises ``ConfigError`` if it is longer than the model's positions."""
-    default, longest = model.config.lengths
-    if config.max_model_len is None:
-        return default
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is beyond the model's {longest} positions; "
-            f"use {longest} or less"
-        )
-    return config.max_model_len

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from jaxinfer.core.shapes import cdiv, ladder
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import Bucket, choices
 
 TOKENS_PER_PREFILL_ROW = 16  # a bucket has one prefill row for each 16 of its prefill tokens
 # Up to this many rows the head's GEMM takes as long as for one. Further prefill rows are added for
@@ -24,7 +26,7 @@ def bucket_table(
     mixed_start: int,
     max_num_mixed_tokens: int | None = None,
     query_tokens: int = 1,
-    taps: bool = False,
+    variants: Sequence[str] = (),
     pools: bool = False,
 ) -> tuple[Bucket, ...]:
     """Every shape that a schedule can need: decode, prefill, and mixed if two sequences can run.
@@ -44,9 +46,9 @@ def bucket_table(
     Mixed buckets score. With one sequence there are none, and the largest prefill bucket of at most
     ``max_num_mixed_tokens`` scores.
 
-    With ``taps`` the buckets that decode or score exist a second time, for steps in which
-    activations are read or steered. Others would be compiled for few requests, and would return up
-    to ``max_num_batched_tokens`` activations at once.
+    With ``variants`` the buckets that decode or score exist with each choice of them. Others would
+    be compiled for few requests, and a step that taps would return up to ``max_num_batched_tokens``
+    activations at once.
 
     If the engine ``pools``, which draws no tokens, there are only prefill buckets.
     """
@@ -75,8 +77,9 @@ def bucket_table(
         )
         for rows, chunk in shapes
     )
-    tapping = (b for b in plain if taps and (b.scores or not b.num_prefills))
-    return (*plain, *(replace(bucket, taps=True) for bucket in tapping))
+    varied = [b for b in plain if b.scores or not b.num_prefills]
+    _, *others = choices(variants)
+    return (*plain, *(replace(bucket, variants=own) for own in others for bucket in varied))
 
 
 def _mixed_chunks(rows: int, max_mixed: int, start: int, factor: int) -> list[int]:

@@ -21,6 +21,7 @@ import msgspec
 
 from jaxinfer.core.config import Limits, compiler_environment
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
@@ -51,7 +52,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         """The fingerprint of a program's executables on this machine."""
         return cls(
             of_machine(program.placement),
-            of_model(program.model),
+            of_model(program.model) | of_drafter(program.drafter),
             of_limits(program.limits),
             of_pins(program.pins),
         )
@@ -115,7 +116,7 @@ def _version(package: str) -> str:
 
 
 def of_model(model: Model) -> dict[str, str]:
-    """The family, its sources, every field of the config, and the forms of quantised weights."""
+    """The family, its sources and calls, every field of the config, forms of quantised weights."""
     config = model.config
     values = {field.name: str(getattr(config, field.name)) for field in fields(config)}
     values |= _of_layers(config.layers)
@@ -124,7 +125,8 @@ def of_model(model: Model) -> dict[str, str]:
         forms.setdefault(str(form), []).append(name)
     weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
     sources = family_digest(family_module(model.family))
-    return {"family": model.family.name, "family sources": sources, **values, **weights}
+    calls = {f"call {c.name}": family_digest(c.function.__module__) for c in model.family.calls}
+    return {"family": model.family.name, "family sources": sources, **values, **weights, **calls}
 
 
 def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
@@ -140,6 +142,18 @@ def _of_layers(layers: Sequence[LayerSpec]) -> dict[str, str]:
         name: each[0] if len(set(each)) == 1 else " ".join(each) for name, each in found.items()
     }
     return {"layers": " ".join(str(kinds.index(layer)) for layer in layers), **values}
+
+
+def of_drafter(drafter: Drafter | None) -> dict[str, str]:
+    """The name, sources and shapes of a drafter."""
+    if drafter is None:
+        return {}
+    shapes = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in drafter.weights())
+    return {
+        "drafter": f"{drafter.name} of {drafter.count} tokens",
+        "drafter sources": family_digest(drafter.propose.__module__),
+        "drafter arrays": " ".join((*shapes, str(drafter.state))),
+    }
 
 
 def of_limits(limits: Limits) -> dict[str, str]:

@@ -19,26 +19,20 @@ import jax
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.shapes import round_up
-from jaxinfer.core.step import Bucket
+from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
-from jaxinfer.exec.compile.program import EXTRAS, SCORE, Program
-from jaxinfer.exec.step.extras import BLOCK
-from jaxinfer.exec.step.sampling import LOGPROBS_WIDTH
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.weight import matrices
 from pallas_kernels.quantised import Quantised
 
 MB = 1_000_000
-# Live arrays float32[rows, V] while tokens are drawn, and float32[block, V] while prompts are
-# scored. Measured on a CPU: 6, with extras 7; and 2.
-SAMPLING_COPIES = 8
-SCORE_COPIES = 4
 # Quantised matrices that XLA holds dequantised at a time on a GPU, where it runs kernels in order.
 DEQUANTISED_COPIES = 2
 TAPS_COPIES = 3  # live activations at points: themselves, what is added, the array of all
-HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; measured on a CPU: 10
 # Unplanned memory of a GPU: code and constants of executables, results of steps in flight (among
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
 RESERVE_BYTES = 256 << 20
@@ -220,11 +214,14 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     sizes = sizes_by_form(model.param_specs, model.config.dtype)
     # staging buffers; batches of one size share them, and a CPU has none
     batches = {4 * program.layout(b).size for b in limits.buckets} if device is not None else ()
+    weights = {form: size.nbytes for form, size in sizes.items()}
+    if program.drafter_weights:
+        weights["drafter"] = tree_bytes(program.drafter_weights)
     return MemoryPlan(
-        weights={form: size.nbytes for form, size in sizes.items()},
+        weights=weights,
         page_bytes=tuple(limits.page_size * each for each in state.bytes_per_entry),
         num_pages=limits.num_pages,
-        slot_bytes=tree_bytes(program.slots()) + tree_bytes(program.steering()),
+        slot_bytes=tree_bytes((program.slots(), program.own_arrays())),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
         batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
         workspaces=_workspaces(program),
@@ -239,19 +236,18 @@ def reserve_bytes(model: Model) -> int:
 
 
 def _workspaces(program: Program) -> dict[str, int]:
-    """The bound of each executable's workspace, by name; that of ``ADMIT`` is negligible."""
+    """The bound of each executable's workspace, by name; that of some calls is negligible."""
     model, limits = program.model, program.limits
     bounds = {bucket.name: step_bound(program, bucket) for bucket in limits.buckets}
     tapped = TAPS_COPIES * model.config.dtype.itemsize * sum(p.width for p in limits.points)
     for bucket in limits.buckets:
-        bounds[bucket.name] += tapped * bucket.num_tokens if bucket.taps else 0
+        bounds[bucket.name] += tapped * bucket.num_tokens if TAPS in bucket.variants else 0
     if program.platform == "gpu":  # prompts dequantise
         each = DEQUANTISED_COPIES * _largest_quantised(model) * model.config.dtype.itemsize
         bounds = {name: bound + each for name, bound in bounds.items()}
-    for rows in program.extras_rows:
-        bounds[f"{EXTRAS}{rows}"] = extras_bound(model, rows, limits.max_model_len)
-    for tokens in sorted({b.num_prefill_tokens for b in limits.buckets if b.scores}):
-        bounds[f"{SCORE}{tokens}"] = score_bound(model, tokens)
+    for call in program.calls:
+        if (bound_of := call.workspace) is not None:
+            bounds |= {call.executable(n): bound_of(program, n) for n in call.sizes(program)}
     return bounds
 
 
@@ -273,19 +269,6 @@ def step_bound(program: Program, bucket: Bucket) -> int:
     if program.limits.pooling:
         logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
     return logits + activations * config.dtype.itemsize + experts
-
-
-def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
-    """A bound on the bytes of a call that draws ``rows`` rows with extras."""
-    logits = SAMPLING_COPIES * rows * model.config.vocab_size
-    return 4 * (logits + HISTORY_COPIES * min(rows, BLOCK) * max_model_len)
-
-
-def score_bound(model: Model, num_tokens: int) -> int:
-    """A bound on the bytes of a call that scores prompt tokens: logits of a block, and results."""
-    logits = SCORE_COPIES * min(num_tokens, BLOCK) * model.config.vocab_size
-    results = 2 * LOGPROBS_WIDTH * num_tokens
-    return 4 * (logits + results) + model.config.hidden_size * num_tokens * 4
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:

@@ -5,45 +5,26 @@ It needs shapes only, no weights and no device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from string import digits
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.core.config import Limits
-from jaxinfer.core.constraint import BITS
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.core.shapes import cdiv, ladder, round_up
-from jaxinfer.core.step import Bucket, SlotAdmission
-from jaxinfer.exec.step.batch import BatchLayout
-from jaxinfer.exec.step.drafts import Drafter
-from jaxinfer.exec.step.extras import BLOCK, ExtrasFunction, pack_extras, scored
+from jaxinfer.core.step import TAPS, Bucket
+from jaxinfer.exec.calls.call import Call
+from jaxinfer.exec.calls.steer import tables
+from jaxinfer.exec.calls.table import CALLS
+from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from jaxinfer.exec.step.points import Steering, StepEdits, steered
-from jaxinfer.exec.step.slots import SlotState, admit, empty_rows, init_slots, slot_rows
-from jaxinfer.models.base import Model, Params, head_params
-from jaxinfer.models.params import nested
-from jaxinfer.nn.placement import Placement, default_placement
-from jaxinfer.nn.state import State
-from pallas_kernels.mask.api import reads_board
-from pallas_kernels.pins import LINKS, Pins
-from pallas_kernels.registry import UnfitKernel, current_platform
+from pallas_kernels.pins import LINKS
+from pallas_kernels.registry import UnfitKernel
 
-ADMIT = "admit"
-EXTRAS = "extras"  # prefix of executables that draw with extras; the number of rows follows
-SCORE = "score"  # prefix of executables that score prompts; the number of tokens follows
-STEER = "steer"  # writes the steering of a request into its slot
 FIRST = "_first"  # suffix of the first executable of a split step
-ROWS_PER_ADMIT = 8  # slots that a call of ``ADMIT`` fills on a GPU
 # Up to this many decode rows, let XLA autotune matmuls (Triton or cuBLAS). The head's matmul is
 # then bound by memory, and Triton's reaches that bound (Qwen3-4B, H200, 8 rows: 176 us). For larger
 # steps cuBLAS's default is as fast as the autotuned choice (4,096 tokens: 57.5 ms, autotuned 58.0;
@@ -56,10 +37,6 @@ NO_REMATERIALIZATION = MappingProxyType({"xla_disable_hlo_passes": "rematerializ
 # From this many tokens on, kernels are launched without a CUDA graph, as the host launches them
 # much faster than the device runs them. A graph would not start sooner, and needs host memory.
 NO_GRAPH_TOKENS = 1024
-MIN_EXTRAS_ROWS = 8  # rows of a GPU's smallest executable that draws with extras; a CPU's has 1
-# Of a CPU's largest one. With 32 rows of 49,152 glibc maps 37 MB anew at each call: 14 ms, not 5.
-MAX_EXTRAS_ROWS_ON_CPU = 8
-EXTRAS_ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 # The first executable of a split prompt step has 1/4 of the layers (``forward``), which keep the
 # device busy while the host launches the others. Qwen3-4B, H200, 512 tokens: 7.7 ms (a sixth of
 # the layers: 7.9, not split: 8.3).
@@ -70,22 +47,12 @@ MAX_SPLIT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Program:
-    """Everything that determines the compiled executables: model, limits, platform, placement.
+class Program(EngineShape):
+    """The executables of an engine: a step for each bucket, which serves every request, and calls.
 
-    Each bucket has one step, which serves every request. Extras are computed by a few small
-    executables after the step (``exec.step.extras``), so only the number of a request's tokens
-    determines its bucket.
+    Extras are computed by calls after the step (``exec.calls``), so only the number of a request's
+    tokens determines its bucket.
     """
-
-    model: Model
-    limits: Limits
-    platform: str = field(default_factory=current_platform)
-    pins: Pins = Pins()
-    placement: Placement = field(default_factory=default_placement)
-    drafter: Drafter | None = None
-    # functions that every step applies: executables with some must not be saved for other engines
-    edits: StepEdits | None = None
 
     def __post_init__(self) -> None:
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
@@ -93,8 +60,8 @@ class Program:
         assert own == planned, f"limits are for groups {planned}, the model has {own}"
         align, planned = self.model.state.align, self.limits.align
         assert align == planned, f"limits align chunks to {planned} tokens, the model to {align}"
-        query_tokens = 1 if self.drafter is None else 1 + self.drafter.count
-        assert self.limits.query_tokens == query_tokens, "the drafter fills the decode rows"
+        count = 0 if self.drafter is None else self.drafter.count
+        assert self.limits.query_tokens <= 1 + count, "the drafter fills the decode rows"
         assert self.drafter is None or not self.limits.points, "drafts are not tapped"
         assert self.edits is None or not self.limits.points, "a step has edits or tapped points"
         decodes = any(bucket.num_decodes for bucket in self.limits.buckets)
@@ -109,86 +76,18 @@ class Program:
         assert has_state or not snapshots, "snapshots of a model without state for each sequence"
         assert snapshots or not (has_state and reuses), "prefix caching needs snapshots of state"
 
-    def layout(self, bucket: Bucket) -> BatchLayout:
-        """The wire layout of a bucket's batch."""
-        return BatchLayout.of(bucket, self.limits)
-
-    @cached_property  # used for each trace
-    def params(self) -> Params:
-        """The abstract weights."""
-        abstract, arrays = self.placement.abstract, self.model.arrays
-        return nested({path: abstract(a.shape, a.dtype, a.axes) for path, a in arrays.items()})
-
-    def state(self) -> State:
-        """The abstract layer state: the page pool, and the entries of slots and snapshots."""
-        limits = self.limits
-        sizes = (limits.num_pages, limits.page_size, limits.num_state_rows)
-        return self.model.state.abstract(*sizes, self.placement)
-
-    def slots(self) -> SlotState:
-        """The abstract slot state, which is replicated on every device."""
-        made = jax.eval_shape(self.zero_slots)
-        return jax.tree.map(lambda a: self.placement.abstract(a.shape, a.dtype), made)
-
-    def steering(self) -> Steering:
-        """The abstract steering of slots, replicated; a table for each point."""
-        rows = self.limits.max_num_seqs + 1
-        widths = (point.width for point in self.limits.points)
-        return tuple(self.placement.abstract((rows, width), jnp.float32) for width in widths)  # type: ignore[misc]
-
-    def zero_slots(self) -> SlotState:
-        """The initial slot state."""
-        config, limits = self.model.config, self.limits
-        drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), config.dtype)
-        if self.limits.pooling:
-            drawn_from = jax.ShapeDtypeStruct((config.hidden_size,), jnp.float32)
-        elif self.keeps_logits:
-            drawn_from = jax.ShapeDtypeStruct((config.vocab_size,), jnp.float32)
-        sizes = (limits.max_num_seqs, limits.max_model_len)
-        return init_slots(*sizes, drawn_from, has_drafts=self.drafter is not None)
-
-    def admission_rows(self, admissions: Sequence[SlotAdmission]) -> np.ndarray:
-        """The argument of an ``ADMIT`` call."""
-        limits = self.limits
-        empty = empty_rows(self.rows_per_admit, limits.max_num_seqs, limits.max_model_len)
-        return slot_rows(admissions, empty, self.model.config.vocab_size)
-
-    @property
-    def keeps_logits(self) -> bool:
-        """True if slots keep the logits that a token was drawn from, or else its hidden state.
-
-        With logits, extras need not compute them again. On a CPU 16 rows are small, and the head's
-        matmul takes half as long as a step of SmolLM2-135M. On a GPU 512 rows of Qwen3-4B are
-        311 MB, and the head's matmul takes 0.26 ms (H100).
-        """
-        return self.platform == "cpu"
-
-    @property
-    def draws_once(self) -> bool:
-        """True if draws with extras do only what is needed: ``ExtrasFunction.draws_once``."""
-        return self.platform == "cpu"
-
-    @property
-    def reads_masks(self) -> bool:
-        """True if steps wait for masks on the mask board; else rows with masks are drawn again."""
-        return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
+    @cached_property  # used for each step
+    def calls(self) -> tuple[Call, ...]:
+        """The calls that requests can need: the library's, and those of the model's family."""
+        own = self.model.family.calls
+        assert not {c.name for c in CALLS} & {c.name for c in own}, "calls of one name"
+        known = (*CALLS, *own)
+        return tuple(call for call in known if call.sizes(self))
 
     @cached_property
-    def mask_words(self) -> int:
-        """W: the uint32 words of a mask of the vocabulary."""
-        return cdiv(self.model.config.vocab_size, BITS)
-
-    @cached_property  # used for each step
-    def extras_rows(self) -> tuple[int, ...]:
-        """The rows of each executable that draws with extras; () in an engine that pools."""
-        if self.limits.pooling:
-            return ()
-        most = self.limits.max_num_seqs
-        first = min(MIN_EXTRAS_ROWS, most)
-        if self.platform == "cpu":
-            first, most = 1, min(MAX_EXTRAS_ROWS_ON_CPU, most)
-        sizes = ladder(first, most, EXTRAS_ROWS_FACTOR)
-        return tuple(size if size <= BLOCK else round_up(size, BLOCK) for size in sizes)
+    def _by_name(self) -> dict[str, tuple[Call, int]]:
+        """The call and the size of each executable that is no step."""
+        return {c.executable(size): (c, size) for c in self.calls for size in c.sizes(self)}
 
     def trace(self, name: str) -> jax.stages.Traced:
         """Trace one executable, by name; raises ``ConfigError`` for a kernel that cannot run."""
@@ -200,57 +99,22 @@ class Program:
     def _trace(self, name: str) -> jax.stages.Traced:
         if name in self._steps:
             return self._trace_step(name)
-        config, limits = self.model.config, self.limits
-        if name == ADMIT:
-            return jax.jit(admit, donate_argnums=0).trace(self.slots(), self.admission_rows(()))
-        if name == STEER:
-            wire = jax.ShapeDtypeStruct((1 + sum(p.width for p in limits.points),), jnp.int32)
-            return jax.jit(steered, donate_argnums=0).trace(self.steering(), wire)
-        kind, count = _kind_and_count(name)
-        head = head_params(self.params)
-        if kind == EXTRAS:
-            draw = ExtrasFunction(self.model, count, self.keeps_logits, self.pins, self.draws_once)
-            wire = pack_extras((), count, limits.max_num_seqs)
-            masks = jax.ShapeDtypeStruct((count, self.mask_words), jnp.uint32)
-            return jax.jit(draw, donate_argnums=1).trace(head, self.slots(), wire, masks)
-        hidden = jax.ShapeDtypeStruct((count, config.hidden_size), config.dtype)
-        assert kind == SCORE, name
-        targets = jax.ShapeDtypeStruct((count,), jnp.int32)
-        score = jax.jit(scored, static_argnums=(0, 4))
-        return score.trace(self.model, head, hidden, targets, self.pins)
+        call, size = self._by_name[name]
+        return call.trace(self, size)
 
     def _trace_step(self, name: str) -> jax.stages.Traced:
         bucket, part = self._steps[name]
         function, config = self._function(bucket, part), self.model.config
         arguments = self._arguments(function)
-        if bucket.taps:
-            return self._trace_shares(function.tapped, (*arguments, self.steering()))
+        trace, donated = self.placement.trace, (1, 2)  # state and slots
+        if TAPS in bucket.variants:
+            return trace(function.tapped, (*arguments, tables(self)), donated)
         if part.layers.stop < len(config.layers):
-            return self._trace_shares(function.first_part, arguments, keeps_slots=True)
+            return trace(function.first_part, arguments, (1,))
         if part.layers.start:
             stream = jax.ShapeDtypeStruct((bucket.num_tokens, config.stream_width), config.dtype)
             arguments = (*arguments, stream)
-        return self._trace_shares(function.last_part, arguments)
-
-    def _trace_shares(
-        self, step: Callable[..., Any], arguments: tuple[Any, ...], *, keeps_slots: bool = False
-    ) -> jax.stages.Traced:
-        """Trace a step, on several devices with each one's share of weights and state.
-
-        Its other arguments and results are whole on each device, and equal. The state, the second
-        argument, is donated, and the slots unless it ``keeps_slots``.
-        """
-        if self.placement.num_devices > 1:
-            given = jax.tree.map(_partition, arguments)
-            whole = (PartitionSpec(),) if keeps_slots else (PartitionSpec(), PartitionSpec())
-            step = jax.shard_map(
-                step,
-                mesh=self.placement.mesh,
-                in_specs=given,
-                out_specs=(given[1], *whole),
-                check_vma=False,  # it does not know this library's kernels
-            )
-        return jax.jit(step, donate_argnums=1 if keeps_slots else (1, 2)).trace(*arguments)
+        return trace(function.last_part, arguments, donated)
 
     def _function(self, bucket: Bucket, part: Part) -> StepFunction:
         return StepFunction(
@@ -262,7 +126,7 @@ class Program:
             copies_batch=self.platform != "cpu",
             reads_masks=self.reads_masks,
             drafter=self.drafter,
-            points=self.limits.points if bucket.taps else (),
+            points=self.limits.points if TAPS in bucket.variants else (),
             pooling=self.limits.pooling,
             edits=self.edits,
             axis=self.placement.axis,
@@ -270,20 +134,27 @@ class Program:
 
     def _arguments(self, function: StepFunction) -> tuple[Any, ...]:
         weights, state, own = flat_params(self.model, self.params), self.state(), function.part
+        ends = own.layers.stop == len(self.model.config.layers)
         return (
-            tuple(weights[i] for i in own.weights),
+            (*(weights[i] for i in own.weights), *(self.drafter_weights if ends else ())),
             tuple(state[i] for i in own.arrays),
             self.slots(),
             function.layout.abstract(),
         )
+
+    @property
+    def drafter_weights(self) -> list[jax.ShapeDtypeStruct]:
+        """The abstract parameters of the drafter, arguments of a step after the model's weights."""
+        leaves = () if self.drafter is None else self.drafter.weights()
+        return [self.placement.abstract(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def compiler_options(self, name: str) -> dict[str, Any]:
         """XLA's compiler options for one executable, by name."""
         if self.platform == "cpu":
             return {}
         is_step = name in self._steps
-        # the rows of the head's matmul are decode rows
-        bucket = self._steps[name][0] if is_step else Bucket(_kind_and_count(name)[1])
+        # the rows of the head's matmul are decode rows, and the sizes of calls
+        bucket = self._steps[name][0] if is_step else Bucket(self._by_name[name][1])
         options: dict[str, Any] = dict(NO_REMATERIALIZATION)
         decodes_few = bucket.num_seqs <= AUTOTUNED_ROWS and not bucket.num_prefills
         # XLA does not use cuBLAS for a matrix and one vector: without Triton it multiplies in
@@ -314,7 +185,7 @@ class Program:
         them. Buckets that score are not, as they are rarely used.
         """
         only_prompts = 0 < bucket.num_prefill_tokens <= MAX_SPLIT_TOKENS and not (
-            bucket.num_decodes or bucket.scores or bucket.taps or self.edits
+            bucket.num_decodes or bucket.scores or bucket.variants or self.edits
         )
         return self.platform != "cpu" and only_prompts and len(self.parts) > 1
 
@@ -334,26 +205,21 @@ class Program:
 
     def names(self) -> tuple[str, ...]:
         """The names of all executables that requests can need."""
-        sizes = sorted({b.num_prefill_tokens for b in self.limits.buckets if b.scores})
-        return (
-            ADMIT,
-            *([STEER] if self.limits.points else []),
-            *(f"{EXTRAS}{rows}" for rows in self.extras_rows),
-            *(f"{SCORE}{size}" for size in sizes),
-            *self._steps,
-        )
+        return (*self._by_name, *self._steps)
 
     def names_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the executables that a step of this bucket may call; others are shared."""
         parts = (bucket.name + FIRST, bucket.name) if self.is_split(bucket) else (bucket.name,)
-        tokens = bucket.num_prefill_tokens
-        score = (f"{SCORE}{tokens}",) if bucket.scores else ()
-        return (*parts, *score)
+        return (*parts, *(call.executable(size) for call, size in self.calls_of(bucket)))
 
-    @property
-    def rows_per_admit(self) -> int:
-        """The number of slots that a call of ``ADMIT`` fills: a launch takes longer than a call."""
-        return 1 if self.platform == "cpu" else ROWS_PER_ADMIT
+    def own_arrays(self) -> dict[str, Any]:
+        """The abstract arrays that calls own, by the call's name."""
+        return {call.name: call.owns(self) for call in self.calls if call.owns is not None}
+
+    def calls_of(self, bucket: Bucket) -> list[tuple[Call, int]]:
+        """The calls that only steps of this bucket make, with the size of each."""
+        own = ((c, c.size_of_bucket(bucket)) for c in self.calls if c.size_of_bucket)
+        return [(call, size) for call, size in own if size]
 
     @cached_property
     def _steps(self) -> dict[str, tuple[Bucket, Part]]:
@@ -365,14 +231,3 @@ class Program:
             names = (bucket.name + FIRST, bucket.name)[-len(parts) :]
             steps |= {name: (bucket, part) for name, part in zip(names, parts, strict=True)}
         return steps
-
-
-def _partition(array: Any) -> PartitionSpec:
-    sharding = getattr(array, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-
-
-def _kind_and_count(name: str) -> tuple[str, int]:
-    """The kind of an executable that is not a step, and the number at the end of its name, or 0."""
-    kind = name.rstrip(digits)
-    return kind, int(name[len(kind) :] or 0)

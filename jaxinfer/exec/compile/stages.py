@@ -18,9 +18,10 @@ def first_buckets(program: Program) -> tuple[Bucket, ...]:
     """The buckets with which an engine can begin to serve while the others are compiled.
 
     One that decodes and one that scores hold every step of up to ``FIRST_ROWS`` sequences, and
-    likewise those that tap; with one row a single user's requests are fast. XLA autotunes small
-    decode steps, unless their head is quantised: that needs free memory and a device without other
-    work. On a CPU these are all, as compiling beside requests would take the cores from them.
+    likewise for each choice of variants; with one row a single user's requests are fast. XLA
+    autotunes small decode steps, unless their head is quantised: that needs free memory and a
+    device without other work. On a CPU these are all, as compiling beside requests would take the
+    cores from them.
     """
     buckets = program.limits.buckets
     if program.platform == "cpu":
@@ -32,11 +33,11 @@ def first_buckets(program: Program) -> tuple[Bucket, ...]:
     most = min(enough, default=program.limits.max_num_seqs)
     needed = {
         max(
-            (b for b in kind if b.taps == taps and b.num_decodes <= most),
+            (b for b in kind if b.variants == variants and b.num_decodes <= most),
             key=lambda b: (b.num_decodes, b.num_tokens),
         )
         for kind in (decode, scoring)
-        for taps in {b.taps for b in kind}
+        for variants in {b.variants for b in kind}
     }
     tuned = AUTOTUNED_ROWS if _autotunes(program) else 1
     return tuple(b for b in buckets if b in needed or (b in decode and b.num_seqs <= tuned))
@@ -61,6 +62,8 @@ def in_order_of_use(program: Program, names: Iterable[str]) -> list[str]:
 
     Until a bucket is there, its steps use a larger one, and a small step loses most by that.
     """
-    buckets = sorted(program.limits.buckets, key=lambda bucket: (bucket.taps, bucket.num_tokens))
+    buckets = sorted(
+        program.limits.buckets, key=lambda bucket: (bucket.variants, bucket.num_tokens)
+    )
     order = [name for bucket in buckets for name in program.names_of(bucket)]
     return sorted(names, key=order.index)

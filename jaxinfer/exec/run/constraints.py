@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.core.constraint import TokenFilter
+from jaxinfer.core.constraint import ALL_TOKENS, TokenFilter
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import ScheduledSeq, SlotAdmission
@@ -25,8 +25,6 @@ from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.step.batch import MASK_PLACE
 from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE
 from jaxinfer.text.grammar.constraint import fill_masks
-
-ALL_TOKENS = 0xFFFF_FFFF  # a word of a mask that allows its 32 tokens
 
 
 @dataclass

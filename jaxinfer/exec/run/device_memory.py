@@ -20,7 +20,6 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.exec.compile.memory_plan import MB, DeviceMemory, MemoryPlan, shown, tree_bytes
 from jaxinfer.exec.compile.program import NO_REMATERIALIZATION, Program
 from jaxinfer.exec.run.cuda_driver import card_bytes
-from jaxinfer.exec.step.points import Steering
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.nn.state import State
 
@@ -153,20 +152,16 @@ def init_state(program: Program) -> tuple[State, SlotState]:
     return compile_init_state(program)()
 
 
-def no_steering(program: Program) -> Steering:
-    """The tables of ``Program.steering`` before any request is steered: zeros.
+def init_own_arrays(program: Program) -> dict[str, Any]:
+    """The arrays of ``Program.own_arrays`` before any call: zeros.
 
     It raises ``EngineError`` if the device does not have that much free memory.
     """
-    abstract = program.steering()
+    abstract = program.own_arrays()
     with allocating(tree_bytes(abstract)):
-        zeros = (np.zeros(table.shape, table.dtype) for table in abstract)
-        return jax.block_until_ready(tuple(map(program.placement.put, zeros)))
-
-
-def is_intact(state: Any) -> bool:
-    """True if no array of a tree has been deleted, so that no failed call has consumed it."""
-    return not any(array.is_deleted() for array in jax.tree.leaves(state))
+        put = program.placement.put
+        made = jax.tree.map(lambda one: put(np.zeros(one.shape, one.dtype)), abstract)
+        return jax.block_until_ready(made)
 
 
 @contextmanager

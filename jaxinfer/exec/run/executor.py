@@ -1,8 +1,6 @@
 """Runs compiled steps: holds weights, layer state, slots and executables.
 
-A step is a sequence of up to five kinds of calls: ``ADMIT`` for requests whose slots need more than
-settings, ``STEER`` for steered requests, the step of the bucket, then draws with extras and scores
-of prompts.
+A step of a bucket has calls before and after it, as the records of ``exec.calls`` say.
 
 The mask of a constrained row depends on its token in the step before. If that step is in flight,
 the mask is written when it is collected, to the mask board or for draws that are launched then. At
@@ -13,9 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from itertools import batched
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +20,13 @@ import numpy as np
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.request import Request
-from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
+from jaxinfer.core.step import TAPS, Bucket, StepPlan, StepResult
+from jaxinfer.exec.calls.call import Call, Launch, Work
 from jaxinfer.exec.compile.build import Compiled, Executables
-from jaxinfer.exec.compile.program import ADMIT, EXTRAS, FIRST, SCORE, STEER, Program
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
-from jaxinfer.exec.run.device_memory import compile_init_state, is_intact, no_steering
+from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
@@ -43,14 +40,10 @@ from jaxinfer.exec.run.in_flight import (
     tokens_of_rows,
 )
 from jaxinfer.exec.run.mask_board import MaskBoard
-from jaxinfer.exec.run.prompts import with_prompts
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
-from jaxinfer.exec.step.extras import pack_extras
-from jaxinfer.exec.step.forward import StepOutput, flat_params
-from jaxinfer.exec.step.points import Steering, pack_steering
 from jaxinfer.exec.step.slots import SlotState, settings_of
-from jaxinfer.models.base import Params, head_params
+from jaxinfer.models.base import Params
 from jaxinfer.nn.state import State
 
 WARM_UP_RUNS = 2  # of a decode step on a GPU: the first loads its kernels, the second is recorded
@@ -68,20 +61,26 @@ class Executor:
         slots: SlotState,
     ) -> None:
         self._program = program
-        self._by_name = dict(executables.by_name)
-        self.replace_weights(params)
-        limits = program.limits
-        self._state = state
-        self._slots = slots
-        self._steering = no_steering(program)
+        self._arrays = DeviceArrays(program, executables.by_name, params, state, slots)
         self._requests: dict[int, Request] = {}  # of each slot
         self._slots_with_extras: set[int] = set()
         self._constraints = Constraints(program.mask_words, MaskBoard.of_program(program))
         self._in_flight: deque[InFlight] = deque()  # launched and not collected
-        rows = max([*(bucket.num_draws for bucket in limits.buckets), *program.extras_rows])
+        sizes = [
+            size for call in program.calls if call.when == "draw" for size in call.sizes(program)
+        ]
+        rows = max([*(bucket.num_draws for bucket in program.limits.buckets), *sizes])
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_device(program.placement.device)
-        self._layouts = {bucket: program.layout(bucket) for bucket in limits.buckets}
+        self._calls_of_prompts = _calls(program.calls)
+        self._calls_of_decodes = _calls(call for call in program.calls if call.is_for_decodes)
+        self._draws = [call for call in program.calls if call.when == "draw"]
+        self._layouts = {bucket: program.layout(bucket) for bucket in program.limits.buckets}
+
+    @property
+    def params(self) -> Params | None:
+        """The weights that the next launch reads; None if no weights are held."""
+        return self._arrays.params
 
     def replace_weights(self, params: Params | None) -> None:
         """Let later launches read these weights; steps in flight keep the old ones.
@@ -89,11 +88,7 @@ class Executor:
         The caller has checked shapes, dtypes and devices. With None no weights are held until the
         next call; the old ones are not deleted, as a user may hold them.
         """
-        flat = () if params is None else flat_params(self._program.model, params)
-        parts = self._program.parts if flat else ()
-        self._weights_of_parts = [tuple(flat[i] for i in own.weights) for own in parts]
-        self._weights, self._head = flat, head_params(params or {})
-        self.params = params
+        self._arrays.replace_weights(params)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """See ``StepExecutor``."""
@@ -101,33 +96,22 @@ class Executor:
 
     def free_state(self) -> None:
         """See ``StepExecutor``."""
-        for array in jax.tree.leaves(self._own_arrays):
-            array.delete()
+        self._arrays.free()
 
     def make_state(self) -> None:
         """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
-        self._state, self._slots = self._new_state()
-        self._steering = no_steering(self._program)
-
-    @property
-    def _own_arrays(self) -> tuple[State, SlotState, Steering]:
-        """The arrays on the device that calls consume and replace."""
-        return self._state, self._slots, self._steering
-
-    @cached_property  # compiled when the engine wakes for the first time
-    def _new_state(self) -> Callable[[], tuple[State, SlotState]]:
-        return compile_init_state(self._program)
+        self._arrays.make()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets whose executables are loaded."""
-        names_of, loaded = self._program.names_of, self._by_name.keys()
+        names_of, loaded = self._program.names_of, self._arrays.executables.keys()
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
 
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
         """Add later executables; returns the buckets now complete."""
         before = self.buckets
-        self._by_name |= loaded
+        self._arrays.executables |= loaded
         return tuple(bucket for bucket in self.buckets if bucket not in before)
 
     def warm_up(self) -> None:
@@ -138,17 +122,19 @@ class Executor:
         short compared with their own time. On a CPU only the smallest step runs, which starts XLA's
         threads.
         """
-        buckets = sorted(self.buckets, key=lambda b: (b.num_tokens, b.taps), reverse=True)
+        buckets = sorted(self.buckets, key=lambda b: (b.num_tokens, b.variants), reverse=True)
         if self._program.platform == "cpu":
             self.run_once(buckets[-1:])
             return
         self.run_once(buckets)
-        self._admit(self._program.admission_rows(()))
-        if points := self._program.limits.points:
-            values = bytes(4 * sum(point.width for point in points))
-            self._steer(pack_steering(self._program.limits.max_num_seqs, values))
-        for count in self._program.extras_rows:
-            jax.block_until_ready(self._draw_with_extras((), (), count).output)
+        for call in self._program.calls:
+            if call.size_of_bucket is None:  # else it has run with its bucket
+                for size in call.sizes(self._program):
+                    empty = call.empty(self._program, size)
+                    if call.when == "draw":
+                        jax.block_until_ready(self._draw(empty).output)
+                    else:
+                        jax.block_until_ready(self._arrays.call(empty, None))
 
     def run_once(self, buckets: Sequence[Bucket]) -> None:
         """Run the steps of these buckets on padding."""
@@ -156,12 +142,13 @@ class Executor:
         for bucket in buckets:
             for _ in range(WARM_UP_RUNS if on_gpu and not bucket.num_prefills else 1):
                 prepared = self._prepare(StepPlan(-1, bucket, (), (), ()))
-                if bucket.scores and on_gpu:
-                    targets = np.full(bucket.num_prefill_tokens, -1, np.int32)
-                    prepared = msgspec.structs.replace(prepared, targets=targets)
+                if on_gpu:
+                    calls = self._program.calls_of(bucket)
+                    empty = (call.empty(self._program, size) for call, size in calls)
+                    prepared = msgspec.structs.replace(prepared, after=tuple(empty))
                 step = self._launch_prepared(prepared, {})
                 self._tokens_of(step)
-                jax.block_until_ready(step.scores)
+                jax.block_until_ready(step.results)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Queue one step and return without waiting for it.
@@ -180,7 +167,7 @@ class Executor:
         try:
             step = self._launch_prepared(prepared, failed)
         except Exception as error:
-            if is_intact(self._own_arrays):
+            if self._arrays.is_intact:
                 raise
             raise device_failed(plan, error) from error
         self._in_flight.append(step)
@@ -229,7 +216,7 @@ class Executor:
         return self._prepare(only_rows(plan, others)), failed
 
     def _prepare(self, plan: StepPlan) -> Prepared:
-        rows, prefills = plan.rows, plan.prefills
+        rows, prefills, taps = plan.rows, plan.prefills, TAPS in plan.bucket.variants
         requests = tuple([self._requests[row.slot] for row in rows])
         slots, awaited = self._slots_with_extras, self._constraints.awaited
         waits = [row.samples and row.slot in awaited for row in rows] if awaited else ()
@@ -239,18 +226,26 @@ class Executor:
         if prefills:
             drawn_later = self._constraints.needs_extras if self._program.draws_once else None
             settings = settings_of(requests[len(plan.decodes) :], drawn_later)
-        steered = [one.steering is not None for one in requests] if plan.bucket.taps else ()
+        steered = [one.steering is not None for one in requests] if taps else ()
         prepared = Prepared(
             plan,
             requests,
             batch=pack(plan, self._layouts[plan.bucket], settings, steered, masked),
             masked=masked,
-            extras=tuple(batched(extras, self._program.extras_rows[-1])) if extras else (),
+            extras=tuple(extras),
             is_constrained=any([requests[i].constraint is not None for i in extras]),
             needs_logprobs=any([requests[i].sampling.logprobs is not None for i in extras]),
-            needs_taps=plan.bucket.taps and any([one.sampling.taps for one in requests]),
+            needs_taps=taps and any([one.sampling.taps for one in requests]),
         )
-        return with_prompts(prepared, self._program) if prefills else prepared
+        before, after = self._calls_of_prompts if prefills else self._calls_of_decodes
+        if not before and not after:
+            return prepared
+        program, work = self._program, Work(plan, requests)
+        return msgspec.structs.replace(
+            prepared,
+            before=tuple([one for call in before for one in call.launches(program, work)]),
+            after=tuple([one for call in after for one in call.launches(program, work)]),
+        )
 
     def _launch_prepared(self, prepared: Prepared, failed: dict[RowKey, EngineError]) -> InFlight:
         bucket = prepared.plan.bucket
@@ -259,16 +254,16 @@ class Executor:
         if prepared.masked:
             mask_number = self._constraints.begin(prepared, known=not self._in_flight)
         staged = self._staged(prepared.batch)
-        for rows in prepared.admissions:
-            self._admit(rows)
-        for wire in prepared.steers:
-            self._steer(wire)
-        output = self._launch_step(bucket, staged)
+        for launch in prepared.before:
+            self._arrays.call(launch, None)
+        output = self._arrays.step(bucket, staged)
         self._read_later(output.token_ids, staged)
-        scores = None
-        if prepared.targets is not None:
-            name = f"{SCORE}{len(prepared.targets)}"
-            scores = self._read_back(name, self._head, output.hidden, prepared.targets)
+        results: dict[str, Any] = {}
+        for launch in prepared.after:
+            result = self._arrays.call(launch, output)
+            if launch.call.has_result:
+                results[launch.call.name] = result
+                jax.tree.map(self._copy_to_host, result)
         if (pooled := output.pooled) is not None:
             self._copy_to_host(pooled)
         taps = output.taps if prepared.needs_taps else None
@@ -276,19 +271,20 @@ class Executor:
             self._copy_to_host(taps)
         # the hidden states, which are as large as a layer's, are released here
         drawn = output.token_ids, place[-1], mask_number
-        step = InFlight(prepared, *drawn, [], scores, failed, pooled, taps)
+        step = InFlight(prepared, *drawn, [], results, failed, pooled, taps)
         if prepared.extras and not (prepared.needs_masks and self._in_flight):
             self._draw_all_extras(step)
         return step
 
     def _draw_all_extras(self, step: InFlight) -> None:
         """Launch the draws of a step's rows with extras; the masks of these rows are known."""
-        prepared, rows = step.prepared, step.prepared.plan.rows
-        for indices in prepared.extras:
-            call = self._draw_with_extras(indices, [rows[i] for i in indices])
-            step.extras.append(call)
-            if prepared.needs_logprobs:
-                self._copy_to_host(call.output.logprobs)
+        prepared = step.prepared
+        work = Work(prepared.plan, prepared.requests, prepared.extras, self._constraints.masks)
+        for call in self._draws:
+            for launch in call.launches(self._program, work):
+                step.extras.append(made := self._draw(launch))
+                if prepared.needs_logprobs:
+                    self._copy_to_host(made.output.logprobs)
 
     def _continue(self, step: InFlight) -> None:
         """Write masks, and launch draws with extras: their buffers may wait for earlier draws."""
@@ -298,66 +294,19 @@ class Executor:
             if step.prepared.extras:
                 self._draw_all_extras(step)
         except Exception as error:
-            if not is_intact(self._own_arrays):
+            if not self._arrays.is_intact:
                 raise device_failed(step.prepared.plan, error) from error
             fail_extras(step, error)
 
-    def _admit(self, rows: np.ndarray) -> None:  # int32[A, ...]
-        self._slots = self._by_name[ADMIT](self._slots, rows)
-
-    def _steer(self, wire: np.ndarray) -> None:  # int32[...]: see ``pack_steering``
-        self._steering = self._by_name[STEER](self._steering, wire)
-
-    def _draw_with_extras(
-        self, indices: tuple[int, ...], rows: Sequence[ScheduledSeq], count: int | None = None
-    ) -> ExtrasCall:
-        """Queue a call for these rows, of ``count`` rows or the smallest number that holds them."""
-        count = count or next(n for n in self._program.extras_rows if n >= len(rows))
-        sampling = [self._requests[row.slot].sampling for row in rows]
-        wire = pack_extras(rows, count, self._program.limits.max_num_seqs, sampling)
+    def _draw(self, launch: Launch) -> ExtrasCall:
+        """Queue a call that draws tokens, whose first argument begins with a place on the board."""
+        wire, *others = launch.arguments
         place = self._next_place()
         wire[: len(place)] = place
         staged = self._staged(wire)
-        draw = self._by_name[f"{EXTRAS}{count}"]
-        masks = self._constraints.masks(rows, count)
-        self._slots, output = draw(self._head, self._slots, staged, masks)
+        output = self._arrays.call(launch._replace(arguments=(staged, *others)), None)
         self._read_later(output.token_ids, staged)
-        return ExtrasCall(indices, output, place[-1])
-
-    def _read_back(self, name: str, *arguments: Any) -> jax.Array:
-        """Queue a call whose result only the host reads."""
-        result = self._by_name[name](*arguments)
-        self._copy_to_host(result)
-        return result  # type: ignore[no-any-return]
-
-    def _launch_step(self, bucket: Bucket, staged: Any) -> StepOutput:
-        """Launch a step. If it is split, the device runs a part while the next one is launched."""
-        step = self._by_name[bucket.name]
-        if bucket.taps:
-            arguments = (self._weights, self._state, self._slots, staged, self._steering)
-            self._state, self._slots, output = step(*arguments)
-            return output  # type: ignore[no-any-return]
-        if not self._program.is_split(bucket):
-            self._state, self._slots, output = step(self._weights, self._state, self._slots, staged)
-            return output  # type: ignore[no-any-return]
-        first = self._by_name[bucket.name + FIRST]
-        (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
-        arrays, stream = first(of_first, self._arrays(one.arrays), self._slots, staged)
-        self._replace(one.arrays, arrays)
-        arguments = (of_second, self._arrays(two.arrays), self._slots, staged, stream)
-        arrays, self._slots, output = step(*arguments)
-        self._replace(two.arrays, arrays)
-        return output  # type: ignore[no-any-return]
-
-    def _arrays(self, indices: Sequence[int]) -> State:
-        return tuple(self._state[i] for i in indices)
-
-    def _replace(self, indices: Sequence[int], arrays: State) -> None:
-        """Replace some arrays of the layers' state, which a call has consumed."""
-        state = list(self._state)
-        for i, array in zip(indices, arrays, strict=True):
-            state[i] = array
-        self._state = tuple(state)
+        return ExtrasCall(launch.rows, output, place[-1])
 
     def _next_place(self) -> tuple[int, int, int]:
         return NO_PLACE if self._board is None else self._board.next_place()
@@ -384,3 +333,10 @@ class Executor:
 
     def _read(self, number: int, tokens: jax.Array) -> np.ndarray:  # int32[B]
         return np.asarray(tokens) if self._board is None else self._board.read(number, tokens)
+
+
+def _calls(calls: Iterable[Call]) -> tuple[list[Call], list[Call]]:
+    """Those before the step, and those after it."""
+    known = [*calls]
+    before, after = ([call for call in known if call.when == w] for w in ("before", "after"))
+    return before, after

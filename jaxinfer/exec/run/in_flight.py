@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, batched
 from math import isfinite
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import msgspec
@@ -28,8 +29,10 @@ from jaxinfer.core.step import (
     StepPlan,
     TokenLogprobs,
 )
+from jaxinfer.exec.calls.call import Launch
+from jaxinfer.exec.calls.extras import ExtrasOutput
+from jaxinfer.exec.calls.score import SCORE
 from jaxinfer.exec.step.drafts import NO_TOKEN
-from jaxinfer.exec.step.extras import ExtrasOutput
 from jaxinfer.exec.step.points import chosen_columns
 from jaxinfer.exec.step.sampling import NO_MASK, NOT_FINITE, Logprobs, read_logprobs
 
@@ -51,14 +54,12 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     plan: StepPlan  # without the rows that could not be prepared
     requests: tuple[Request, ...]  # the request of each row, decodes first
     batch: np.ndarray  # int32[...]: see ``BatchLayout``
-    extras: tuple[tuple[int, ...], ...]  # row indices of each call that draws with extras
+    extras: tuple[int, ...]  # row indices that are drawn again, with extras
     is_constrained: bool  # whether any of these rows needs a mask
     needs_logprobs: bool  # whether any of these rows needs logprobs
     masked: tuple[int, ...] = ()  # row indices for whose masks the step waits
-    # only steps with prompts have these
-    admissions: tuple[np.ndarray, ...] = ()  # int32[A, ...] each: see ``slots.RowSections``
-    targets: np.ndarray | None = None  # int32[Tp] if prompts are scored
-    steers: tuple[np.ndarray, ...] = ()  # for each call of ``STEER``: see ``points.pack_steering``
+    before: tuple[Launch, ...] = ()  # calls before the step
+    after: tuple[Launch, ...] = ()  # calls after it, but for draws
     needs_taps: bool = False  # whether activations of any row are read
 
     @property
@@ -83,7 +84,7 @@ class InFlight(msgspec.Struct, frozen=True, gc=False):
     number: int  # number of the call on the token board, if there is one
     mask_number: int  # number of the step on the mask board, if it waits for masks
     extras: list[ExtrasCall]  # launched later if masks of the step's rows are not known yet
-    scores: jax.Array | None  # int32[Tp, ...] of the targets: see ``sampling.read_logprobs``
+    results: dict[str, Any]  # of calls after the step that have one, by the call's name
     failed: dict[RowKey, EngineError]  # the errors of rows that could not be prepared
     pooled: jax.Array | None = None  # float32[R, D] of the prefill rows, if any of them pools
     taps: jax.Array | None = None  # [T, W of all points], if any are read
@@ -96,7 +97,7 @@ def fail_extras(step: InFlight, error: Exception) -> None:
     plan = step.prepared.plan
     logging.getLogger(LOGGER).error("step %s", plan.step_id, exc_info=error)
     reason = EngineError(f"step {plan.step_id} failed: {error}")
-    rows = (plan.rows[i] for indices in step.prepared.extras for i in indices)
+    rows = (plan.rows[i] for i in step.prepared.extras)
     step.errors.update({(row.request_id, row.epoch): reason for row in rows})
 
 
@@ -224,8 +225,8 @@ class _LogprobReader:
             result = read_logprobs(np.asarray(call.output.logprobs))
             self._drawn |= {index: (result, row) for row, index in enumerate(call.rows)}
         self._scores: Logprobs[np.ndarray] | None = None
-        if step.scores is not None:
-            self._scores = read_logprobs(np.asarray(step.scores))
+        if SCORE.name in step.results:  # int32[Tp, ...] of the targets
+            self._scores = read_logprobs(np.asarray(step.results[SCORE.name]))
             # the start of each prefill row's chunk among the prefill tokens
             lengths = (row.num_scheduled_tokens for row in prepared.plan.prefills)
             self._starts = tuple(accumulate(lengths, initial=0))

@@ -1,1 +1,1 @@
-"""The step as pure functions: batch, forward, sampling, slots, extras."""
+"""The step as pure functions: batch, forward, sampling, slots."""

@@ -19,8 +19,7 @@ from jax import lax
 
 from jaxinfer.core.config import Limits
 from jaxinfer.core.shapes import cdiv, round_up
-from jaxinfer.core.step import Bucket, PageGroup, StepPlan
-from jaxinfer.exec.step.drafts import Drafter
+from jaxinfer.core.step import TAPS, Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
 from jaxinfer.exec.step.state_rows import NUM_STATE_ROWS, pack_state_rows, with_state_rows
 from jaxinfer.nn.context import Pages, Rows
@@ -141,7 +140,7 @@ class BatchLayout:
             query_start_loc=self.bucket.num_prefills + 1,
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
-            steered=b if self.bucket.taps else 0,
+            steered=b if TAPS in self.bucket.variants else 0,
             state_rows=self.bucket.num_prefills * NUM_STATE_ROWS if self.has_snapshots else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(own.width for own in self.groups),
@@ -214,7 +213,7 @@ def pack(
         wire.samples[[i + added * (i >= first_prefill) for i in masked]] = MASKED
     if settings.size:
         wire.settings[: settings.size] = settings.ravel()
-    if bucket.taps:
+    if TAPS in bucket.variants:
         wire.steered[: len(plan.decodes)] = steered[: len(plan.decodes)]
         prefills = steered[len(plan.decodes) :]
         wire.steered[bucket.num_decodes : bucket.num_decodes + len(prefills)] = prefills
@@ -251,24 +250,27 @@ def unpack(
     flat: jax.Array,  # int32[...]
     layout: BatchLayout,
     slots: SlotState,
-    drafter: Drafter | None = None,
 ) -> DeviceBatch:
     """The batch of a flat array; traced inside the step.
 
-    If decode rows have several tokens, ``drafter`` proposes those after the first.
+    With drafts the host does not know the lengths of decode rows, which their slots store, as they
+    store the tokens of a row after the first, if the bucket has some.
     """
     wire, bucket = layout.split(flat), layout.bucket
     d, q = bucket.num_decodes, bucket.query_tokens
     seq_lens, starts = wire.seq_lens, wire.query_start_loc
     rows = last = tokens = jnp.arange(d, dtype=jnp.int32)
     real = seq_lens[:d] > 0
-    if q == 1:
-        begins = positions = jnp.maximum(seq_lens[:d] - 1, 0)
-        token_ids, drafts = slots.token_ids[wire.seq_slots[:d], positions], None
-    else:
-        assert drafter is not None, "rows of several tokens need drafts"
-        begins, token_ids, drafts = _with_drafts(wire, real, slots, drafter)
+    begins, drafts = jnp.maximum(seq_lens[:d] - 1, 0), None
+    if slots.lengths is not None:
+        lengths = jnp.where(real, slots.lengths[wire.seq_slots[:d]], 0)
+        begins = jnp.maximum(lengths - 1, 0)
         seq_lens = jnp.concatenate((begins + q, seq_lens[d:]))
+    positions = begins
+    if q == 1:
+        token_ids = slots.token_ids[wire.seq_slots[:d], positions]
+    else:
+        token_ids, drafts = _with_drafts(wire, begins, slots, q - 1)
         tokens, last = jnp.arange(d * q, dtype=jnp.int32), rows * q + q - 1
         rows, real = tokens // q, real[tokens // q]
         positions = begins[rows] + tokens % q
@@ -310,30 +312,23 @@ def unpack(
         masked=wire.samples == MASKED,
         place=wire.place,
         mask_place=wire.mask_place,
-        steered=wire.steered > 0 if bucket.taps else None,
+        steered=wire.steered > 0 if TAPS in bucket.variants else None,
     )
 
 
 def _with_drafts(
     wire: Fields[jax.Array],
-    real: jax.Array,  # bool[D]
+    begins: jax.Array,  # int32[D]: the position of the first token of each decode row
     slots: SlotState,
-    drafter: Drafter,
-) -> tuple[jax.Array, jax.Array, Drafts]:  # int32[D], int32[D * Q]
-    """The position of the first token of each decode row, the tokens of all rows, and the drafts.
-
-    The position is in the row's slot, as the host does not know yet how many drafts the steps in
-    flight accept.
-    """
-    assert slots.lengths is not None
-    own = wire.seq_slots[: len(real)]
-    begins = jnp.maximum(jnp.where(real, slots.lengths[own], 0) - 1, 0)
-    history = slots.token_ids[own]
-    drafts = drafter.propose(history, begins + 1)
-    assert drafts.shape == (len(real), drafter.count), "a drafter proposes ``count`` tokens"
-    first = jnp.take_along_axis(history, begins[:, None], axis=1)
-    token_ids = jnp.concatenate((first, drafts), axis=1).ravel()
-    return begins, token_ids, Drafts(drafts, wire.query_lens - 1)
+    count: int,  # drafts of a row
+) -> tuple[jax.Array, Drafts]:  # int32[D * (1 + count)]
+    """The tokens of all decode rows, and the drafts among them."""
+    assert slots.drafts is not None, "rows of several tokens need drafts"
+    own = wire.seq_slots[: len(begins)]
+    drafts = slots.drafts[own, :count]
+    first = slots.token_ids[own, begins]
+    token_ids = jnp.concatenate((first[:, None], drafts), axis=1).ravel()
+    return token_ids, Drafts(drafts, wire.query_lens - 1)
 
 
 def _pages_of_groups(

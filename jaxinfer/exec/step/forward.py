@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.points import Point
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
-from jaxinfer.exec.step.drafts import NO_TOKEN, Drafter, num_accepted
+from jaxinfer.exec.step.drafts import NO_TOKEN, DraftContext, Drafter, num_accepted
 from jaxinfer.exec.step.points import Steering, StepEdits, points_of_step, read_points
 from jaxinfer.exec.step.pooling import pooled
 from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, sample
@@ -144,7 +144,8 @@ class StepFunction:
         else:
             begin = self.part.layers.start
             hidden, state = other_layers(self.model, params, x, ctx, state, begin, only)
-        return self._own(state), *self._draw(params, slots, batch, hidden)
+        of_drafter = weights[len(self.part.weights) :]
+        return self._own(state), *self._draw(params, slots, batch, hidden, of_drafter)
 
     def tapped(
         self,
@@ -172,7 +173,8 @@ class StepFunction:
             jax.tree_util.keystr(path, simple=True, separator="/")
             for path, _ in jax.tree_util.tree_leaves_with_path(abstract_params(self.model))
         ]
-        params = nested({names[i]: w for i, w in zip(self.part.weights, weights, strict=True)})
+        own = zip(self.part.weights, weights, strict=False)  # the drafter's may follow
+        params = nested({names[i]: w for i, w in own})
         given = dict(zip(self.part.arrays, arrays, strict=True))
         state = tuple(given.get(i) for i in range(len(self.model.state.arrays)))
         return params, state  # type: ignore[return-value]
@@ -183,7 +185,7 @@ class StepFunction:
     def _begin(self, slots: SlotState, flat: jax.Array) -> tuple[DeviceBatch, StepContext]:
         """The batch, and the context of the layers."""
         flat = copy_batch(flat) if self.copies_batch else flat
-        batch, bucket = unpack(flat, self.layout, slots, self.drafter), self.layout.bucket
+        batch, bucket = unpack(flat, self.layout, slots), self.layout.bucket
         ctx = StepContext(
             positions=batch.positions,
             rows=batch.rows,
@@ -203,6 +205,7 @@ class StepFunction:
         slots: SlotState,
         batch: DeviceBatch,
         hidden: jax.Array,  # [T, D], or [B, D] if only last tokens were computed
+        of_drafter: Arrays = (),  # its parameters
     ) -> tuple[SlotState, StepOutput]:
         """Draw the tokens of each row and write them into its slot."""
         if self.pooling:
@@ -218,8 +221,8 @@ class StepFunction:
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
         # rows that waited are not drawn again; to keep raw logits, XLA would copy those of all rows
-        drawn_from = masked if self.keeps_logits else drawn_from
-        token_ids, slots = self._record(slots, batch, token_ids, drawn_from)
+        kept = masked if self.keeps_logits else drawn_from
+        token_ids, slots = self._record(slots, batch, token_ids, kept, drawn_from, of_drafter)
         published = PublishArgs(tokens=token_ids, place=batch.place)
         token_ids = publish(published, self.pins.of("publish"))
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
@@ -267,11 +270,14 @@ class StepFunction:
         batch: DeviceBatch,
         token_ids: jax.Array,  # int32[N]
         drawn_from: jax.Array,  # [N, D] or float32[N, V]
+        hidden: jax.Array,  # [N, D]
+        of_drafter: Arrays,
     ) -> tuple[jax.Array, SlotState]:
         """The tokens, and the slots with each token at its position and the input of its last draw.
 
         Rows that draw none write no token. The tokens after a refused draft are ``NO_TOKEN`` and
-        are not written. With a drafter the slot stores the new length of the sequence.
+        are not written. With a drafter the slot stores the new length of the sequence and drafts of
+        the next tokens.
         """
         bucket, draws = self.layout.bucket, batch.draws
         drawn, lengths = batch.samples, batch.seq_lens + batch.samples.astype(jnp.int32)
@@ -283,12 +289,21 @@ class StepFunction:
             drawn = jnp.concatenate((index % q <= accepted[index // q], batch.samples[d:]))
             token_ids = jnp.where(drawn, token_ids, NO_TOKEN)
             prefills = d * q + jnp.arange(bucket.num_prefills)
-            drawn_from = drawn_from[jnp.concatenate((jnp.arange(d) * q + accepted, prefills))]
+            last = jnp.concatenate((jnp.arange(d) * q + accepted, prefills))
+            drawn_from, hidden = drawn_from[last], hidden[last]
             lengths = jnp.concatenate((batch.rows.begins[:d] + 2 + accepted, lengths[d:]))
         if slots.lengths is not None:
             slots = slots._replace(lengths=slots.lengths.at[batch.rows.slots].set(lengths))
         position = jnp.where(drawn, draws.lens, slots.token_ids.shape[1])
-        return token_ids, slots._replace(
+        slots = slots._replace(
             token_ids=slots.token_ids.at[draws.slots, position].set(token_ids, mode="drop"),
             drawn_from=slots.drawn_from.at[batch.rows.slots].set(drawn_from),
         )
+        if self.drafter is not None:
+            assert slots.drafts is not None and slots.drafter is not None
+            ctx = DraftContext(batch.rows.slots, batch.rows.begins, lengths, batch.samples)
+            params = self.drafter.params_of(of_drafter)
+            drafts, state = self.drafter.propose(params, slots.drafter, slots, hidden, ctx)
+            assert drafts.shape == (len(lengths), self.drafter.count), "``count`` tokens a row"
+            slots = slots._replace(drafts=slots.drafts.at[ctx.slots].set(drafts), drafter=state)
+        return token_ids, slots

@@ -1,8 +1,8 @@
 """Points of a step: steering is added there for some rows, and activations are returned.
 
-A row's steering is in its slot of a table for each point, which ``steered`` fills, so that any
-vectors serve without a compile. Slots keep the vectors of earlier requests; the batch says which
-rows are steered.
+A row's steering is in its slot of a table for each point, which ``exec.calls.steer`` fills, so that
+any vectors serve without a compile. Slots keep the vectors of earlier requests; the batch says
+which rows are steered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical, expanded, is_pattern, nearest, points_at
@@ -143,18 +142,3 @@ def chosen_columns(
     ends = np.cumsum([point.width for point in points]).tolist()
     spans = {p.name: slice(end - p.width, end) for p, end in zip(points, ends, strict=True)}
     return np.concatenate([read[:, spans[name]] for name in wanted], axis=1)
-
-
-def pack_steering(slot: int, values: bytes) -> np.ndarray:  # int32[1 + W of all points]
-    """The argument of ``steered``: the slot, and the bits of its float32 values."""
-    return np.concatenate((np.array([slot], np.int32), np.frombuffer(values, np.int32)))
-
-
-def steered(steering: Steering, wire: jax.Array) -> Steering:  # int32[1 + W of all points]
-    """The tables with the vectors of one slot: see ``pack_steering``. They are donated."""
-    values = lax.bitcast_convert_type(wire[1:], jnp.float32)
-    ends = np.cumsum([table.shape[1] for table in steering]).tolist()
-    return tuple(
-        table.at[wire[0]].set(values[end - table.shape[1] : end])
-        for table, end in zip(steering, ends, strict=True)
-    )

@@ -6,6 +6,7 @@ min_p and top_p in ``pallas_kernels.sample``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,9 @@ from pallas_kernels.sample.api import SampleArgs
 from pallas_kernels.sample.api import sample as draw
 from pallas_kernels.sample.xla import allowed_tokens
 
+# Live arrays float32[rows, V] while tokens are drawn. Measured on a CPU: 6, with extras 7.
+SAMPLING_COPIES = 8
+BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
 CHUNK = 128  # logits per chunk in ``_most_likely``
 # The token of a row whose logits are NaN or infinite, because of damaged weights or an overflow.
 # A token drawn from such logits would be wrong without an error.
@@ -247,3 +251,15 @@ def _penalise(
     frequency = counts * floats.frequency_penalty[:, None]
     presence = jnp.where(counts > 0, floats.presence_penalty[:, None], 0.0)
     return logits - frequency - presence
+
+
+def by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Map ``function`` over arrays [N, ...], ``BLOCK`` rows at a time to bound its temporaries."""
+    rows = arrays[0].shape[0]
+    if rows <= BLOCK:
+        return function(*arrays)
+    padding = -rows % BLOCK
+    padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)
+    blocks = tuple(a.reshape(-1, BLOCK, *a.shape[1:]) for a in padded)
+    results = lax.map(lambda block: function(*block), blocks)
+    return results.reshape(-1, *results.shape[2:])[:rows]

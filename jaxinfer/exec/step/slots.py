@@ -2,17 +2,16 @@
 
 Every draw reads the settings. They are small: the batch of a prompt step contains them, and the
 step writes them (``forward``). The data that only extras read is large and rarely needed:
-logit_bias, stop ids and all known tokens. ``admit`` writes it when a request with such extras gets
-a slot. Other slots keep the data of an earlier request, and their settings switch it off. The input
-of each draw is also stored, for an executable that draws again with extras. With all this on the
-device, the batch contains no more than the slot and page table of a decode row, and step n + 1 can
-read the token of step n before the host does.
+logit_bias, stop ids and all known tokens. ``exec.calls.admit`` writes it when a request with such
+extras gets a slot. Other slots keep the data of an earlier request, and their settings switch it
+off. The input of each draw is also stored, for an executable that draws again with extras. With all
+this on the device, the batch contains no more than the slot and page table of a decode row, and
+step n + 1 can read the token of step n before the host does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax import lax
 
 from jaxinfer.core.request import Request
 from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxinfer.core.step import SlotAdmission
+from jaxinfer.nn.state import LayerArrays, LayerState
 
 MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # the user's stop ids and up to 16 eos ids of the model
 
@@ -74,23 +73,8 @@ class SlotState(NamedTuple):
     # length of a decoding sequence if rows have drafts, as the host learns later how many were
     # accepted; None if rows have one token
     lengths: jax.Array | None = None  # int32[S + 1]
-
-
-class RowSections[A](NamedTuple):
-    """The sections of the rows of admissions, in order: as numpy views or device arrays.
-
-    All are in one int32 array, since each array costs a transfer; floats are sent as bits.
-    """
-
-    slot: A  # [A, 1]: the slot's number
-    bias_ids: A  # [A, MAX_LOGIT_BIAS]
-    bias_values: A  # [A, MAX_LOGIT_BIAS]
-    stop_ids: A  # [A, MAX_STOP_IDS]
-    token_ids: A  # [A, max_model_len + 1]
-
-
-SECTION_SIZES = (1, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, MAX_STOP_IDS)  # of all but the last
-SECTION_STARTS = tuple(accumulate(SECTION_SIZES, initial=0))
+    drafts: jax.Array | None = None  # int32[S + 1, count]: that follow the last drawn token
+    drafter: LayerArrays | None = None  # [S + 1, ...] each: the drafter's state
 
 
 def init_slots(
@@ -98,9 +82,13 @@ def init_slots(
     max_model_len: int,
     drawn_from: jax.ShapeDtypeStruct,
     *,
-    has_drafts: bool = False,
+    num_drafts: int = 0,
+    drafter: LayerState | None = None,
 ) -> SlotState:
-    """A zeroed slot state; ``drawn_from`` is the shape and dtype for one slot."""
+    """A zeroed slot state; ``drawn_from`` is the shape and dtype for one slot.
+
+    ``drafter``: the state of a drafter, which proposes ``num_drafts`` tokens.
+    """
     rows = max_num_seqs + 1
     return SlotState(
         settings=jnp.zeros((rows, NUM_SETTINGS), jnp.int32),
@@ -109,7 +97,11 @@ def init_slots(
         stop_ids=jnp.zeros((rows, MAX_STOP_IDS), jnp.int32),
         token_ids=jnp.zeros((rows, max_model_len + 1), jnp.int32),
         drawn_from=jnp.zeros((rows, *drawn_from.shape), drawn_from.dtype),
-        lengths=jnp.zeros(rows, jnp.int32) if has_drafts else None,
+        lengths=None if drafter is None else jnp.zeros(rows, jnp.int32),
+        drafts=None if drafter is None else jnp.zeros((rows, num_drafts), jnp.int32),
+        drafter=None
+        if drafter is None
+        else {one.name: jnp.zeros((rows, *one.shape), one.dtype) for one in drafter.per_slot},
     )
 
 
@@ -160,55 +152,3 @@ def read_settings(
     columns = slots.settings[seq_slots].T
     floats = lax.bitcast_convert_type(columns[NUM_INTS:], jnp.float32)
     return SlotInts(*columns[:NUM_INTS]), SlotFloats(*floats)
-
-
-def needs_admission(request: Request) -> bool:
-    """True if extras of this request read more of its slot than settings and drawn tokens."""
-    sampling = request.sampling
-    return bool(sampling.logit_bias or sampling.min_tokens or sampling.has_penalties)
-
-
-def empty_rows(count: int, sink_slot: int, max_model_len: int) -> np.ndarray:  # int32[A, ...]
-    """``count`` rows of padding, for the sink slot: see ``RowSections``."""
-    rows = np.zeros((count, SECTION_STARTS[-1] + max_model_len + 1), np.int32)
-    _sections(rows).slot[:] = sink_slot
-    return rows
-
-
-def slot_rows(
-    admissions: Sequence[SlotAdmission],
-    rows: np.ndarray,  # int32[A, ...]: see ``empty_rows``
-    vocab_size: int,
-) -> np.ndarray:  # int32[A, ...]
-    """``rows`` with the admissions in the first ones."""
-    sections = _sections(rows)
-    sections.stop_ids[: len(admissions)] = vocab_size
-    for index, admission in enumerate(admissions):
-        row = RowSections(*(section[index] for section in sections))
-        request, known = admission.request, admission.token_ids
-        row.slot[0] = admission.slot
-        if bias := request.sampling.logit_bias:
-            row.bias_ids[: len(bias)] = list(bias)
-            row.bias_values.view(np.float32)[: len(bias)] = list(bias.values())
-        row.stop_ids[: len(request.stop_ids)] = request.stop_ids
-        row.token_ids[: len(known)] = known.array()
-    return rows
-
-
-def admit(slots: SlotState, rows: jax.Array) -> SlotState:  # int32[A, ...]: see ``RowSections``
-    """The slot state with these rows. Compiled for few counts; ``slots`` is donated."""
-    new = _sections(rows)
-    at = new.slot[:, 0]
-    bias_values = lax.bitcast_convert_type(new.bias_values, jnp.float32)
-    return slots._replace(
-        bias_ids=slots.bias_ids.at[at].set(new.bias_ids),
-        bias_values=slots.bias_values.at[at].set(bias_values),
-        stop_ids=slots.stop_ids.at[at].set(new.stop_ids),
-        token_ids=slots.token_ids.at[at].set(new.token_ids),
-    )
-
-
-def _sections[A: (np.ndarray, jax.Array)](rows: A) -> RowSections[A]:
-    """The sections of rows; they are views of a numpy array."""
-    ends = (*SECTION_STARTS[1:], rows.shape[1])
-    return RowSections(*(rows[:, i:j] for i, j in zip(SECTION_STARTS, ends, strict=True)))

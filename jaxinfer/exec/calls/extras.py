@@ -1,10 +1,9 @@
-"""Functions of the executables after a step: they draw tokens with extras and score prompts.
+"""``EXTRAS``: draws tokens with extras after a step.
 
 A step draws a token for each row from the raw logits. Rows with logit_bias, min_tokens, penalties,
 masks or logprobs are drawn again by ``ExtrasFunction``, which has a fixed number of rows and no
 layers, so it serves every bucket. It reads the input of the step's draw from the rows' slots, and
-its tokens replace the step's in the slots before the next step reads them. ``scored`` computes
-prompt logprobs from the hidden states that buckets that score return.
+its tokens replace the step's in the slots before the next step reads them.
 
 So no request changes the shape of a step that it shares with others, and extras take time only if a
 row needs them: with Qwen3-4B on an H100 0.26 ms, to read the head's weights again. On a CPU a call
@@ -13,25 +12,31 @@ computes only what its rows need, and their draw in the step is cheap: see ``dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import batched
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxinfer.core.constraint import ALL_TOKENS
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.sampling_checks import MAX_LOGPROBS
-from jaxinfer.core.shapes import round_up
+from jaxinfer.core.shapes import ladder, round_up
 from jaxinfer.core.step import ScheduledSeq
+from jaxinfer.exec.calls.call import Call, Work
 from jaxinfer.exec.step.batch import ALIGN, NO_PLACE
+from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.sampling import (
+    BLOCK,
     LOGPROBS_WIDTH,
+    SAMPLING_COPIES,
     any_extras,
+    by_blocks,
     sample,
     token_logprobs,
     with_extras,
@@ -44,7 +49,11 @@ from pallas_kernels.publish.api import PublishArgs, publish
 
 WIRE_ROWS = 3 + MAX_LOGPROBS  # see ``pack_extras``
 LOGPROBS = len(NO_PLACE)  # column of the first row: whether any row needs logprobs
-BLOCK = 64  # rows of float32[V] that extras and scores compute at a time, as they copy logits
+HISTORY_COPIES = 12  # live arrays int32[block, max_model_len] for penalties; measured on a CPU: 10
+MIN_ROWS = 8  # of a GPU's smallest executable; a CPU's has 1
+# Of a CPU's largest one. With 32 rows of 49,152 glibc maps 37 MB anew at each call: 14 ms, not 5.
+MAX_ROWS_ON_CPU = 8
+ROWS_FACTOR = 8  # ratio of the numbers of rows of successive executables
 
 
 class ExtrasOutput(NamedTuple):
@@ -66,6 +75,7 @@ class ExtrasFunction:
     # skip logit_bias, min_tokens and penalties, and logprobs, if no row needs them: 0.7 of 1.2 ms
     # for 8 rows of SmolLM2 on two cores. On a GPU the host would wait for each branch.
     draws_once: bool = False
+    axis: str | None = None  # see ``StepContext``
 
     def __call__(
         self,
@@ -81,7 +91,7 @@ class ExtrasFunction:
         drawn_from = slots.drawn_from[seq_slots]
         logits = drawn_from
         if not self.keeps_logits:
-            logits = unembed(self.model, head, drawn_from, self.pins)
+            logits = unembed(self.model, head, drawn_from, self.pins, self.axis)
 
         def changed(logits: jax.Array, *of_rows: jax.Array) -> jax.Array:
             seq_slots, seq_lens, masks = of_rows
@@ -89,7 +99,7 @@ class ExtrasFunction:
             return with_masks(logits, biased, masks)
 
         def drawn() -> jax.Array:
-            biased = _by_blocks(changed, logits, seq_slots, seq_lens, masks)
+            biased = by_blocks(changed, logits, seq_slots, seq_lens, masks)
             return draw(changed=biased)[0]
 
         draw = partial(
@@ -102,7 +112,7 @@ class ExtrasFunction:
 
         def of_tokens() -> jax.Array:
             temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
-            return _by_blocks(token_logprobs, logits, token_ids, temperature, named)
+            return by_blocks(token_logprobs, logits, token_ids, temperature, named)
 
         nothing = partial(jnp.zeros, (self.rows, LOGPROBS_WIDTH + named.shape[1]), jnp.int32)
         logprobs = self._if(lambda: wire[0, LOGPROBS] > 0, of_tokens, nothing)
@@ -140,38 +150,54 @@ def pack_extras(
     return wire.ravel()
 
 
-def scored(
-    model: Model,
-    head: Params,  # see ``models.base.head_params``
-    hidden: jax.Array,  # [Tp, D]
-    target_ids: jax.Array,  # int32[Tp]: the token whose logprob is computed, else -1
-    pins: Pins,
-) -> jax.Array:  # int32[Tp, ...]: see ``sampling.read_logprobs``
-    """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
-
-    def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        return token_logprobs(unembed(model, head, hidden, pins), targets)
-
-    return _by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
+def extras_bound(model: Model, rows: int, max_model_len: int) -> int:
+    """A bound on the bytes of a call that draws ``rows`` rows with extras."""
+    logits = SAMPLING_COPIES * rows * model.config.vocab_size
+    return 4 * (logits + HISTORY_COPIES * min(rows, BLOCK) * max_model_len)
 
 
-def pack_targets(rows: Sequence[ScheduledSeq], num_tokens: int) -> np.ndarray:  # int32[Tp]
-    """The targets of a step's prefill rows, concatenated; -1 for tokens without a target."""
-    targets = np.full(num_tokens, -1, np.int32)
-    ends = accumulate(row.num_scheduled_tokens for row in rows)
-    for row, end in zip(rows, ends, strict=True):
-        if row.target_ids is not None:
-            targets[end - len(row.target_ids) : end] = row.target_ids
-    return targets
+def extras_rows(shape: EngineShape) -> tuple[int, ...]:
+    """The rows of each executable that draws with extras; () in an engine that pools."""
+    if shape.limits.pooling:
+        return ()
+    most = shape.limits.max_num_seqs
+    first = min(MIN_ROWS, most)
+    if shape.platform == "cpu":
+        first, most = 1, min(MAX_ROWS_ON_CPU, most)
+    sizes = ladder(first, most, ROWS_FACTOR)
+    return tuple(size if size <= BLOCK else round_up(size, BLOCK) for size in sizes)
 
 
-def _by_blocks(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Map ``function`` over arrays [N, ...], ``BLOCK`` rows at a time to bound its temporaries."""
-    rows = arrays[0].shape[0]
-    if rows <= BLOCK:
-        return function(*arrays)
-    padding = -rows % BLOCK
-    padded = (jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))) for a in arrays)
-    blocks = tuple(a.reshape(-1, BLOCK, *a.shape[1:]) for a in padded)
-    results = lax.map(lambda block: function(*block), blocks)
-    return results.reshape(-1, *results.shape[2:])[:rows]
+def _function(shape: EngineShape, size: int) -> ExtrasFunction:
+    of_engine = (shape.keeps_logits, shape.pins, shape.draws_once, shape.placement.axis)
+    return ExtrasFunction(shape.model, size, *of_engine)
+
+
+def _padding(shape: EngineShape, size: int) -> tuple[np.ndarray, np.ndarray]:
+    masks = np.full((size, shape.mask_words), ALL_TOKENS, np.uint32)
+    return pack_extras((), size, shape.limits.max_num_seqs), masks
+
+
+def _pack(shape: EngineShape, work: Work) -> Iterator[tuple[Any, ...]]:
+    assert work.masks is not None, "rows are drawn again once their masks are known"
+    sizes, rows = extras_rows(shape), work.plan.rows
+    for indices in batched(work.drawn, sizes[-1]):
+        own = [rows[i] for i in indices]
+        count = next(size for size in sizes if size >= len(own))
+        sampling = [work.requests[i].sampling for i in indices]
+        wire = pack_extras(own, count, shape.limits.max_num_seqs, sampling)
+        yield (wire, work.masks(own, count)), count, indices
+
+
+EXTRAS = Call(
+    "extras",
+    "draw",
+    _function,
+    _padding,
+    _pack,
+    reads=("head", "slots"),
+    donates="slots",
+    has_result=True,
+    sizes=extras_rows,
+    workspace=lambda shape, size: extras_bound(shape.model, size, shape.limits.max_model_len),
+)

@@ -1,0 +1,1 @@
+"""Executables beside the step: each packs its arguments, traces itself and bounds its memory."""

@@ -1,0 +1,208 @@
+"""The sizes of an engine: from settings, a model and a device to limits, as one pure function."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from jaxinfer.core.config import DEFAULT_PAGE_SIZE, EngineConfig, Limits
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.points import Point
+from jaxinfer.core.step import TAPS, PageGroup
+from jaxinfer.core.structured import FormLimits
+from jaxinfer.exec.compile.buckets import bucket_table
+from jaxinfer.exec.compile.memory_plan import (
+    DeviceMemory,
+    fitting_seqs,
+    plan_memory,
+    shown,
+    snapshots_for,
+)
+from jaxinfer.exec.compile.mixed_tokens import free_prompt_tokens
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.step.points import points_named
+from jaxinfer.models.base import Model
+from jaxinfer.nn.placement import Placement
+from jaxinfer.sched.state import missing_size
+from pallas_kernels.pins import Pins
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an engine."""
+
+    config: EngineConfig  # with numbers in place of None
+    limits: Limits
+    note: str = ""  # for the user: what does not fit, and is smaller
+
+
+def resolve(
+    config: EngineConfig,
+    given: EngineConfig,
+    model: Model,
+    device: DeviceMemory | None,
+    pins: Pins,
+    placement: Placement,
+) -> Sizes:
+    """The sizes of an engine; raises ``ConfigError`` if something does not fit.
+
+    ``config`` has the device's defaults where ``given`` has None; these may be reduced, or raised
+    for a model with experts. ``device`` is None if it reports no memory (a CPU).
+    """
+    if given.max_num_mixed_tokens is None:
+        config = replace(config, max_num_mixed_tokens=_mixed_tokens(config, model))
+    limits, chosen = _limits(config, model), given.max_num_seqs is not None
+    program = Program(model, limits, placement.platform, pins, placement)
+    fitting, note = _fitting_seqs(config, program, device, chosen=chosen)
+    if fitting != limits.max_num_seqs:
+        config = replace(config, max_num_seqs=fitting)
+        program = replace(program, limits=_limits(config, model))
+    return Sizes(config, _with_pages(config, program, device), note)
+
+
+def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
+    """Replace missing settings by the platform's defaults (configs/engine)."""
+    name = "cpu" if platform == "cpu" else "gpu"
+    text = files("jaxinfer.configs").joinpath("engine", f"{name}.toml").read_text()
+    defaults: dict[str, Any] = tomllib.loads(text)
+    if config.dtype != "auto":
+        del defaults["dtype"]
+    missing = {
+        key: value for key, value in defaults.items() if getattr(config, key) in (None, "auto")
+    }
+    return replace(config, **missing)
+
+
+def _mixed_tokens(config: EngineConfig, model: Model) -> int | None:
+    """The device's default for prompt tokens beside decode rows, or more for a model's experts."""
+    default, most = config.max_num_mixed_tokens, config.max_num_batched_tokens
+    assert most is not None, "with_device_defaults"
+    return default and max(default, min(free_prompt_tokens(model), most))
+
+
+def _fitting_seqs(
+    config: EngineConfig, program: Program, device: DeviceMemory | None, *, chosen: bool
+) -> tuple[int, str]:
+    """The sequences that fit with their layer state, and a note if these are fewer than planned.
+
+    Raises ``ConfigError`` for a number that the user has ``chosen``, or if no sequence fits.
+    """
+    limits, each = program.limits, program.model.state.bytes_per_slot
+    if not each:
+        return limits.max_num_seqs, ""
+    fitting = fitting_seqs(config, program, device, chosen=chosen)
+    if fitting == limits.max_num_seqs:
+        return fitting, ""
+    needed = (
+        f"{limits.max_num_seqs} sequences need {shown(limits.num_state_rows * each)} of layer "
+        f"state ({shown(each)} for each of {limits.max_num_seqs} slots, the padding slot and "
+        f"{limits.num_snapshots} snapshots)"
+    )
+    if not fitting:
+        raise ConfigError(
+            f"{needed} and not one fits; raise kv_cache_memory_bytes (on a GPU: "
+            "gpu_memory_utilization), or use a larger device"
+        )
+    if chosen:
+        raise ConfigError(
+            f"{needed} and {fitting} fit; set max_num_seqs to {fitting} or less, or raise "
+            "kv_cache_memory_bytes (on a GPU: gpu_memory_utilization)"
+        )
+    return fitting, f"{needed}; serving {fitting}, set max_num_seqs to choose another number"
+
+
+def _with_pages(config: EngineConfig, program: Program, device: DeviceMemory | None) -> Limits:
+    """The program's limits with the number of pages."""
+    num_pages = plan_memory(config, program, device).num_pages
+    limits = msgspec.structs.replace(program.limits, num_pages=num_pages)
+    if config.max_model_len is None:  # derived: as much of the model's context as fits
+        limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
+    return limits
+
+
+def _limits(config: EngineConfig, model: Model) -> Limits:
+    """The limits for a model, without pages."""
+    state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
+    return limits_of(
+        config,
+        _context(config, model),
+        state.groups,
+        has_slot_state=state.bytes_per_slot > 0,
+        align=state.align,
+        points=points_named(names, model.config),
+    )
+
+
+def limits_of(
+    config: EngineConfig,
+    max_model_len: int,
+    groups: tuple[PageGroup, ...] = (PageGroup(),),
+    *,
+    has_slot_state: bool = False,
+    align: int = 1,
+    points: tuple[Point, ...] = (),
+) -> Limits:
+    """The limits that settings with their device's defaults amount to, without pages.
+
+    ``groups``: those of the model's layers. A model with state for each sequence reuses prefixes
+    through snapshots, and computes prompts in multiples of ``align`` tokens. ``points``: those that
+    requests may read and steer. Raises ``ConfigError`` if a step has no space for ``align`` tokens.
+    """
+    max_num_seqs, chunk = config.max_num_seqs, config.max_num_batched_tokens
+    decode_start, mixed_start = config.decode_bucket_start, config.mixed_bucket_start
+    prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
+    assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
+    assert prefill_start and prefill_factor, "with_device_defaults"
+    # the mean and the first token need hidden states of the whole prompt
+    reuses = config.enable_prefix_caching and config.pooling in (None, "last")
+    snapshots = reuses and has_slot_state
+    limits = Limits(
+        num_pages=(0,) * (1 + max(group.pool for group in groups)),
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=chunk,
+        buckets=bucket_table(
+            max_num_seqs,
+            chunk,
+            decode_start=decode_start,
+            prefill_start=prefill_start,
+            prefill_factor=prefill_factor,
+            mixed_start=mixed_start,
+            max_num_mixed_tokens=config.max_num_mixed_tokens,
+            variants=(TAPS,) if points else (),
+            pools=config.pooling is not None,
+        ),
+        enable_prefix_caching=reuses,
+        prefill_first=bool(config.prefill_first),
+        groups=groups,
+        num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
+        align=align,
+        points=points,
+        pooling=config.pooling or "",
+        form=FormLimits(config.max_form_seconds, config.max_form_bytes),
+    )
+    if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
+        raise ConfigError(
+            f"this model computes prompts in multiples of {align} tokens, and no step holds "
+            f"{missing}; raise max_num_batched_tokens ({chunk}) and max_num_mixed_tokens "
+            f"({config.max_num_mixed_tokens or chunk}) to {2 * align} or more"
+        )
+    return limits
+
+
+def _context(config: EngineConfig, model: Model) -> int:
+    """The context; raises ``ConfigError`` if it is longer than the model's positions."""
+    default, longest = model.config.lengths
+    if config.max_model_len is None:
+        return default
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is beyond the model's {longest} positions; "
+            f"use {longest} or less"
+        )
+    return config.max_model_len
