@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from bench.throughput import rotated
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, StepPlan
 from jaxinfer.engine.loop import loop as loop_module

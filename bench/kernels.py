@@ -31,7 +31,7 @@ import numpy as np
 
 from bench.circumstances import write_report
 from bench.step.file import facts
-from pallas_kernels.registry import (
+from pallas_kernels.harness.registry import (
     OP_NAMES,
     Case,
     Cost,
@@ -42,7 +42,7 @@ from pallas_kernels.registry import (
     arrays_of,
     with_refs,
 )
-from pallas_kernels.testing import mismatch, runnable
+from pallas_kernels.harness.testing import mismatch, runnable
 
 SECONDS_PER_CASE = 0.15
 SECONDS_PER_SAMPLE = 0.005  # calls are launched back to back for this long, then waited for

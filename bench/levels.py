@@ -24,7 +24,8 @@ from msgspec import structs
 from bench.serve.run import rate_of
 from bench.serve.workload import arrivals
 from jaxinfer.cli.settings import size
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import Arrive, Event, RowResult, StepPlan, StepResult
 from jaxinfer.engine.loop.loop import EngineLoop

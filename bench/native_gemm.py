@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrangements import LANES
+from pallas_kernels.lib.arrangements import LANES
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.native import library
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm import native
 from pallas_kernels.quantised_gemm.cases import random_matrix
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs

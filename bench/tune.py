@@ -25,15 +25,15 @@ from bench.kernels import bench_cases, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
 from pallas_kernels.append_decode import mosaic_launch as append_decode_mosaic_launch
+from pallas_kernels.harness.registry import Case, KernelOp, imported_when_called
+from pallas_kernels.harness.testing import runnable
+from pallas_kernels.harness.tuned import Choices, read_choices, tuned_file
 from pallas_kernels.paged_prefill import api as paged_prefill
 from pallas_kernels.paged_prefill import launch as paged_prefill_launch
-from pallas_kernels.registry import Case, KernelOp, imported_when_called
 from pallas_kernels.skinny_gemm import api as skinny_gemm
 from pallas_kernels.skinny_gemm import launch as skinny_gemm_launch
 from pallas_kernels.swiglu_gemm import api as swiglu_gemm
 from pallas_kernels.swiglu_gemm import launch as swiglu_gemm_launch
-from pallas_kernels.testing import runnable
-from pallas_kernels.tuned import Choices, read_choices, tuned_file
 
 WORTHWHILE = 0.99  # a choice must take less than this share of the best time so far
 

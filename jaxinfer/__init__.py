@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from jaxinfer.engine.api.llm import LLM
     from jaxinfer.engine.api.load import load
     from jaxinfer.engine.api.save import save
-    from jaxinfer.engine.outputs import CompletionOutput, Logprob, RequestOutput, WeightSpan
+    from jaxinfer.engine.requests.outputs import (
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        WeightSpan,
+    )
 
 __version__ = VERSION
 
@@ -65,7 +70,7 @@ def __getattr__(name: str) -> Any:
         case "AsyncLLM":
             module = "jaxinfer.engine.api.async_llm"
         case "CompletionOutput" | "Logprob" | "RequestOutput" | "WeightSpan":
-            module = "jaxinfer.engine.outputs"
+            module = "jaxinfer.engine.requests.outputs"
         case _:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(module), name)

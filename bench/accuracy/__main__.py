@@ -57,7 +57,7 @@ from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import resolve_source
-from pallas_kernels.pins import ALL_XLA
+from pallas_kernels.harness.pins import ALL_XLA
 
 XLA = ",".join(f"{op}={impl}" for op, impl in ALL_XLA.pairs)
 QUANTIZED = ("int4", "int8", "fp8")

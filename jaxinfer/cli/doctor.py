@@ -23,7 +23,7 @@ from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.engine.start.progress import progress_on
 
 if TYPE_CHECKING:
-    from pallas_kernels.registry import Impl, KernelOp
+    from pallas_kernels.harness.registry import Impl, KernelOp
 
 ELSEWHERE = "it runs on "  # how the reason begins of a kernel for another platform
 OPTIONAL_PACKAGES = ("triton", "jax-triton")  # the languages of the kernels for NVIDIA GPUs
@@ -141,7 +141,7 @@ def _devices() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     """Compare every implementation that supports this platform with its definition, once."""
-    from pallas_kernels.registry import all_ops
+    from pallas_kernels.harness.registry import all_ops
 
     yield _native_library()
     for op in all_ops():
@@ -165,8 +165,8 @@ def _native_library() -> Finding:
 
 
 def _try_kernel(op: KernelOp, impl: Impl) -> Finding:
+    from pallas_kernels.harness.testing import mismatch, runnable
     from pallas_kernels.native.library import BrokenLibrary
-    from pallas_kernels.testing import mismatch, runnable
 
     name = f"{op.name}/{impl.name}"
     reason = "no test case"

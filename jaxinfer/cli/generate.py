@@ -20,14 +20,14 @@ from jaxinfer.engine.start.progress import progress_on
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.api.llm import LLM
-    from jaxinfer.engine.outputs import (
+    from jaxinfer.engine.requests.outputs import (
         Collector,
         CompletionOutput,
         Delta,
         PositionLogprobs,
         RequestOutput,
     )
-    from jaxinfer.engine.prompts import Prompt
+    from jaxinfer.engine.requests.prompts import Prompt
 
 TEMPLATE_TOKENS = 256  # more than a chat template adds to its messages
 # SamplingParams' default of 16, as in vLLM, would cut off nearly every answer
@@ -216,7 +216,7 @@ def _accept(
 
 
 def _prompt(llm: LLM, text: str, chat: bool, system: str | None) -> Prompt:
-    from jaxinfer.engine.prompts import Prompt, encode
+    from jaxinfer.engine.requests.prompts import Prompt, encode
 
     tokenizer = llm.get_tokenizer()
     if not text:
@@ -243,7 +243,7 @@ class OutputPrinter:
 
     def expect(self, number: int, prompt: Prompt, sampling: SamplingParams) -> None:
         """Register a prompt whose answer will follow."""
-        from jaxinfer.engine.outputs import Collector
+        from jaxinfer.engine.requests.outputs import Collector
 
         self._collectors[number] = Collector(str(number), prompt, sampling)
 

@@ -25,7 +25,8 @@ from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
 from jaxinfer.core.version import VERSION
 
 if TYPE_CHECKING:
-    from jaxinfer.core.config import EngineConfig, Limits
+    from jaxinfer.core.config import EngineConfig
+    from jaxinfer.core.limits import Limits
     from jaxinfer.core.log import LogSettings
     from jaxinfer.core.server_config import ServerConfig
     from jaxinfer.engine.link.client import Link

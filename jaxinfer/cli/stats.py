@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from jaxinfer.core.request import SamplingParams
-    from jaxinfer.engine.news import EngineStats
+    from jaxinfer.engine.requests.news import EngineStats
 
 SHOWN_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 

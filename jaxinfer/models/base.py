@@ -20,9 +20,9 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.points import BY_HEAD, Edit, Points
 from jaxinfer.nn.state import State, StateLayout
-from pallas_kernels.arrangements import named
-from pallas_kernels.pins import ALL_XLA, Pins
-from pallas_kernels.quantised import Form
+from pallas_kernels.harness.pins import ALL_XLA, Pins
+from pallas_kernels.lib.arrangements import named
+from pallas_kernels.lib.quantised import Form
 
 if TYPE_CHECKING:
     import flax.linen as nn  # imported when a module is made: see ``nn.decoder_config``

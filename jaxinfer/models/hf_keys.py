@@ -21,7 +21,7 @@ NO_EFFECT = frozenset(
         *("_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task"),
         *("is_llama_config", "model_type", "name_or_path", "tokenizer_class"),
         *("transformers_version", "unsloth_fixed", "unsloth_version"),
-        # token ids and settings of generation: ``engine.facts``
+        # token ids and settings of generation: ``engine.requests.facts``
         *("bos_token_id", "decoder_start_token_id", "eos_token_id", "max_length", "max_new_tokens"),
         *("min_length", "min_p", "pad_token_id", "prefix", "repetition_penalty", "sep_token_id"),
         *("do_sample", "task_specific_params", "temperature", "top_k", "top_p"),

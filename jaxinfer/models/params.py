@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.placement import Axes
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 type Shape = tuple[int, ...]
 

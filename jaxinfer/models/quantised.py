@@ -23,8 +23,8 @@ from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, gates_first, join_outputs
 from jaxinfer.nn.placement import Axes, Axis, Fused
 from jaxinfer.nn.weight import is_quantised, tree_of_parts
-from pallas_kernels.arrangements import Arrangement, arrangement_of
-from pallas_kernels.quantised import Form, Quantised, joined, quantised
+from pallas_kernels.lib.arrangements import Arrangement, arrangement_of
+from pallas_kernels.lib.quantised import Form, Quantised, joined, quantised
 
 type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.points import GivenPoints, Points
-from pallas_kernels.pins import ALL_XLA, NO_PINS, Pins
+from pallas_kernels.harness.pins import ALL_XLA, NO_PINS, Pins
 
 
 class Saves(NamedTuple):

@@ -29,7 +29,7 @@ from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
-from pallas_kernels.pins import ALL_XLA, Pins
+from pallas_kernels.harness.pins import ALL_XLA, Pins
 
 
 class DecoderLayer(nn.Module):

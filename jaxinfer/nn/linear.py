@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
+from pallas_kernels.lib.numerics import add_partials
 from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
-from pallas_kernels.numerics import add_partials
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings: the scalings, their context lengths, and the tables of a step.
 
 The rotation itself, in the half-split layout of Hugging Face checkpoints, is
-``pallas_kernels.numerics.rotate``.
+``pallas_kernels.lib.numerics.rotate``.
 
 The KV cache holds rotated keys, so the frequencies of a position must not change while an engine
 runs. Two scalings (``DynamicScaling``, ``LongRopeScaling``) depend on the length of the sequence in

@@ -3,7 +3,7 @@
 The params tree holds arrays and dicts of arrays. ``stored`` alone decides what they are:
 
     Dense            an array [I, O]; an embedding is [O, I], a stack of experts [E, O, I]
-    QuantisedWeight  the dict of a quantised matrix or stack (``pallas_kernels.quantised``)
+    QuantisedWeight  the dict of a quantised matrix or stack (``pallas_kernels.lib.quantised``)
     Parts            {"part_0": ..., "part_1": ...}: weights with consecutive outputs
     Adapted          {"base": ..., "a": [I, R], "b": [R, O]}: a weight plus ``a @ b`` (LoRA: Hu et
                      al. 2021, arXiv:2106.09685)
@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ArgumentError
-from pallas_kernels.arrangements import rows_of
-from pallas_kernels.pins import Pins
-from pallas_kernels.quantised import Quantised, is_matrix, quantised
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.arrangements import rows_of
+from pallas_kernels.lib.quantised import Quantised, is_matrix, quantised
 from pallas_kernels.quantised_gemm.api import QuantisedGemmArgs, quantised_gemm
-from pallas_kernels.registry import STATIC
 from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 

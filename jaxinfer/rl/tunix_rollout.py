@@ -25,7 +25,7 @@ from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.llm import LLM
 from jaxinfer.engine.api.vllm_args import engine_config
-from jaxinfer.engine.outputs import CompletionOutput
+from jaxinfer.engine.requests.outputs import CompletionOutput
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.models.base import Model, Params, forward_batch
 from jaxinfer.rl.trainer_weights import TrainerWeights

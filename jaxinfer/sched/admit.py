@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import PageGroup, Pages, SlotAdmission, TokenEvent

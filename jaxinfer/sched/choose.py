@@ -15,7 +15,7 @@ from operator import attrgetter
 import msgspec
 import numpy as np
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, combined
 from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed

@@ -28,8 +28,8 @@ import msgspec
 import numpy as np
 from immutables import Map
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Pages
 

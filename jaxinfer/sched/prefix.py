@@ -13,8 +13,8 @@ from collections.abc import Sequence as Items
 from hashlib import blake2b
 from typing import NamedTuple
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.sched.pages import GroupWriters
 from jaxinfer.sched.snapshots import SnapshotPool
 

@@ -14,9 +14,9 @@ from operator import attrgetter
 import msgspec
 from immutables import Map
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import TAPS, Bucket, Pages, StepPlan, TokenEvent, choices

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ArraySpec, nested
 from jaxinfer.nn.placement import Placement
-from pallas_kernels.arrangements import arrangement_of
-from pallas_kernels.quantised import MIDDLE, is_matrix
+from pallas_kernels.lib.arrangements import arrangement_of
+from pallas_kernels.lib.quantised import MIDDLE, is_matrix
 
 _DEVIATION = 0.02  # the usual initializer_range; activations stay near 1 in every family
 # The deviation of random values of quantised matrices, which ``_uniform`` makes: integers are

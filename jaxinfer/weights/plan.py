@@ -15,7 +15,7 @@ from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.params import ArraySpec, ParamSpec, by_path
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
-from pallas_kernels.quantised import Form
+from pallas_kernels.lib.quantised import Form
 
 _MAX_NAMED = 3  # tensors in one message
 _BARE = re.compile(r"(embed_tokens|layers|norm)\.")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo, read_bytes
 from jaxinfer.weights.safetensors_header import DTYPES, MAX_TENSORS, read_header
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 
 class SafetensorsCheckpoint:

@@ -19,7 +19,7 @@ from jaxinfer.nn.weight import stored
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.quantised.write import write_tensors
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _STORED = ("F32", "F16", "BF16")

@@ -40,7 +40,7 @@ from jaxinfer.weights.names import name_of_path
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
-from pallas_kernels.quantised import Form
+from pallas_kernels.lib.quantised import Form
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.scheme import Scheme

@@ -9,9 +9,9 @@ import jax
 
 from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.checks import check_paged
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.native import attention
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
 _mosaic = imported_when_called(

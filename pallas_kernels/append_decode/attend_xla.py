@@ -13,8 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
-from pallas_kernels.softmax import SoftmaxState
+from pallas_kernels.lib import softmax
+from pallas_kernels.lib.softmax import SoftmaxState
 
 
 @partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer

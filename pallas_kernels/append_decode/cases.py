@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import shapes
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import Heads, PagedCase, paged_arrays, sinks_of
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib import shapes
+from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
 
 
 @dataclass(frozen=True)

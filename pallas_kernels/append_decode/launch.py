@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.checks import unfit_for_triton
-from pallas_kernels.numerics import power_of_two
-from pallas_kernels.shapes import PagedCase
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
 MAX_GROUP = 64

@@ -50,8 +50,8 @@ from pallas_kernels.append_decode.mosaic_plan import (
     work_item,
 )
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.page_streams import PagedOperand, PageStream, for_each_stream
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 
 MEMORY_WARPGROUP = 1
 LOG2_E = math.log2(math.e)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels import tuned
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.launch import call_shapes, most_keys, shapes_of
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.numerics import power_of_two
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.append_decode.attend_ref import attend
+from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
-from pallas_kernels.numerics import split_heads
+from pallas_kernels.lib.numerics import split_heads
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs, qk_rope_append
-from pallas_kernels.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from pallas_kernels.append_decode import launch
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
 LOG2_E = tl.constexpr(math.log2(math.e))

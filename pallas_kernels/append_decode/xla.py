@@ -9,7 +9,7 @@ from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.kv_append.xla import kv_append
-from pallas_kernels.numerics import split_heads
+from pallas_kernels.lib.numerics import split_heads
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 from pallas_kernels.qk_rope_append.xla import qk_rope_append
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from pallas_kernels.experts import cases, launch, native, ref, xla
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Stack, arrays_of, size_of
-from pallas_kernels.numerics import sum_partials
-from pallas_kernels.quantised import Quantised
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.numerics import sum_partials
+from pallas_kernels.lib.quantised import Quantised
 
 _hopper = imported_when_called("pallas_kernels.experts.hopper", "experts")
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrangements import LANES
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack
-from pallas_kernels.quantised import PACKED, Quantised
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib.arrangements import LANES
+from pallas_kernels.lib.quantised import PACKED, Quantised
+from pallas_kernels.lib.shapes import normal
 from pallas_kernels.quantised_gemm.cases import BLOCK, KIND_OF_FORM, random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import normal
 
 CLAMPED = Activation(limit=7.0, alpha=1.702, shift=1.0)  # gpt-oss's
 

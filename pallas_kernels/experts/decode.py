@@ -28,7 +28,7 @@ from pallas_kernels.experts.launch import DecodeConfig, GemmSizes
 from pallas_kernels.experts.scattered import load_at, store_at
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 
 MMA_OUTPUTS = 64  # M of a wgmma, and the inputs of a swizzled tile
 

@@ -25,8 +25,8 @@ from pallas_kernels.experts.decode import copy_items, item_at
 from pallas_kernels.experts.items import Gmem, Item, Spec, launch_items
 from pallas_kernels.experts.launch import GemmSizes, QuantisedConfig
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
-from pallas_kernels.pdl import grid_dependency_wait
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.pdl import grid_dependency_wait
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.scratch import TiledScratch, scratch_types

@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels.experts import launch, triton
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.registry import imported_when_called
+from pallas_kernels.harness.registry import imported_when_called
 
 _gate_up = imported_when_called(
     "pallas_kernels.experts.mosaic", "gate_up", lambda *_, sizes: sizes.result

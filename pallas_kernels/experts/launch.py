@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import not_hopper, without_triton
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Activation, Stack, size_of
 from pallas_kernels.experts.tiles import max_tiles
-from pallas_kernels.quantised import PACKED, Quantised
+from pallas_kernels.lib.checks import not_hopper, without_triton
+from pallas_kernels.lib.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR

@@ -16,7 +16,7 @@ from pallas_kernels.experts.launch import (
     quantised_prompt_config,
 )
 from pallas_kernels.experts.stack import Stack
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.quantised import Quantised
 
 
 @partial(jax.jit, static_argnames="sizes")  # one trace, one kernel for all layers

@@ -16,8 +16,8 @@ import numpy as np
 
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import PLAIN, arrays_of, kind_of, size_of
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.native.library import EXPERTS, call, missing
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.native import BLOCK, LANES, PADDING, misfit_of, record_bytes
 from pallas_kernels.quantised_gemm.native import KINDS as QUANTISED_KINDS
 

@@ -25,7 +25,7 @@ from pallas_kernels.experts.items import Gmem, Item, Spec, activated, launch_ite
 from pallas_kernels.experts.launch import GemmSizes, PromptConfig
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 
 MMA_ROWS = 64  # M of a wgmma
 LANES = 64  # inputs of a swizzled tile

@@ -24,8 +24,8 @@ from pallas_kernels.experts.launch import GemmSizes, QuantisedPromptConfig
 from pallas_kernels.experts.prompt import copy_items, item_at
 from pallas_kernels.gemm.epilogues import write_columns
 from pallas_kernels.gemm.pipeline import Ring, divide_roles, in_one_warp
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.tiled import step as tiled
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.experts.stack import SWIGLU, Activation, Stack, matrix_of, size_of
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arrangements import arrangement_of
-from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.lib.arrangements import arrangement_of
+from pallas_kernels.lib.quantised import Quantised, dequantised
 
 PLAIN = "plain"  # the kind of a stack that is one array of floats
 type Stack = jax.Array | Quantised  # [E, O, K], or the arrays of such a stack, [E, ...] each

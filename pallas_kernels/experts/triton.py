@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.experts.tiles import Tiles, max_tiles
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 
 COUNTED_AT_ONCE = 1024  # pairs that each CTA counts itself
 BLOCK = 512  # pairs of a CTA, if there are more

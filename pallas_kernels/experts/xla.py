@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Stack, matrix_of, size_of
 from pallas_kernels.experts.tiles import tiles_of
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 
 FEWEST_ROWS = 16  # of a tile, if there are as many tokens
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.tiles import Tile, TileGrid
-from pallas_kernels.pdl import grid_dependency_wait
+from pallas_kernels.lib.pdl import grid_dependency_wait
 
 # Registers of a thread by the number of compute warpgroups: compute, memory. Together they are 504
 # of the 512 that a CTA's warpgroups may use.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.kv_append import cases, ref, xla
 from pallas_kernels.kv_append.ref import KvAppendArgs
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import unfit_for_triton
 
 _triton = imported_when_called("pallas_kernels.kv_append.triton", "kv_append")
 

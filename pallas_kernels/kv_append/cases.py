@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import shapes
+from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.kv_append.ref import KvAppendArgs
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import Heads
+from pallas_kernels.lib import shapes
+from pallas_kernels.lib.shapes import Heads
 
 
 @dataclass(frozen=True)

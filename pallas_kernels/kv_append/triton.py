@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.kv_append.ref import KvAppendArgs
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 
 MAX_TILE = 1024  # components of a CTA
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import shapes
+from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import LatentCase, LatentHeads, paged_arrays
+from pallas_kernels.lib import shapes
+from pallas_kernels.lib.shapes import LatentCase, LatentHeads, paged_arrays
 
 _LITE = shapes.DEEPSEEK_V2_LITE
 _TINY_WIDE = LatentHeads(70, 32, 16, 32, 64)  # more heads than a tile of the kernel

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pallas_kernels.checks import unfit_for_triton
-from pallas_kernels.device import current_device
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
 MAX_HEADS = 64  # of a CTA: M of a wgmma

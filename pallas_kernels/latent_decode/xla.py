@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
-from pallas_kernels.softmax import SoftmaxState
+from pallas_kernels.lib import softmax
+from pallas_kernels.lib.softmax import SoftmaxState
 
 
 @jax.jit  # one trace serves every layer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import check_latent
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.latent_prefill import cases, launch, ref, xla
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_latent
 
 _triton = imported_when_called("pallas_kernels.latent_prefill.triton", "latent_prefill")
 

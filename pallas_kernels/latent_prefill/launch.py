@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.checks import unfit_for_triton
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.numerics import power_of_two
 
 MIN_TILE = 16  # of tl.dot, in every dimension
 MAX_DIM, MAX_RANK = 128, 512

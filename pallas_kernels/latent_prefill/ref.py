@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.paged_prefill.ref import PrefillArgs, paged_prefill
-from pallas_kernels.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from pallas_kernels.latent_prefill import launch
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 
 
 @triton.jit

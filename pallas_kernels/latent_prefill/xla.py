@@ -11,9 +11,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
-from pallas_kernels.softmax import SoftmaxState
+from pallas_kernels.lib import softmax
+from pallas_kernels.lib.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.mask.ref import MaskArgs
-from pallas_kernels.registry import Cost, Inputs
 
 
 @dataclass(frozen=True)

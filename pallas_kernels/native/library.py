@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantised import PACKED, nibble_block
-from pallas_kernels.shares import in_shares
+from pallas_kernels.lib.quantised import PACKED, nibble_block
+from pallas_kernels.lib.shares import in_shares
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"

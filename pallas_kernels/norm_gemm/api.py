@@ -6,14 +6,14 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.checks import check_partials
+from pallas_kernels.harness.pins import without_pins
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_partials
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.norm_gemm import cases, launch, ref, unfused
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
-from pallas_kernels.pins import without_pins
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic, _tiled, _fp8 = (
     without_pins(imported_when_called(module, "norm_gemm", launch.result_shapes))

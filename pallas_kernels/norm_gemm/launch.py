@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.residual_norm.mosaic_launch import (
     COLUMNS,

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
+from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.norm_gemm.launch import (
     COLUMNS,
     MIN_STAGES,
@@ -34,7 +35,6 @@ from pallas_kernels.norm_gemm.launch import (
     sizes_of,
 )
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
-from pallas_kernels.pdl import launch_dependents
 from pallas_kernels.residual_norm import token
 
 type Ref = Any

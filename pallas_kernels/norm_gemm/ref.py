@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.arrangements import of_either_order
-from pallas_kernels.pins import NO_PINS, Pins
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.pins import NO_PINS, Pins
+from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.arrangements import of_either_order
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm import ref as quantised_ref
 from pallas_kernels.quantised_gemm.fp8 import tokens
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
-from pallas_kernels.registry import STATIC
 from pallas_kernels.residual_norm.ref import NormArgs, residual_norm
 from pallas_kernels.skinny_gemm import ref as gemm_ref
 from pallas_kernels.skinny_gemm.ref import GemmArgs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.arrangements import of_either_order
+from pallas_kernels.lib.arrangements import of_either_order
 from pallas_kernels.norm_gemm.ref import NormGemmArgs, Pair, in_turn
 from pallas_kernels.quantised_gemm import xla as quantised_xla
 from pallas_kernels.quantised_gemm.api import quantised_gemm

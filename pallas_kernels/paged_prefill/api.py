@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import check_paged
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes

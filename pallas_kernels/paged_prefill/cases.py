@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import shapes
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib import shapes
+from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import PagedCase, paged_arrays, sinks_of
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels import tuned
-from pallas_kernels.checks import not_hopper, unfit_for_triton
-from pallas_kernels.device import current_device
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib.checks import not_hopper, unfit_for_triton
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill.cases import CASES
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.shapes import PagedCase
 
 HEAD_DIMS = (16, 256)  # smallest and largest
 MAX_GROUP = 16  # query heads per kv head: the smallest tile has one token of each

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.page_streams import PagedOperand, PageStream, for_each_stream
+from pallas_kernels.lib.page_streams import PagedOperand, PageStream, for_each_stream
 from pallas_kernels.paged_prefill.launch import (
     BLOCK,
     MMA_QUERIES,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.paged_prefill.launch import (
     BLOCK,
     CLUSTER,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.append_decode.attend_ref import attend
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

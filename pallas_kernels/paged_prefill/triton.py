@@ -16,7 +16,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 

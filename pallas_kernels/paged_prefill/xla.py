@@ -11,9 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import softmax
+from pallas_kernels.lib import softmax
+from pallas_kernels.lib.softmax import SoftmaxState
 from pallas_kernels.paged_prefill.ref import PrefillArgs
-from pallas_kernels.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
 

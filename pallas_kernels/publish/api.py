@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import without_triton
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import without_triton
 from pallas_kernels.publish import cases, ref
 from pallas_kernels.publish.ref import PublishArgs
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.publish.triton", "publish")
 

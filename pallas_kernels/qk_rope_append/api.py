@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.native import attention
 from pallas_kernels.qk_rope_append import cases, launch, ref, xla
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _triton = imported_when_called("pallas_kernels.qk_rope_append.triton", "qk_rope_append")
 

@@ -5,7 +5,7 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 MAX_HEAD_DIM = 512

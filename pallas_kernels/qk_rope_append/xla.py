@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.kv_append.xla import kv_append
-from pallas_kernels.numerics import split_and_rotate
+from pallas_kernels.lib.numerics import split_and_rotate
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.arrangements import of_either_order
-from pallas_kernels.numerics import sum_partials
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.arrangements import of_either_order
+from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.fp8 import tokens as fp8_tokens
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _tiled = imported_when_called(
     "pallas_kernels.quantised_gemm.tiled.mosaic", "quantised_gemm", launch.result_shapes

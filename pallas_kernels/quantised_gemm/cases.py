@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.arrangements import LANES
-from pallas_kernels.quantised import PACKED, Quantised, pack_nibbles
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib.arrangements import LANES
+from pallas_kernels.lib.quantised import PACKED, Quantised, pack_nibbles
+from pallas_kernels.lib.shapes import normal
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import normal
 
 # The forms of cases: kind, and which of zeros, offsets and supers there are; fp8_blocks has scales
 # of blocks of BLOCK outputs. Another one is mxfp4, whose scales are powers of 2 in bfloat16.

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.lib.quantised import Form, Quantised
 from pallas_kernels.native.library import GEMM, call, missing
-from pallas_kernels.quantised import Form, Quantised
 from pallas_kernels.quantised_gemm import ref
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 

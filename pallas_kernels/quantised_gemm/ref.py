@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantised import Quantised, dequantised
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.quantised import Quantised, dequantised
 from pallas_kernels.skinny_gemm.ref import swiglu
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantised import dequantised
+from pallas_kernels.lib.quantised import dequantised
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.skinny_gemm.xla import swiglu
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.arrangements import of_either_order
-from pallas_kernels.numerics import sum_partials
-from pallas_kernels.pins import without_pins
+from pallas_kernels.harness.pins import without_pins
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.arrangements import of_either_order
+from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.quantised_gemm import xla
 from pallas_kernels.quantised_gemm.api import quantised_gemm
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_mlp import cases, ref
 from pallas_kernels.quantised_mlp.ref import MlpArgs, in_turn
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
 
 _fp8 = imported_when_called(
     "pallas_kernels.quantised_gemm.fp8.mosaic", "mlp", fp8_launch.mlp_result_shapes

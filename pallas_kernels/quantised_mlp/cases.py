@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib.shapes import normal
 from pallas_kernels.quantised_gemm.cases import random_matrix, weight_bytes
 from pallas_kernels.quantised_mlp.ref import MlpArgs
-from pallas_kernels.registry import Cost, Inputs
-from pallas_kernels.shapes import normal
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arrangements import of_either_order
-from pallas_kernels.pins import NO_PINS, Pins
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.pins import NO_PINS, Pins
+from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.arrangements import of_either_order
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm import ref
 from pallas_kernels.quantised_gemm.fp8 import tokens
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
-from pallas_kernels.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

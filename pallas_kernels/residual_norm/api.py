@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import check_partials
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_partials
 from pallas_kernels.residual_norm import cases, launch, mosaic_launch, native, ref, xla
 from pallas_kernels.residual_norm.ref import NormArgs
 

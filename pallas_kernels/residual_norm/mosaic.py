@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pdl import launch_dependents
+from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS
 from pallas_kernels.residual_norm.ref import NormArgs
 from pallas_kernels.residual_norm.token import add_and_norm

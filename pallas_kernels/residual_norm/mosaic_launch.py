@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.checks import not_hopper
+from pallas_kernels.lib.checks import not_hopper
 from pallas_kernels.residual_norm.ref import NormArgs
 
 DTYPES = ("bfloat16", "float16")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
 
 
 @jax.tree_util.register_dataclass

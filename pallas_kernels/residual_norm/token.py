@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pdl import grid_dependency_wait
+from pallas_kernels.lib.pdl import grid_dependency_wait
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, TILES
 from pallas_kernels.residual_norm.ref import NormArgs
 

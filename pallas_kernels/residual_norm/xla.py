@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.numerics import add_partials, rms_norm
+from pallas_kernels.lib.numerics import add_partials, rms_norm
 from pallas_kernels.residual_norm.ref import NormArgs
 
 

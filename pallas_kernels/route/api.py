@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.route import cases, launch, ref, xla
 from pallas_kernels.route.ref import RouteArgs
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib.shapes import normal
 from pallas_kernels.route.ref import RouteArgs
 from pallas_kernels.route.routing import Groups, Routing
-from pallas_kernels.shapes import normal
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.checks import unfit_for_triton
+from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.route.ref import RouteArgs
 
 MAX_EXPERTS = 1024  # one CTA holds the scores of a token in registers

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.route.routing import Routing
 
 SMALLEST = 1e-20  # added to a sum of weights, which may be 0 (DeepSeek-V3)

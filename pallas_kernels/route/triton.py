@@ -8,7 +8,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.route.ref import SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.sample import cases, launch, native, ref, xla
 from pallas_kernels.sample.ref import SampleArgs
 

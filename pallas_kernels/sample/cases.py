@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels.registry import Cost, Inputs
+from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.sample.ref import SampleArgs
 
 QWEN3, SMOLLM2 = 151_936, 49_152

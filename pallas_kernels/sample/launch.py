@@ -5,8 +5,8 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
-from pallas_kernels.checks import unfit_for_triton
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.sample.ref import SampleArgs
 
 # Logits of a block, whose largest decides whether a later launch reads it. As small as one load of

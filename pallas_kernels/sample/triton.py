@@ -30,7 +30,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.numerics import power_of_two
+from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.sample import launch
 from pallas_kernels.sample.few import BOUNDS, choose_among_few
 from pallas_kernels.sample.levels import inverse, least_of, nucleus_alone, scale, scaled_at

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.numerics import sum_partials
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.skinny_gemm import cases, launch, ref, xla
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 

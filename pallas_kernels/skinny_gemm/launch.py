@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuned
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase, GemmSizes, sizes_of
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 

@@ -22,7 +22,7 @@ from pallas_kernels.gemm.epilogues import swiglu, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import SplitTile, split_tile
-from pallas_kernels.pdl import launch_dependents
+from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.skinny_gemm.cases import GemmSizes, sizes_of
 from pallas_kernels.skinny_gemm.launch import (
     MMA_COLUMNS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.skinny_gemm import launch as skinny_launch
 from pallas_kernels.skinny_gemm import ref, xla
 from pallas_kernels.skinny_gemm.api import check

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels import tuned
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
 

@@ -25,8 +25,8 @@ which is read in one file:
     triton_text               fields of jaxlib/gpu/triton.proto
     find                      the parameters of jax-triton's primitive
 
-With JAX 0.12: delete ``link*`` and ``pallas_kernels/pdl.py`` if Mosaic kernels of separate calls
-can overlap in a step's CUDA graph (docs/notes/0018-jax-0.12.md); check ``mosaic_gpu_v2``, its
-attributes and Mosaic's cache by hash, without which a call needs its kernel's source again; delete
-``triton_text`` when jax-triton leaves out the text.
+With JAX 0.12: delete ``link*`` and ``lib/pdl.py`` if Mosaic kernels of separate calls can overlap
+in a step's CUDA graph (docs/notes/0018-jax-0.12.md); check ``mosaic_gpu_v2``, its attributes and
+Mosaic's cache by hash, without which a call needs its kernel's source again; delete ``triton_text``
+when jax-triton leaves out the text.
 """

@@ -14,7 +14,7 @@ from typing import Any, Self
 from jax.extend.core import ClosedJaxpr
 from jax.stages import Lowered, Traced
 
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.kernel_call import LoweredKernel, drop_sources
 from pallas_kernels.toolchain.link import link_kernels

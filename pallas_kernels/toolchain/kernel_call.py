@@ -23,7 +23,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from pallas_kernels.device import Device, compiling_for, current_device
+from pallas_kernels.lib.device import Device, compiling_for, current_device
 from pallas_kernels.toolchain.jax_internals import (
     HASH,
     LOWERING_SETTINGS,

@@ -2,7 +2,7 @@
 
 XLA makes each custom call a child graph of the step's CUDA graph, and a kernel starts when the
 previous child graph has ended. Kernels of one child graph may overlap: the next one loads weights
-while the previous one still runs (``pallas_kernels.pdl``). So each run of Mosaic calls without
+while the previous one still runs (``pallas_kernels.lib.pdl``). So each run of Mosaic calls without
 other operations in between is replaced by one call. This is the StableHLO part; ``link_modules``
 builds the Mosaic module of such a call, when it is compiled.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.toolchain.jax_internals import (
     ALIASES,
     HASH,

@@ -55,7 +55,7 @@ def linked_module(launches: Sequence[LinkedLaunch]) -> bytes:
     """The module of all launches, in order, as Mosaic compiles it.
 
     Each except the first may start before the previous one has ended, if its kernel waits for that
-    (``pallas_kernels.pdl``).
+    (``pallas_kernels.lib.pdl``).
     """
     with mosaic_context():
         sources = dict.fromkeys(launch.source for launch in launches)

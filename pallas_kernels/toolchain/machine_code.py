@@ -23,7 +23,7 @@ from jax import export
 from jax.experimental import serialize_executable, topologies
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels.device import Device
+from pallas_kernels.lib.device import Device
 from pallas_kernels.toolchain.jax_internals import (
     MODULE,
     MOSAIC_CALL,

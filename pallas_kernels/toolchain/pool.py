@@ -19,14 +19,14 @@ from queue import SimpleQueue
 from types import MethodType
 from typing import Self
 
-from pallas_kernels.device import Device
+from pallas_kernels.lib.device import Device
 from pallas_kernels.toolchain.worker import Failure
 
 # multiprocessing's own start would run the caller's script again.
 WORKER_SCRIPT = """
 import json, sys
 descriptors, device, *sys.path = sys.argv[1:]
-from pallas_kernels.device import Device
+from pallas_kernels.lib.device import Device
 from pallas_kernels.toolchain.worker import serve
 serve(json.loads(descriptors), Device(**json.loads(device)))
 """

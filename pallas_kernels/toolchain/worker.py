@@ -20,7 +20,7 @@ from queue import SimpleQueue
 
 import jax
 
-from pallas_kernels.device import Device
+from pallas_kernels.lib.device import Device
 from pallas_kernels.toolchain.jax_internals import MOSAIC
 from pallas_kernels.toolchain.machine_code import described_device
 

@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import io_callback
 
 from bench import kernels
-from pallas_kernels.registry import Cost, Inputs, KernelOp, all_ops, arrays_of
+from pallas_kernels.harness.registry import Cost, Inputs, KernelOp, all_ops, arrays_of
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 

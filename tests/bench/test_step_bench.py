@@ -27,7 +27,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.base import abstract_params
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
-from pallas_kernels.quantised import Form
+from pallas_kernels.lib.quantised import Form
 
 TINY = step_cases.Workload(
     tpot_batches=(1, 2),

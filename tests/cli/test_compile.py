@@ -237,7 +237,7 @@ def test_the_folder_holds_something_else(kind: str, model_folder: Path, tmp_path
 def test_a_tuned_file_with_an_unknown_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, output = tmp_path / "cpu.json", tmp_path / "bundle"
     file.write_text('{"qwen9_4b": {}}')
-    monkeypatch.setattr("pallas_kernels.tuned.tuned_file", lambda *_: file)
+    monkeypatch.setattr("pallas_kernels.harness.tuned.tuned_file", lambda *_: file)
     result = run("compile", tmp_path / "no_model", *SIZES, "-o", output)  # not looked for yet
     assert result.exit_code == 1
     assert result.stderr == (

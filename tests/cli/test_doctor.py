@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import cli
-from pallas_kernels import registry
+from pallas_kernels.harness import registry
+from pallas_kernels.harness.registry import Impl
 from pallas_kernels.native import library
-from pallas_kernels.registry import Impl
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ def test_concurrent_answers_equal_the_offline_ones() -> None:
 
 def test_deltas_add_up() -> None:
     async def scenario(llm: AsyncLLM) -> None:
-        from jaxinfer.engine.prompts import parse_prompts
+        from jaxinfer.engine.requests.prompts import parse_prompts
 
         params = SamplingParams(n=2, seed=3, max_tokens=10, ignore_eos=True)
         (prompt,) = parse_prompts("hi", llm.engine.tokenizer)

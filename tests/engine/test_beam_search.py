@@ -16,8 +16,8 @@ from jaxinfer import LLM, BeamSearchParams, SamplingParams
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.engine.beam_search import BeamSearch, BeamSearchSequence
-from jaxinfer.engine.outputs import Logprob
+from jaxinfer.engine.requests.beam_search import BeamSearch, BeamSearchSequence
+from jaxinfer.engine.requests.outputs import Logprob
 from jaxinfer.models.base import forward
 from kit.engines import EOS, tiny_engine
 from kit.tiny_models import tiny_model

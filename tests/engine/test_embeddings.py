@@ -16,7 +16,7 @@ from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.scoring import first_tokens, score_prompt
+from jaxinfer.engine.requests.scoring import first_tokens, score_prompt
 from jaxinfer.engine.start.task import with_task
 from jaxinfer.models import build_model
 from jaxinfer.weights.sentence_transformers import pooling_of_folder

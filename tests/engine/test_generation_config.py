@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.facts import ModelFacts, facts_of_configs
+from jaxinfer.engine.requests.facts import ModelFacts, facts_of_configs
 from jaxinfer.server.api.fields import limit_max_tokens
 
 

@@ -25,8 +25,8 @@ from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.api import llm as llm_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import Collector
-from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.engine.requests.outputs import Collector
+from jaxinfer.engine.requests.prompts import Prompt, parse_prompts
 from jaxinfer.engine.start import loading, plan
 from jaxinfer.engine.start.build import plan_engine
 from jaxinfer.exec.run.executor import Executor

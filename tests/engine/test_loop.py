@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, StepPlan, StepResult, TokenEvent
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import Failed, Stop, Submission
 from jaxinfer.engine.loop import engine as engine_module
@@ -21,7 +20,8 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import EngineLoop
 from jaxinfer.engine.loop.timeline import Timeline
-from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.requests.facts import ModelFacts
+from jaxinfer.engine.requests.news import EngineStats
 from kit.drive import make_limits, make_request
 from kit.fake_executor import VOCAB, FakeExecutor, expected_tokens
 

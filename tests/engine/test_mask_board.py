@@ -20,9 +20,9 @@ from jaxinfer.exec.run.in_flight import InFlight, Prepared
 from jaxinfer.exec.run.mask_board import MaskBoard
 from kit.engines import compiled_for, copy_to_cpu, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import tiny_model
+from pallas_kernels.harness.pins import NO_PINS, Pins
 from pallas_kernels.mask import native
 from pallas_kernels.mask.board import board_words
-from pallas_kernels.pins import NO_PINS, Pins
 
 VOCAB = 320
 PROMPTS = ([72, 105, 33], [9, 8, 7, 6], [40, 41, 42, 43, 44], [77] * 9, [1, 2], [3] * 20)

@@ -22,8 +22,8 @@ from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
 from jaxinfer.engine.link.spawn import spawn
 from jaxinfer.engine.link.wire import Answer, Submission
-from jaxinfer.engine.news import News
-from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.requests.news import News
+from jaxinfer.engine.requests.outputs import SequenceTimes
 from kit.engine_process import GREEDY, PROMPTS, answer, talk
 from kit.server_process import gone, wait_until
 from kit.sim_executor import SIM_PROGRAM, SimExecutor, sim_config

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.requests.outputs import RequestOutput
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
@@ -24,9 +24,9 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import Params, abstract_params, forward
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
 from kit.quantised_models import quantised_model, quantised_tensors
-from pallas_kernels.arrangements import LANES
+from pallas_kernels.harness.pins import NO_PINS, Pins
+from pallas_kernels.lib.arrangements import LANES
 from pallas_kernels.native.library import MISSING, library
-from pallas_kernels.pins import NO_PINS, Pins
 
 # The order of the weights and the pins, by the implementation that multiplies.
 KERNELS = {

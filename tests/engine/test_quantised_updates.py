@@ -34,7 +34,7 @@ from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_hf_folde
 from kit.served_weights import GREEDY, PROMPT, check_served
 from kit.tiny_models import tiny_model
 from kit.tokenizers import TINY_VOCAB_SIZE
-from pallas_kernels.quantised import Form
+from pallas_kernels.lib.quantised import Form
 
 CONFIG = tiny_qwen3_config(vocab_size=TINY_VOCAB_SIZE)
 SETTINGS: dict[str, Any] = {

@@ -18,10 +18,10 @@ from jaxinfer.core.step import (
     StepPlan,
     StepResult,
 )
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop import loop as loop_module
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.interfaces import Weights
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.drive import make_limits, plain
 from kit.fake_executor import VOCAB, FakeDevice

@@ -15,7 +15,7 @@ from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.engine.loop import engine as engine_module
 from jaxinfer.engine.loop import processor as processor_module
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import PositionLogprobs
+from jaxinfer.engine.requests.outputs import PositionLogprobs
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.models.base import forward
 from jaxinfer.text.detokenize import StopStrings

@@ -24,7 +24,7 @@ from jaxinfer.core.errors import (
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.api import own_engine
 from jaxinfer.engine.api.own_engine import _places
-from jaxinfer.engine.facts import facts_of_configs
+from jaxinfer.engine.requests.facts import facts_of_configs
 from kit.served_weights import GREEDY, PROMPT, check_served, with_larger_down
 
 POINT = "layers.0.resid_post"

@@ -14,7 +14,7 @@ from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.step import PageGroup, StepPlan
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.processor import SequenceProcessor
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.exec.calls import admit as admission_call
 from jaxinfer.exec.run import executor as executor_module
 from jaxinfer.exec.run import in_flight

@@ -22,7 +22,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.requests.outputs import RequestOutput
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.fingerprint import of_drafter
 from jaxinfer.exec.compile.memory_plan import program_memory

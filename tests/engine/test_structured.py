@@ -20,7 +20,7 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.structured import Thinking
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.outputs import Delta
 from kit.engines import EOS, run, tiny_engine, tiny_limits, tokens
 from kit.schemas import schemas
 

@@ -13,14 +13,15 @@ import pytest
 from msgspec.structs import replace
 
 from jaxinfer import LLM, AsyncLLM, SamplingParams
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, RequestError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import canonical
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import CompletionOutput
-from jaxinfer.engine.points import tap_bytes
+from jaxinfer.engine.requests.outputs import CompletionOutput
+from jaxinfer.engine.requests.points import tap_bytes
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import forward
 from kit.engines import engine_of, run, tiny_engine, tiny_executor, tiny_limits, tokens

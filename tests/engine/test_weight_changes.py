@@ -13,7 +13,7 @@ import pytest
 import jaxinfer
 from jaxinfer import LLM, AsyncLLM, LanguageModel, RequestOutput, SamplingParams
 from jaxinfer.core.errors import ArgumentError, EngineError
-from jaxinfer.engine.outputs import Delta, WeightSpan, joined
+from jaxinfer.engine.requests.outputs import Delta, WeightSpan, joined
 from kit.brake import Brake
 from kit.served_weights import (
     GREEDY,

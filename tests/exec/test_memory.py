@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.calls.extras import EXTRAS, extras_bound
 from jaxinfer.exec.calls.score import SCORE, score_bound
@@ -55,7 +56,7 @@ from kit.residency import resident_pages
 from kit.tiny_models import tiny_config, tiny_model
 from pallas_kernels.experts import launch
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 
 DEVICE = 4 << 30
 SMOLLM2 = MappingProxyType(

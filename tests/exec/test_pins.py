@@ -14,8 +14,8 @@ from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_llama_config
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
-from pallas_kernels.pins import Pins
-from pallas_kernels.quantised import Form
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.lib.quantised import Form
 
 LIMITS = tiny_limits(max_num_seqs=2)
 

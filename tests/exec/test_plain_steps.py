@@ -42,8 +42,8 @@ from jaxinfer.models.base import Model
 from kit.counted import Counted
 from kit.engines import engine_of, run, tiny_limits
 from kit.tiny_models import tiny_model
-from pallas_kernels import registry
-from pallas_kernels.pins import ALL_XLA
+from pallas_kernels.harness import registry
+from pallas_kernels.harness.pins import ALL_XLA
 
 LIMITS = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16)
 BUCKETS = [bucket.name for bucket in LIMITS.buckets]

@@ -10,14 +10,14 @@ import jax
 import msgspec
 import pytest
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.calls.admit import ADMIT
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models import build_model
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_config, tiny_model
-from pallas_kernels.pins import checked_pins
+from pallas_kernels.harness.pins import checked_pins
 
 LIMITS = tiny_limits(max_num_seqs=2, num_pages=77, max_model_len=96)
 PROGRAM = Program(tiny_model("qwen3")[0], LIMITS, platform="cpu")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arrangements import (
+from pallas_kernels.lib.arrangements import (
     ARRANGEMENTS,
     LANES,
     TILES,
@@ -16,8 +16,8 @@ from pallas_kernels.arrangements import (
     arrangement_of,
     rows_of,
 )
+from pallas_kernels.lib.quantised import Form, Quantised, dequantised
 from pallas_kernels.native import library
-from pallas_kernels.quantised import Form, Quantised, dequantised
 from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 
 GROUPS = {"q6_k": 16, "int8": 32, "int8_offsets": 32, "int4_offsets": 32}

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import Device, compiling_for, current_device
-from pallas_kernels.registry import current_platform
+from pallas_kernels.harness.registry import current_platform
+from pallas_kernels.harness.tuned import lookup
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import Device, compiling_for, current_device
 from pallas_kernels.swiglu_gemm import launch as swiglu_gemm
-from pallas_kernels.tuned import lookup
 
 H200 = Device("gpu", "NVIDIA H200", "9.0")
 
@@ -47,7 +47,7 @@ def test_it_follows_jaxs_setting(chosen: str | jax.Device) -> None:
 def test_every_device_dependent_function_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     files: list[str] = []
     monkeypatch.setattr(
-        "pallas_kernels.tuned.read_choices", lambda file: files.append(str(file)) or {}
+        "pallas_kernels.harness.tuned.read_choices", lambda file: files.append(str(file)) or {}
     )
     assert not_hopper() == "cpu has compute capability none, not 9.x"
     with compiling_for(H200):

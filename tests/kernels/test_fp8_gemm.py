@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.arrangements import rows_of
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.quantised import Form, Quantised, dequantised, joined
+from pallas_kernels.harness.registry import Inputs, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.arrangements import rows_of
+from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.quantised import Form, Quantised, dequantised, joined
 from pallas_kernels.quantised_gemm.api import OP, quantised_gemm
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import decode, launch, mosaic, prompt, quantise, tokens
 from pallas_kernels.quantised_gemm.fp8.launch import DecodeConfig, Fp8Sizes, PromptConfig
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
-from pallas_kernels.registry import Inputs, select
 from pallas_kernels.residual_norm import token
-from pallas_kernels.testing import mismatch
 
 FP8 = next(impl for impl in OP.impls if impl.name == "mosaic_fp8")
 HOPPER = Device("gpu", "NVIDIA H100", "9.0")

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bench import fp8_tiles
+from pallas_kernels.harness.registry import KernelOp
 from pallas_kernels.quantised_gemm.cases import CASES
 from pallas_kernels.quantised_gemm.fp8 import tokens
-from pallas_kernels.registry import KernelOp
 
 BY_NAME = {case.name: case for case in CASES}
 ALL_TILES = {(2, 2), (3, 1), (2, 1)}  # warpgroups, accumulators

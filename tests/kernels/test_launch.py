@@ -15,11 +15,11 @@ from pallas_kernels import shapes, tuned
 from pallas_kernels.append_decode import launch, mosaic_launch
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill import launch as prefill_launch
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
 from pallas_kernels.qk_rope_append.launch import heads_per_cta
-from pallas_kernels.shapes import PagedCase
 from pallas_kernels.skinny_gemm import launch as gemm_launch
 from pallas_kernels.skinny_gemm.cases import CASES as GEMM_CASES
 from pallas_kernels.swiglu_gemm import launch as swiglu_launch

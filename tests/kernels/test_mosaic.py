@@ -17,12 +17,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kit.lowering import lowered_in_place
-from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.harness.registry import Impl, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill import launch, mosaic, mosaic_plan
 from pallas_kernels.paged_prefill.api import OP
-from pallas_kernels.registry import Impl, select
-from pallas_kernels.shapes import PagedCase
-from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 CASES = {case.name: case for case in OP.cases}

@@ -36,15 +36,15 @@ from pallas_kernels.append_decode.api import OP
 from pallas_kernels.append_decode.cases import DecodeCase
 from pallas_kernels.append_decode.mosaic_launch import MosaicConfig
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.registry import Impl, Inputs, select
-from pallas_kernels.shapes import (
+from pallas_kernels.harness.registry import Impl, Inputs, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.shapes import (
     GPT_OSS_20B_TP8,
     LLAMA3_2_3B,
     QWEN2_5_7B,
     QWEN3_4B_TP8,
     Heads,
 )
-from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 CASES = {case.name: case for case in append_decode.CASES}

@@ -25,11 +25,11 @@ from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import PLAIN
 from pallas_kernels.gemm import tiles as gemm_tiles
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.registry import Impl, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.cases import BLOCK
 from pallas_kernels.quantised_gemm.tiled import step
-from pallas_kernels.registry import Impl, select
-from pallas_kernels.testing import mismatch
 
 HOPPER = next(impl for impl in OP.impls if impl.name == "hopper")
 CASES = {case.name: case for case in cases.CASES}

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.harness.registry import Impl, select
+from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.skinny_gemm import launch, mosaic
 from pallas_kernels.skinny_gemm.api import OP, GemmArgs
 from pallas_kernels.skinny_gemm.cases import CASES, GemmCase
 from pallas_kernels.skinny_gemm.launch import GemmConfig
-from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 FASTER_IN_XLA = ("qwen3_4b_gate_up_t128", "qwen3_4b_gate_up_t256", "qwen3_4b_qkv_t256")

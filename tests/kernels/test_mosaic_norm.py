@@ -10,12 +10,12 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.harness.registry import Impl, select
+from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.residual_norm import mosaic, mosaic_launch
 from pallas_kernels.residual_norm.api import OP
 from pallas_kernels.residual_norm.cases import CASES, NormCase
 from pallas_kernels.residual_norm.ref import NormArgs
-from pallas_kernels.testing import mismatch
 
 MOSAIC = next(impl for impl in OP.impls if impl.name == "mosaic")
 STEPS = [case for case in CASES if case.name.startswith("qwen3_4b_t") and case.tokens <= 256]

@@ -18,8 +18,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kit.tiled_shims import replace_registers
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.registry import select
+from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
@@ -27,7 +28,6 @@ from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosa
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
-from pallas_kernels.registry import select
 
 # Of XLA's thread pool. A warpgroup of the interpreter that waits for a barrier keeps one.
 THREADS = int(os.environ.get("NPROC", os.cpu_count() or 1))

@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.arrangements import LANES
+from pallas_kernels.lib.arrangements import LANES
+from pallas_kernels.lib.quantised import Quantised, dequantised
 from pallas_kernels.native import library
-from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.quantised_gemm import native as gemm
 from pallas_kernels.quantised_gemm.cases import BLOCK, FORMS, random_matrix
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs

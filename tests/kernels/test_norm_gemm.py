@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import Impl, UnfitKernel, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.norm_gemm import launch, mosaic
 from pallas_kernels.norm_gemm.api import OP, NormGemmArgs, norm_gemm
 from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
 from pallas_kernels.norm_gemm.launch import NormGemmConfig, NormGemmSizes, choose_config
-from pallas_kernels.pins import Pins
-from pallas_kernels.registry import Impl, UnfitKernel, select
 from pallas_kernels.residual_norm import token
 from pallas_kernels.residual_norm.mosaic_launch import COLUMNS, MAX_WIDTH, TILES
 from pallas_kernels.residual_norm.ref import NormArgs
-from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
 ONE = [case for case in CASES if case.tokens == 1 and case.form is None]

@@ -18,19 +18,19 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kit.tiled_shims import replace_registers
-from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import UnfitKernel, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.norm_gemm import launch
 from pallas_kernels.norm_gemm.api import OP, NormGemmArgs, norm_gemm
 from pallas_kernels.norm_gemm.cases import CASES, NormGemmCase
-from pallas_kernels.pins import Pins
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.fp8 import mosaic as fp8_mosaic
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 from pallas_kernels.quantised_gemm.tiled import mosaic
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
-from pallas_kernels.registry import UnfitKernel, select
 from pallas_kernels.residual_norm import token
-from pallas_kernels.testing import mismatch
 
 IMPLS = {impl.name: impl for impl in OP.impls}
 H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)

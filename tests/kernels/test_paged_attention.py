@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import shapes
 from pallas_kernels.append_decode import attend_ref
 from pallas_kernels.append_decode.attend_xla import attend
+from pallas_kernels.lib import shapes
+from pallas_kernels.lib.shapes import PagedCase, paged_arrays
+from pallas_kernels.lib.softmax import KEYS_PER_BLOCK
 from pallas_kernels.paged_prefill import cases as prefill_cases
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.paged_prefill.xla import QUERIES_PER_TILE
-from pallas_kernels.shapes import PagedCase, paged_arrays
-from pallas_kernels.softmax import KEYS_PER_BLOCK
 
 SMOL = shapes.SMOLLM2_135M
 EDGE, TILE = KEYS_PER_BLOCK, QUERIES_PER_TILE

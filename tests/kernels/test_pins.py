@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.pins import ALL_XLA, Pins, checked_pins
+from pallas_kernels.harness.pins import ALL_XLA, Pins, checked_pins
 
 
 def test_ops_without_a_pin_are_left_to_select() -> None:

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.pins import Pins
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import UnfitKernel, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.device import Device, compiling_for
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import launch, mosaic
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_mlp.api import OP, MlpArgs, quantised_mlp
 from pallas_kernels.quantised_mlp.cases import CASES, MlpCase
-from pallas_kernels.registry import UnfitKernel, select
-from pallas_kernels.testing import mismatch
 
 FP8 = OP.impls[0]
 H100 = Device("gpu", "NVIDIA H100", "9.0", num_sms=132)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 from pallas_kernels.quantised_gemm.cases import random_matrix
 from pallas_kernels.quantised_gemm.tiled.arrange import arrange, restore
 

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import registry
-from pallas_kernels.checks import NOT_INSTALLED
-from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
-from pallas_kernels.registry import (
+from pallas_kernels.harness import registry
+from pallas_kernels.harness.registry import (
     Cost,
     Impl,
     Inputs,
@@ -19,6 +17,8 @@ from pallas_kernels.registry import (
     dispatch,
     select,
 )
+from pallas_kernels.lib.checks import NOT_INSTALLED
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 
 
 def _narrow_only(x: jax.Array, *, scale: float) -> str | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.numerics import rms_norm
+from pallas_kernels.lib.numerics import rms_norm
 from pallas_kernels.residual_norm import launch
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 

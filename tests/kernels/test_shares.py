@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from pallas_kernels import shares
+from pallas_kernels.lib import shares
+from pallas_kernels.lib.shares import in_shares
 from pallas_kernels.native.library import library, pack_tiles
-from pallas_kernels.shares import in_shares
 
 
 @pytest.fixture

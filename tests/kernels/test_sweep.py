@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.registry import Case, KernelOp, all_ops
-from pallas_kernels.testing import mismatch, runnable
+from pallas_kernels.harness.registry import Case, KernelOp, all_ops
+from pallas_kernels.harness.testing import mismatch, runnable
+from pallas_kernels.lib.device import Device, compiling_for
 
 SWEEP = [
     pytest.param(op, case, id=f"{op.name}-{case.name}")

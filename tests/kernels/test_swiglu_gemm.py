@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.registry import Impl, select
+from pallas_kernels.harness.registry import Impl, select
+from pallas_kernels.harness.testing import mismatch
+from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.skinny_gemm import launch as skinny_launch
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import launch, mosaic
 from pallas_kernels.swiglu_gemm.api import OP, swiglu_gemm
 from pallas_kernels.swiglu_gemm.cases import CASES, SwigluCase
 from pallas_kernels.swiglu_gemm.launch import SwigluConfig, SwigluSizes
-from pallas_kernels.testing import mismatch
 
 MOSAIC = OP.impls[0]
 MIXED_STEP = SwigluCase("qwen3_4b_t2080", 2080, 2560, 9728)  # 32 decode rows with a chunk

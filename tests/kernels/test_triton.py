@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.registry import Case, Impl, Inputs, KernelOp, all_ops, select
+from pallas_kernels.harness.registry import Case, Impl, Inputs, KernelOp, all_ops, select
+from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.sample.cases import QWEN3, SampleCase
-from pallas_kernels.shapes import PagedCase
 
 if sys.platform != "linux":
     pytest.skip("Triton has no packages for this system", allow_module_level=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import PageGroup
 from jaxinfer.exec.compile.page_pools import split_pages
 from jaxinfer.exec.compile.sizes import limits_of, with_device_defaults

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from immutables import Map
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.shapes import ladder

@@ -12,8 +12,8 @@ from typing import Any
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.process import EngineProcess
-from jaxinfer.engine.outputs import Collector, RequestOutput
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Collector, RequestOutput
+from jaxinfer.engine.requests.prompts import Prompt
 
 PROMPTS = [tuple(range(3 + i, 12 + i)) for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

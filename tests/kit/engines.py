@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import TAPS, PageGroup
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.outputs import Collector, RequestOutput
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.facts import ModelFacts
+from jaxinfer.engine.requests.outputs import Collector, RequestOutput
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.exec.calls.extras import EXTRAS
 from jaxinfer.exec.calls.score import SCORE
 from jaxinfer.exec.calls.steer import STEER

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.registry import Impl, Inputs, KernelOp, arrays_of
+from pallas_kernels.harness.registry import Impl, Inputs, KernelOp, arrays_of
 
 
 def lowered_in_place(op: KernelOp, impl: Impl, inputs: Inputs) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.sources import ModelSource
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 # The names that safetensors has for dtypes.
 _DTYPES = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}

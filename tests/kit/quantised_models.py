@@ -20,7 +20,7 @@ from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.plan import plan_params
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
 from kit.tiny_models import tiny_config
-from pallas_kernels.quantised import Form, Quantised, dequantised
+from pallas_kernels.lib.quantised import Form, Quantised, dequantised
 from pallas_kernels.quantised_gemm.cases import FORMS, random_matrix
 
 WIDTH = 256  # K forms have blocks of 256

@@ -23,7 +23,7 @@ import tokenizers
 from safetensors import safe_open
 
 from jaxinfer.core.errors import JaxinferError
-from jaxinfer.engine.facts import facts_of_configs
+from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.models.registry import build_model, decoder_config
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.weights.gguf.header import read_header

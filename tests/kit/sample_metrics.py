@@ -10,11 +10,12 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import PageGroup
-from jaxinfer.engine.news import EngineStats, News, StepKind, StepRecord
-from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.requests.news import EngineStats, News, StepKind, StepRecord
+from jaxinfer.engine.requests.outputs import SequenceTimes
 from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
 from jaxinfer.server.metrics.tally import Rejection
 

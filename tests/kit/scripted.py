@@ -17,8 +17,8 @@ from jaxinfer.core.constraint import TokenFilter
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import StepPlan, StepResult
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from kit.engines import tiny_limits

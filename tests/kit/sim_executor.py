@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, RowResult, ScheduledSeq, StepPlan, StepResult
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.link.child import main
 from jaxinfer.engine.link.wire import Planned
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
 from kit.tokenizers import real_spec
 

@@ -8,8 +8,8 @@ import json
 import sys
 
 from kit.triton_shims import in_place_of_triton_call, interpreted
-from pallas_kernels.registry import all_ops
-from pallas_kernels.testing import mismatch
+from pallas_kernels.harness.registry import all_ops
+from pallas_kernels.harness.testing import mismatch
 
 
 def run(name: str) -> str | None:

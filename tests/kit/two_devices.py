@@ -18,7 +18,7 @@ import jaxinfer
 from jaxinfer.core.errors import ConfigError, JaxinferError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.requests.outputs import RequestOutput
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state

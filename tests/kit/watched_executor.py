@@ -12,12 +12,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, ScheduledSeq, StepPlan, StepResult
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.loop.loop import StepExecutor
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.sim_executor import SimExecutor
 from kit.tokenizers import tiny_tokenizer_spec

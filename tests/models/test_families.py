@@ -26,7 +26,7 @@ from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import State
 from kit import tiny_models
 from kit.checkpoints import built_arrays, random_hf_tensors
-from pallas_kernels.pins import ALL_XLA
+from pallas_kernels.harness.pins import ALL_XLA
 
 PAGE_SIZE = 4
 NUM_PAGES = 24

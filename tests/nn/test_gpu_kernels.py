@@ -15,8 +15,8 @@ from jaxinfer.models.base import hidden_states
 from jaxinfer.nn.context import Angles, Pages, Rows, StepContext
 from jaxinfer.nn.mixers.attention import QKNorm, attend
 from kit import tiny_models
-from pallas_kernels import registry
-from pallas_kernels.registry import dispatch
+from pallas_kernels.harness import registry
+from pallas_kernels.harness.registry import dispatch
 from pallas_kernels.skinny_gemm import api as skinny_api
 from pallas_kernels.swiglu_gemm import api as swiglu_api
 

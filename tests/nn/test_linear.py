@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.nn import linear
-from pallas_kernels.numerics import rms_norm
+from pallas_kernels.lib.numerics import rms_norm
 
 RNG = np.random.default_rng(0)
 X, WEIGHT, BIAS = RNG.standard_normal((5, 24)), RNG.standard_normal(24), RNG.standard_normal(24)

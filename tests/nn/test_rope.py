@@ -14,7 +14,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import RotaryRows
 from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
-from pallas_kernels.numerics import rotate
+from pallas_kernels.lib.numerics import rotate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "data" / "rope.json").read_text())
 ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"

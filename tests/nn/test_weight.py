@@ -16,8 +16,8 @@ from jaxinfer.core.errors import ArgumentError
 from jaxinfer.nn.context import dense_context
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
 from jaxinfer.nn.weight import Adapted, Matmul, Parts, matrices, param, stored, tree_of_parts
-from pallas_kernels.pins import NO_PINS
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.harness.pins import NO_PINS
+from pallas_kernels.lib.quantised import Quantised
 
 RNG = np.random.default_rng(0)
 F32 = jnp.dtype(jnp.float32)

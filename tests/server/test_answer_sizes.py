@@ -12,8 +12,8 @@ import pytest
 
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.points import Point
-from jaxinfer.engine import points
-from jaxinfer.engine.points import SteeringVectors
+from jaxinfer.engine.requests import points
+from jaxinfer.engine.requests.points import SteeringVectors
 from jaxinfer.server.api import parse
 from jaxinfer.server.api.parse import MAX_CONTAINERS
 from jaxinfer.server.http.errors import ApiError

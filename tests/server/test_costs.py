@@ -15,12 +15,12 @@ from jaxinfer.cli import serve
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.request import FinishReason, RequestSpec
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.facts import check_request
 from jaxinfer.engine.link import client as client_module
 from jaxinfer.engine.link.client import EngineClient, Link
 from jaxinfer.engine.link.wire import Command, Submission
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.facts import check_request
+from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.metrics.registry import Metrics

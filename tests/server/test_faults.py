@@ -18,7 +18,7 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.engine.link.client import Stream
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import AbortRequest, Command, Submission
-from jaxinfer.engine.outputs import Delta, joined
+from jaxinfer.engine.requests.outputs import Delta, joined
 from jaxinfer.server.api.answer import ChoiceUpdate
 from jaxinfer.server.openai.writer import merged_updates
 from jaxinfer.server.service.endpoint import Call

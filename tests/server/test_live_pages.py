@@ -9,8 +9,8 @@ import pytest
 
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.models.registry import build_model
 from jaxinfer.server.metrics.registry import Metrics
 from kit.default_limits import default_limits

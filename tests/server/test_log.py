@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.core.log import LogSettings, TextLines, tell
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.http.log import (
     LIBRARY_LOGGERS,
     LOGGER,

@@ -13,9 +13,9 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from jaxinfer.core.config import Limits
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.core.limits import Limits
+from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.server.metrics.registry import Metrics
 from kit.sample_metrics import (
     MODEL,

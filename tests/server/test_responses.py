@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.core.errors import EngineError, RequestError, TokenizerError
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Logprob
+from jaxinfer.engine.requests.outputs import Logprob
 from jaxinfer.server.http.errors import api_error
 from jaxinfer.server.openai import responses
 

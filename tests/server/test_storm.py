@@ -26,8 +26,8 @@ from bench.storm import (
 )
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import PageGroup
-from jaxinfer.engine.facts import ModelFacts
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.server.api.fields import UNSUPPORTED
 from jaxinfer.server.openai.schema import CompletionRequest
 from jaxinfer.text.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.requests.outputs import SequenceTimes
 from jaxinfer.server.api.answer import Caller
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.metrics.registry import SequenceProgress

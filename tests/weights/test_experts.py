@@ -34,7 +34,7 @@ from kit.checkpoints import random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, Typed, source_of
 from kit.tiny_models import tiny_config
 from pallas_kernels.experts.stack import matrix_of
-from pallas_kernels.quantised import E2M1, quantised
+from pallas_kernels.lib.quantised import E2M1, quantised
 from pallas_kernels.route.routing import Groups, Routing
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -241,7 +241,7 @@ def test_of_fp8_matrices_only_experts_are_in_tiles(
     monkeypatch.setattr("jaxinfer.models.quantised.arranged_on_device", recorded)
     if not built:
         monkeypatch.setattr("pallas_kernels.native.library.library", lambda: None)
-        monkeypatch.setattr("pallas_kernels.arrangements.library", lambda: None)
+        monkeypatch.setattr("pallas_kernels.lib.arrangements.library", lambda: None)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128}
     model = build_model({**tiny_config("qwen3_moe"), **sizes, "head_dim": 32}, "float32")
     config, tensors, _ = published_formats.published("Qwen3-FP8", of=model)

@@ -9,8 +9,8 @@ from gguf.quants import dequantize
 
 from jaxinfer.weights.gguf.blocks import FORMS, from_blocks
 from kit.gguf_blocks import random_rows
+from pallas_kernels.lib.quantised import dequantised
 from pallas_kernels.native import library
-from pallas_kernels.quantised import dequantised
 
 # MXFP4 is converted by numpy alone: only nibbles change their places.
 NATIVE = [kind for kind in FORMS if kind.name != "MXFP4"]

@@ -29,7 +29,7 @@ from kit.checkpoints import (
     write_gguf,
 )
 from kit.gguf_experts import CASES, CONFIGS, TOKEN_IDS, write_case
-from pallas_kernels.quantised import dequantised, quantised
+from pallas_kernels.lib.quantised import dequantised, quantised
 
 # Matrices hold only 0 and these numbers with both signs, which the type stores without loss.
 EXACT = {Type.BF16: 0.125, Type.Q8_0: 127 / 1024, Type.MXFP4: 6 / 64}

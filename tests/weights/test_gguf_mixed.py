@@ -21,9 +21,9 @@ from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import random_hf_tensors, tiny_qwen3_config, write_gguf
 from kit.gguf_blocks import random_rows
 from kit.memory_checkpoint import InMemory, source_of
-from pallas_kernels.arrangements import LANES
+from pallas_kernels.lib.arrangements import LANES
+from pallas_kernels.lib.quantised import is_matrix
 from pallas_kernels.native.library import library
-from pallas_kernels.quantised import is_matrix
 
 CONFIG = tiny_qwen3_config(
     hidden_size=256, intermediate_size=256, head_dim=64, tie_word_embeddings=False

@@ -32,11 +32,11 @@ from kit import published_formats as kit
 from kit.checkpoints import tiny_qwen3_config, write_hf_folder
 from kit.memory_checkpoint import InMemory, source_of
 from kit.model_sources import resolve
-from pallas_kernels.arrangements import TILES
-from pallas_kernels.quantised import dequantised, quantised
+from pallas_kernels.harness.registry import select
+from pallas_kernels.lib.arrangements import TILES
+from pallas_kernels.lib.quantised import dequantised, quantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.fp8 import launch
-from pallas_kernels.registry import select
 
 FORMS = {
     "Qwen3-AWQ": ("int4 g128 zeros", "int4 per row zeros"),

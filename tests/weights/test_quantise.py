@@ -22,7 +22,7 @@ from kit.checkpoints import (
     tiny_qwen2_config,
 )
 from kit.memory_checkpoint import InMemory
-from pallas_kernels import quantised as definition
+from pallas_kernels.lib import quantised as definition
 
 
 def normal(outputs: int, inputs: int) -> np.ndarray:

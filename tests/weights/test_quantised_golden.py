@@ -10,7 +10,7 @@ from safetensors import safe_open
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
-from pallas_kernels.quantised import dequantised as definition
+from pallas_kernels.lib.quantised import dequantised as definition
 
 DATA = Path(__file__).parents[1] / "data" / "quantised"
 NAME = "model.layers.0.mlp.down_proj.weight"

@@ -20,10 +20,10 @@ from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
 from kit.quantised_models import WIDTH, quantised_tensors
 from kit.tiny_models import tiny_config
-from pallas_kernels import arrangements
-from pallas_kernels.arrangements import ARRANGEMENTS, rows_of
+from pallas_kernels.lib import arrangements
+from pallas_kernels.lib.arrangements import ARRANGEMENTS, rows_of
+from pallas_kernels.lib.quantised import KINDS, Form, dequantised, is_matrix, quantised
 from pallas_kernels.native import library
-from pallas_kernels.quantised import KINDS, Form, dequantised, is_matrix, quantised
 
 MODEL, CHECKPOINT = quantised_tensors()
 FLOAT32 = np.dtype(np.float32)

@@ -21,10 +21,10 @@ from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import MODES, Mode
-from jaxinfer.engine.news import EngineStats
-from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
-from jaxinfer.engine.pooled import NO_SAMPLING, PoolingOutput, PoolingRequestOutput
-from jaxinfer.engine.prompts import Prompt, parse_prompt
+from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
+from jaxinfer.engine.requests.pooled import NO_SAMPLING, PoolingOutput, PoolingRequestOutput
+from jaxinfer.engine.requests.prompts import Prompt, parse_prompt
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.errors import RequestError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import RequestSpec
-from jaxinfer.engine.beam_search import BeamSearch, BeamSearchOutput, round_params
-from jaxinfer.engine.outputs import Delta, PositionLogprobs
-from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.engine.requests.beam_search import BeamSearch, BeamSearchOutput, round_params
+from jaxinfer.engine.requests.outputs import Delta, PositionLogprobs
+from jaxinfer.engine.requests.prompts import Prompt, parse_prompts
 
 if TYPE_CHECKING:
     from jaxinfer.core.beam_search import BeamSearchParams

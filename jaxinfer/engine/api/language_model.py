@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.core.errors import ArgumentError, EngineError
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.engine.requests.outputs import RequestOutput
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.base import (

@@ -23,10 +23,10 @@ from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.api.beam_search import BeamMethods
 from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
-from jaxinfer.engine.facts import ValidatedRequest
-from jaxinfer.engine.news import EngineStats
-from jaxinfer.engine.outputs import Collector, Delta, RequestOutput
-from jaxinfer.engine.prompts import Prompt, encode, parse_prompts
+from jaxinfer.engine.requests.facts import ValidatedRequest
+from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
+from jaxinfer.engine.requests.prompts import Prompt, encode, parse_prompts
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 from jaxinfer.text.answers.formats import answer_format

@@ -19,8 +19,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.api.llm import LLM
 from jaxinfer.engine.api.one_prompt import SINGLE_CONTEXT, settings_for_one
-from jaxinfer.engine.outputs import RequestOutput
-from jaxinfer.engine.prompts import Prompt, parse_prompts
+from jaxinfer.engine.requests.outputs import RequestOutput
+from jaxinfer.engine.requests.prompts import Prompt, parse_prompts
 from jaxinfer.engine.start.build import build_engine
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.step.points import StepEdits, added_vector, points_named

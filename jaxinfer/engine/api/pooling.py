@@ -13,8 +13,8 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import RequestSpec
-from jaxinfer.engine.facts import check_task
-from jaxinfer.engine.pooled import (
+from jaxinfer.engine.requests.facts import check_task
+from jaxinfer.engine.requests.pooled import (
     NO_SAMPLING,
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -25,13 +25,19 @@ from jaxinfer.engine.pooled import (
     embedding,
     truncated,
 )
-from jaxinfer.engine.prompts import Prompt, parse_prompts
-from jaxinfer.engine.scoring import check_scores, paired, probability, score_prompt, score_sampling
+from jaxinfer.engine.requests.prompts import Prompt, parse_prompts
+from jaxinfer.engine.requests.scoring import (
+    check_scores,
+    paired,
+    probability,
+    score_prompt,
+    score_sampling,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams
     from jaxinfer.engine.loop.engine import Engine
-    from jaxinfer.engine.outputs import Delta
+    from jaxinfer.engine.requests.outputs import Delta
     from jaxinfer.text.tokenizer import Tokenizer
 
 _NO_PARAMS = PoolingParams()
@@ -121,8 +127,8 @@ class PoolingMethods(ABC):
         """The score of each document in ``data_2`` for the query in ``data_1``, or for its own.
 
         With task "score" it is the probability of the first of ``score_tokens``, by a chat template
-        with the roles ``query`` and ``document`` (``engine.scoring``); with task "embed" the cosine
-        of the two embeddings. Raises ``TaskError`` for other models.
+        with the roles ``query`` and ``document`` (``engine.requests.scoring``); with task "embed"
+        the cosine of the two embeddings. Raises ``TaskError`` for other models.
         """
         _refuse_others(lora_request)
         facts = self._engine.facts

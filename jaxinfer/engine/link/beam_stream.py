@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from jaxinfer.core.beam_search import BeamSearchParams
 from jaxinfer.core.request import FinishReason, RequestSpec
-from jaxinfer.engine.beam_search import BeamSearch, BeamSearchSequence, round_params
 from jaxinfer.engine.link.client import EngineClient, Stream
-from jaxinfer.engine.outputs import Delta, PositionLogprobs
+from jaxinfer.engine.requests.beam_search import BeamSearch, BeamSearchSequence, round_params
+from jaxinfer.engine.requests.outputs import Delta, PositionLogprobs
 
 
 class BeamStream:

@@ -14,12 +14,11 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from jaxinfer.core.config import MAX_STEPS_IN_FLIGHT, Limits
 from jaxinfer.core.errors import EngineError, JaxinferError
+from jaxinfer.core.limits import MAX_STEPS_IN_FLIGHT, Limits
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.steering import float32_bytes
 from jaxinfer.core.structured import StructuredOutputsParams
-from jaxinfer.engine.facts import ModelFacts, check_request
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Action,
@@ -37,8 +36,9 @@ from jaxinfer.engine.link.wire import (
     SetSteering,
     Submission,
 )
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.outputs import Delta, joined
+from jaxinfer.engine.requests.facts import ModelFacts, check_request
+from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.outputs import Delta, joined
 from jaxinfer.text.tokenizer import Tokenizer
 
 PONG_SECONDS = 1.0  # for the answer to a ping

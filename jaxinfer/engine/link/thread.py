@@ -34,7 +34,7 @@ from jaxinfer.engine.link.wire import (
     Stop,
     Submission,
 )
-from jaxinfer.engine.news import News
+from jaxinfer.engine.requests.news import News
 
 if TYPE_CHECKING:
     from jaxinfer.engine.loop.engine import Engine

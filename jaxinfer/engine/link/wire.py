@@ -17,14 +17,15 @@ import msgspec
 from msgspec.structs import replace
 
 from jaxinfer.core import errors
-from jaxinfer.core.config import EngineConfig, Limits
+from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.frames import read_frame, send_frame
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.log import LogSettings
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.structured import StructuredOutputsParams
-from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.news import EngineStats, News
+from jaxinfer.engine.requests.facts import ModelFacts
+from jaxinfer.engine.requests.news import EngineStats, News
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
-from jaxinfer.engine.facts import (
-    ModelFacts,
-    ValidatedRequest,
-    check_request,
-    resolved_max_tokens,
-)
 from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.timeline import Timeline
-from jaxinfer.engine.news import EngineStats, News
-from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.points import SteeringVectors
+from jaxinfer.engine.requests.facts import (
+    ModelFacts,
+    ValidatedRequest,
+    check_request,
+    resolved_max_tokens,
+)
+from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.points import SteeringVectors
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:

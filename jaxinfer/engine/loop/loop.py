@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import EngineError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import (
     Bucket,
     Event,

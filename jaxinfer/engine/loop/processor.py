@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.step import TokenEvent, TokenLogprobs
 from jaxinfer.engine.loop.loop import LOGGER
-from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
+from jaxinfer.engine.requests.outputs import Delta, Logprob, PositionLogprobs, WeightSpan
 from jaxinfer.text.detokenize import IncrementalDetokenizer, StopStrings
 
 if TYPE_CHECKING:

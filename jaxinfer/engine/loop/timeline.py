@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from jaxinfer.core.step import StepPlan
 from jaxinfer.engine.loop.loop import Iteration
-from jaxinfer.engine.news import StepKind, StepRecord
-from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.requests.news import StepKind, StepRecord
+from jaxinfer.engine.requests.outputs import SequenceTimes
 
 
 class Timeline:

@@ -24,9 +24,9 @@ from jaxinfer.core.config import (
 )
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS, Progress
-from jaxinfer.engine.facts import facts_of_configs
 from jaxinfer.engine.loop.engine import Engine
-from jaxinfer.engine.news import EngineStats
+from jaxinfer.engine.requests.facts import facts_of_configs
+from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
@@ -45,9 +45,9 @@ from jaxinfer.exec.run.executor import Executor
 from jaxinfer.nn.placement import default_placement, placement_in
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
+from pallas_kernels.harness.pins import Pins, checked_pins
+from pallas_kernels.harness.tuned import check_choices
 from pallas_kernels.native.library import BrokenLibrary, library
-from pallas_kernels.pins import Pins, checked_pins
-from pallas_kernels.tuned import check_choices
 
 
 def plan_engine(

@@ -11,8 +11,8 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.weights.sources import ModelSource
-from pallas_kernels.arrangements import LANES, TILES
-from pallas_kernels.checks import not_hopper
+from pallas_kernels.lib.arrangements import LANES, TILES
+from pallas_kernels.lib.checks import not_hopper
 from pallas_kernels.native.library import variants
 from pallas_kernels.quantised_gemm.native import misfit_of
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import COMPILED, EngineConfig
 from jaxinfer.core.progress import Progress
-from jaxinfer.engine.facts import ModelDetails, ModelFacts
+from jaxinfer.engine.requests.facts import ModelDetails, ModelFacts
 from jaxinfer.engine.start.task import score_token_ids
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan

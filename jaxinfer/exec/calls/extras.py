@@ -44,7 +44,7 @@ from jaxinfer.exec.step.sampling import (
 )
 from jaxinfer.exec.step.slots import SlotState, read_settings
 from jaxinfer.models.base import Model, Params, unembed
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 from pallas_kernels.publish.api import PublishArgs, publish
 
 WIRE_ROWS = 3 + MAX_LOGPROBS  # see ``pack_extras``

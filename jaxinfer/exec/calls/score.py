@@ -16,7 +16,7 @@ from jaxinfer.exec.calls.call import Call, Work
 from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.sampling import BLOCK, LOGPROBS_WIDTH, by_blocks, token_logprobs
 from jaxinfer.models.base import Model, Params, unembed
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 
 COPIES = 4  # live arrays float32[block, V] while prompts are scored; measured on a CPU: 2
 

@@ -23,9 +23,10 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from jaxinfer.core.config import BUNDLE_MANIFEST, Limits, prepare_mosaic
+from jaxinfer.core.config import BUNDLE_MANIFEST, prepare_mosaic
 from jaxinfer.core.errors import CacheError
 from jaxinfer.core.json_text import read_json
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.owners import check_tree
 from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import write_trusted
@@ -42,8 +43,8 @@ from jaxinfer.exec.compile.memory_plan import MemoryPlan, workspace_bytes
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
+from pallas_kernels.harness.tuned import NAMES, read_choices, tuned_file
 from pallas_kernels.native.library import register
-from pallas_kernels.tuned import NAMES, read_choices, tuned_file
 
 FORMAT = 4  # version of the folder's format; raise it when the manifest's meaning changes
 # that load executables or read their files; H200: 8 buckets load in 0.50 s with 8 (1.96 s with one)

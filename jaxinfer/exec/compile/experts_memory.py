@@ -15,7 +15,7 @@ from pallas_kernels.experts.api import OP, ExpertsArgs
 from pallas_kernels.experts.launch import MOST_ROWS
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.experts.xla import rows_of_tile
-from pallas_kernels.registry import select
+from pallas_kernels.harness.registry import select
 
 
 def experts_bytes(

@@ -19,14 +19,15 @@ from pathlib import Path
 import jax
 import msgspec
 
-from jaxinfer.core.config import Limits, compiler_environment
+from jaxinfer.core.config import compiler_environment
+from jaxinfer.core.limits import Limits
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.step.drafts import Drafter
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.nn.decoder_config import LayerSpec
 from jaxinfer.nn.placement import Placement
+from pallas_kernels.harness.pins import Pins
 from pallas_kernels.native.library import variants
-from pallas_kernels.pins import Pins
 
 # Folders of jaxinfer that every step is traced from. Of ``models``, a step is traced from the
 # modules of its own family: see ``family_digest``.

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.compile.experts_memory import experts_bytes
@@ -27,7 +28,7 @@ from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.weight import matrices
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.quantised import Quantised
 
 MB = 1_000_000
 # Quantised matrices that XLA holds dequantised at a time on a GPU, where it runs kernels in order.

@@ -20,15 +20,16 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Self
 
-from jaxinfer.core.config import Limits, beside_environment
+from jaxinfer.core.config import beside_environment
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.host_cpu import usable_cores
+from jaxinfer.core.limits import Limits
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import placement_of_ids
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 
 CHILD = "from jaxinfer.exec.compile.child import main; main()"
 # Of the machine's cores, at most so many and at most this part are left to requests: the engine's

@@ -21,8 +21,8 @@ from jaxinfer.exec.calls.steer import tables
 from jaxinfer.exec.calls.table import CALLS
 from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
-from pallas_kernels.pins import LINKS
-from pallas_kernels.registry import UnfitKernel
+from pallas_kernels.harness.pins import LINKS
+from pallas_kernels.harness.registry import UnfitKernel
 
 FIRST = "_first"  # suffix of the first executable of a split step
 # Up to this many decode rows, let XLA autotune matmuls (Triton or cuBLAS). The head's matmul is
@@ -169,8 +169,8 @@ class Program(EngineShape):
     def links_kernels(self, name: str) -> bool:
         """True if neighbouring kernels of an executable become one linked call.
 
-        Each of them may then start early (``pallas_kernels.pdl``). This is done in steps that only
-        decode, as their kernels are short.
+        Each of them may then start early (``pallas_kernels.lib.pdl``). This is done in steps that
+        only decode, as their kernels are short.
         """
         if name not in self._steps:
             return False

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from jaxinfer.core.config import DEFAULT_PAGE_SIZE, EngineConfig, Limits
+from jaxinfer.core.config import DEFAULT_PAGE_SIZE, EngineConfig
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point
 from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.core.structured import FormLimits
@@ -28,7 +29,7 @@ from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import Model
 from jaxinfer.nn.placement import Placement
 from jaxinfer.sched.state import missing_size
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import TAPS, Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState

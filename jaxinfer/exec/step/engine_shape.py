@@ -11,8 +11,8 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import BITS
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.step.batch import BatchLayout
@@ -23,9 +23,9 @@ from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import nested
 from jaxinfer.nn.placement import Placement, default_placement
 from jaxinfer.nn.state import State
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import current_platform
 from pallas_kernels.mask.api import reads_board
-from pallas_kernels.pins import Pins
-from pallas_kernels.registry import current_platform
 
 
 @dataclass(frozen=True)

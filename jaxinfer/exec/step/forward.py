@@ -38,7 +38,7 @@ from jaxinfer.models.base import (
 from jaxinfer.models.params import nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.state import State
-from pallas_kernels.pins import Pins
+from pallas_kernels.harness.pins import Pins
 from pallas_kernels.publish.api import PublishArgs, publish
 
 type Arrays = tuple[jax.Array, ...]

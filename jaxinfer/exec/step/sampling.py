@@ -16,8 +16,8 @@ from jax import lax
 
 from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
+from pallas_kernels.harness.pins import NO_PINS, Pins
 from pallas_kernels.mask.api import MaskArgs, mask
-from pallas_kernels.pins import NO_PINS, Pins
 from pallas_kernels.sample.api import SampleArgs
 from pallas_kernels.sample.api import sample as draw
 from pallas_kernels.sample.xla import allowed_tokens

@@ -17,7 +17,7 @@ from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
 from jaxinfer.nn.weight import param, weight
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
 
 

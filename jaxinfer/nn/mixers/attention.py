@@ -24,7 +24,7 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
-from pallas_kernels.numerics import split_and_rotate, split_heads
+from pallas_kernels.lib.numerics import split_and_rotate, split_heads
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 

@@ -27,7 +27,7 @@ from jaxinfer.nn.weight import param, weight
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
 from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
-from pallas_kernels.numerics import rms_norm, rotate
+from pallas_kernels.lib.numerics import rms_norm, rotate
 
 
 class _Tokens(NamedTuple):

@@ -9,8 +9,8 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.anthropic.answers import (
     AnswerMessage,
     Block,

@@ -15,7 +15,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import Stream
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.server.metrics.registry import Metrics, SequenceProgress
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context

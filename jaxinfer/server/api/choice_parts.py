@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.server.api.custom_tools import input_of
 from jaxinfer.server.api.tools import AnswerReading
 from jaxinfer.text.answers.call_parts import CallArguments, CallBegin, CallEnd

@@ -16,7 +16,7 @@ from jaxinfer.core.log import SERVER_LOGGER as LOGGER
 from jaxinfer.core.log import LogSettings, log_to
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.engine.loop.loop import LOGGER as ENGINE_LOGGER
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.engine.start.progress import LOGGER as START_LOGGER
 
 # The engine's logger is used in this process when the engine runs on a thread; an engine process

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from jaxinfer.core.config import Limits
-from jaxinfer.engine.news import StepKind
+from jaxinfer.core.limits import Limits
+from jaxinfer.engine.requests.news import StepKind
 
 MODEL_LABELS = ("model_name", "engine")
 

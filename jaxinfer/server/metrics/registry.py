@@ -22,10 +22,11 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig, Limits
+from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.news import EngineStats, News, StepKind
-from jaxinfer.engine.outputs import SequenceTimes
+from jaxinfer.engine.requests.news import EngineStats, News, StepKind
+from jaxinfer.engine.requests.outputs import SequenceTimes
 from jaxinfer.server.metrics.export import Exporter
 from jaxinfer.server.metrics.histograms import Histogram, Histograms
 from jaxinfer.server.metrics.tally import KeyUsage, Rates, Rejection, Tally

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from jaxinfer.core.config import Limits
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.news import EngineStats, StepKind
+from jaxinfer.engine.requests.news import EngineStats, StepKind
 
 
 class Rejection(StrEnum):

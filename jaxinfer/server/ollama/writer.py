@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import UNSET
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.answer import Answer, ChoiceUpdate
 from jaxinfer.server.api.choice_parts import ChoiceParts, NumberedCall
 from jaxinfer.server.http.errors import ApiError

@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.answer import Answer, ChoiceUpdate
 from jaxinfer.server.api.choice_parts import ChoicePart, ChoiceParts, NumberedCall
 from jaxinfer.server.openai.responses import (

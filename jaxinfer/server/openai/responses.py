@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import PositionLogprobs
+from jaxinfer.engine.requests.outputs import PositionLogprobs
 
 # the stop string, or the request's stop id, that ended the output
 type StopReason = int | str | None

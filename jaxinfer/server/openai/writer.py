@@ -11,9 +11,9 @@ from msgspec import UNSET, UnsetType
 
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta, Logprob, PositionLogprobs, joined
-from jaxinfer.engine.points import tapped
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Delta, Logprob, PositionLogprobs, joined
+from jaxinfer.engine.requests.points import tapped
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.answer import Answer, ChoiceUpdate
 from jaxinfer.server.api.fields import GenerationFields
 from jaxinfer.server.api.tools import AnswerReading

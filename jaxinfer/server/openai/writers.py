@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import asdict, replace
 
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.outputs import Delta, PositionLogprobs
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.outputs import Delta, PositionLogprobs
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.answer import Answer, ChoiceUpdate
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.openai.responses import (

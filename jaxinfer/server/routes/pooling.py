@@ -12,11 +12,11 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.request import RequestSpec, SamplingParams
-from jaxinfer.engine.facts import check_task
-from jaxinfer.engine.outputs import Delta
-from jaxinfer.engine.pooled import NO_SAMPLING, embedding, truncated
-from jaxinfer.engine.prompts import Prompt
-from jaxinfer.engine.scoring import (
+from jaxinfer.engine.requests.facts import check_task
+from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.pooled import NO_SAMPLING, embedding, truncated
+from jaxinfer.engine.requests.prompts import Prompt
+from jaxinfer.engine.requests.scoring import (
     check_scores,
     first_tokens,
     fitted,

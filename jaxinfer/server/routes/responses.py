@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ContextLengthError
 from jaxinfer.core.sampling_checks import INT32_MAX
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.api.parse import MAX_DIGITS
 from jaxinfer.server.http.errors import ApiError

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import RequestError
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.fields import field_error
 from jaxinfer.server.openai.responses import Detokenized, Tokenized
 from jaxinfer.server.openai.schema import ChatFields, DetokenizeRequest, TokenizeRequest

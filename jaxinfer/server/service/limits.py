@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import ContextLengthError, RequestError, TaskError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
-from jaxinfer.engine.facts import resolved_max_tokens
 from jaxinfer.engine.link.client import EngineClient
-from jaxinfer.engine.points import tap_bytes
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.facts import resolved_max_tokens
+from jaxinfer.engine.requests.points import tap_bytes
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest

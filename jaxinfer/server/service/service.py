@@ -23,7 +23,7 @@ from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.server_config import OUTPUT_LIMIT, ServerConfig
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 from jaxinfer.server.api.answer import UNKNOWN, Answer, Caller
 from jaxinfer.server.api.fields import GenerationFields
 from jaxinfer.server.api.tools import hidden_pattern

@@ -14,8 +14,8 @@ import numpy as np
 from jaxinfer.weights.gguf.types import BLOCK_SIZES
 from jaxinfer.weights.gguf.types import TensorType as Type
 from jaxinfer.weights.quantised.layouts import powers_of_2
+from pallas_kernels.lib.quantised import Form, Quantised, nibble_block
 from pallas_kernels.native import library
-from pallas_kernels.quantised import Form, Quantised, nibble_block
 
 _SMALL, _SUPER = 32, 256  # inputs of a block
 FORMS: Mapping[Type, Form] = MappingProxyType(

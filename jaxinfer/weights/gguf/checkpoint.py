@@ -25,7 +25,7 @@ from jaxinfer.weights.gguf.stored import (
     experts_of,
     read_tensor,
 )
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:

@@ -16,8 +16,8 @@ from jaxinfer.weights.gguf.dequantise import values_of
 from jaxinfer.weights.gguf.header import GGUFTensor
 from jaxinfer.weights.gguf.names import undo_interleave
 from jaxinfer.weights.gguf.types import BLOCK_SIZES
-from pallas_kernels.quantised import Form, Quantised, quantised
-from pallas_kernels.shares import in_shares
+from pallas_kernels.lib.quantised import Form, Quantised, quantised
+from pallas_kernels.lib.shares import in_shares
 
 _CHUNK_BYTES = 1 << 16  # per dequantisation call: its float32 values stay in the CPU cache
 _CONVERTED_BYTES = 4 << 20  # read at a time where weights stay quantised; bounds temporary arrays

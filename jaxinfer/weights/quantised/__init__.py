@@ -1,1 +1,1 @@
-"""Quantised safetensors: published formats in, ``pallas_kernels.quantised`` or a new folder out."""
+"""Quantised safetensors: published formats in, ``lib.quantised`` or a new folder out."""

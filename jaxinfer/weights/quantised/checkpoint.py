@@ -13,7 +13,7 @@ from jaxinfer.weights.quantised.layouts import LAYOUTS
 from jaxinfer.weights.quantised.scheme import Scheme
 from jaxinfer.weights.quantised.stored import CHECK_CONFIG, Parts, StoredMatrix
 from jaxinfer.weights.quantised.values import dequantised
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 WEIGHT = ".weight"
 # The tensor of a matrix's values, by layout. A plain one has no dtype of floats.

@@ -15,7 +15,7 @@ from jaxinfer.weights.quantised.quantise import SCHEMES, form_for
 from jaxinfer.weights.quantised.scheme import Scheme
 from jaxinfer.weights.quantised.stored import check_fits, form_of
 from jaxinfer.weights.sources import ModelSource
-from pallas_kernels.quantised import Form
+from pallas_kernels.lib.quantised import Form
 
 type Forms = tuple[tuple[str, Form], ...]  # with the names of tensors in the family's specs
 # Names that vLLM has for reading a format with other kernels.

@@ -42,7 +42,7 @@ from jaxinfer.weights.quantised.stored import (
     form_of,
     int8_with_zeros,
 )
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.quantised import Quantised
 
 _FLOATS = ("F16", "BF16", "F32")
 _SCALES = (*_FLOATS, "F8_E8M0")

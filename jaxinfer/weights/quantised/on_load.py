@@ -14,7 +14,7 @@ from jaxinfer.weights.quantised.config_keys import check_pattern
 from jaxinfer.weights.quantised.quantise import SCHEMES, form_for, quantise_as
 from jaxinfer.weights.quantised.scheme import PATTERN, match_rank
 from jaxinfer.weights.quantised.values import dequantised
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 _HEAD = "lm_head"
 

@@ -1,4 +1,4 @@
-"""Packed values of published formats in the order of ``pallas_kernels.quantised``.
+"""Packed values of published formats in the order of ``pallas_kernels.lib.quantised``.
 
 Nibbles are moved without making a byte of each. In a *pair* order byte j of a row holds inputs 2j
 (low bits) and 2j + 1; here byte j of a block of 64 holds inputs j and j + 32 (``nibble_block``).
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.quantised import nibble_block
+from pallas_kernels.lib.quantised import nibble_block
 
 # AWQ's int32 has eight outputs; its nibble p, from the lowest, is of output AWQ_ORDER[p]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.weights.quantised.values import row_chunks
-from pallas_kernels.quantised import E2M1, MIDDLE, Form, Quantised, pack_nibbles, quantised
+from pallas_kernels.lib.quantised import E2M1, MIDDLE, Form, Quantised, pack_nibbles, quantised
 
 SCHEMES = ("fp8", "int8", "int4")
 GROUPS = (128, 64, 32)

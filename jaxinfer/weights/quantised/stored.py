@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.weights.checkpoint import TensorInfo
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 type Read = Callable[[str], np.ndarray]
 type Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The values of quantised matrices in host memory: ``pallas_kernels.quantised`` in numpy."""
+"""The values of quantised matrices in host memory: ``pallas_kernels.lib.quantised`` in numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.weights.quantised.packing import to_pairs
-from pallas_kernels.quantised import E2M1, MIDDLE, Quantised
+from pallas_kernels.lib.quantised import E2M1, MIDDLE, Quantised
 
 CHUNK = 1 << 17  # values that are computed at once, so that intermediate results stay in L2
 
@@ -20,7 +20,7 @@ def row_chunks(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def dequantised(w: Quantised) -> np.ndarray:  # float32[O, K]
-    """The matrix of numpy arrays in float32, as ``pallas_kernels.quantised.dequantised`` has it."""
+    """The matrix of numpy arrays in float32, as ``lib.quantised.dequantised`` has it."""
     out = np.empty((w.num_outputs, w.num_inputs), np.float32)
     table = _table(w)
     scales, offsets = (_factors(w, part, index) for index, part in enumerate((w.scales, w.offsets)))

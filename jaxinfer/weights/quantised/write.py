@@ -28,7 +28,7 @@ from jaxinfer.weights.quantised.compressed_config import MIXED
 from jaxinfer.weights.quantised.config_keys import CONFIG
 from jaxinfer.weights.quantised.packing import to_pairs, unsigned
 from jaxinfer.weights.quantised.scheme import match_rank
-from pallas_kernels.quantised import Form, Quantised
+from pallas_kernels.lib.quantised import Form, Quantised
 
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
 _WEIGHT = ".weight"

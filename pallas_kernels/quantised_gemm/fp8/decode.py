@@ -25,8 +25,8 @@ from pallas_kernels.gemm.epilogues import swiglu, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import SplitTile, split_tile
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8.launch import (
     MMA_ROWS,
     MMA_TOKENS,

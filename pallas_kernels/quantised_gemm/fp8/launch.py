@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_mlp.ref import MlpArgs

@@ -12,8 +12,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
-from pallas_kernels.quantised import Quantised
 from pallas_kernels.quantised_gemm.fp8 import decode, prompt, quantise
 from pallas_kernels.quantised_gemm.fp8.launch import (
     Fp8Sizes,

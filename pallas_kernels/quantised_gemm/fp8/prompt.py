@@ -28,7 +28,7 @@ from pallas_kernels.gemm.epilogues import swiglu_of_many
 from pallas_kernels.gemm.pipeline import Ring, copy_tiles, divide_roles, launch
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import Tile, TileGrid
-from pallas_kernels.pdl import launch_dependents
+from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.quantised_gemm.fp8.launch import (
     MMA_ROWS,
     MMA_WEIGHTS,

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.quantised_gemm.fp8.tokens import GROUP, LARGEST, SMALLEST, scale_tokens
 from pallas_kernels.residual_norm.token import span_layout
 

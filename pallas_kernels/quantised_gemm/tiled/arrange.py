@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.quantised import PACKED, Quantised
+from pallas_kernels.lib.quantised import PACKED, Quantised
 
 TILE = 64  # outputs and inputs
 SUFFIX = "_tiles"

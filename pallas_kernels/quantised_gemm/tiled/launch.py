@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.checks import not_hopper
-from pallas_kernels.device import current_device
-from pallas_kernels.quantised import PACKED
+from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.quantised import PACKED
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 

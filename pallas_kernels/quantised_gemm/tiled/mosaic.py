@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.pipeline import Ring, in_one_warp, launch
 from pallas_kernels.gemm.scratch import smem
 from pallas_kernels.gemm.tiles import split_range
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.launch import (

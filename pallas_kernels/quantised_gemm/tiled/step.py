@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
-from pallas_kernels.quantised import MIDDLE, Quantised
+from pallas_kernels.lib.quantised import MIDDLE, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.device import Device, compiling_for
-from pallas_kernels.registry import imported_when_called
+from pallas_kernels.harness.registry import imported_when_called
+from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.toolchain import machine_code
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.jax_internals import LOWERING_SETTINGS

@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import deserialize_portable_artifact
 from jax.interpreters.mlir import ir, make_ir_context
 
-from pallas_kernels.device import Device
-from pallas_kernels.pdl import grid_dependency_wait, launch_dependents
+from pallas_kernels.lib.device import Device
+from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.toolchain import link_modules
 from pallas_kernels.toolchain.jax_internals import (
     HASH,

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.experimental import serialize_executable
 
-from pallas_kernels.device import Device, compiling_for, current_device
+from pallas_kernels.lib.device import Device, compiling_for, current_device
 from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 from pallas_kernels.toolchain.find import kernels_in
 from pallas_kernels.toolchain.kernel_call import LoweredKernel

@@ -23,7 +23,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters.mlir import ir, make_ir_context
 
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
-from pallas_kernels.device import Device, compiling_for
+from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.residual_norm.ref import NormArgs
@@ -204,7 +204,7 @@ from pathlib import Path
 folder, end = sys.argv[1:]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.append(folder)  # which the process must have, too
-from pallas_kernels.device import Device
+from pallas_kernels.lib.device import Device
 from pallas_kernels.toolchain.kernel_call import Kernel
 from pallas_kernels.toolchain.pool import KernelPool
 cpu = Device("cpu", "cpu")

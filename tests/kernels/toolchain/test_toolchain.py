@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.device import Device, current_device
+from pallas_kernels.lib.device import Device, current_device
 from pallas_kernels.toolchain import api
 from pallas_kernels.toolchain.api import MAX_WORKERS, MIN_WORKERS, Toolchain
 from pallas_kernels.toolchain.jax_internals import MODULE, MOSAIC_CALL, attribute_of, custom_calls

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.pipeline import Ring, copy_tiles, divide_roles, launch
 from pallas_kernels.gemm.tiles import Tile, TileGrid
-from pallas_kernels.pdl import launch_dependents
+from pallas_kernels.lib.pdl import launch_dependents
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.large.launch import (

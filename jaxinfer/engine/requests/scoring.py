@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.errors import RequestError, TaskError
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.facts import ModelFacts
-from jaxinfer.engine.outputs import PositionLogprobs
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.facts import ModelFacts
+from jaxinfer.engine.requests.outputs import PositionLogprobs
+from jaxinfer.engine.requests.prompts import Prompt
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.device import current_device
 
 NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from jaxinfer.engine.outputs import Delta
+from jaxinfer.engine.requests.outputs import Delta
 
 
 class StepKind(StrEnum):

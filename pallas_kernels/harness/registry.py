@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 import jax
 
-from pallas_kernels.checks import NOT_INSTALLED
-from pallas_kernels.device import current_device
+from pallas_kernels.lib.checks import NOT_INSTALLED
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.toolchain.kernel_call import call_lowered
 
 # Metadata of the field of a setting in an op's record of arguments.

@@ -17,14 +17,14 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.checks import short
-from jaxinfer.core.config import Limits
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ConfigError, ContextLengthError, RequestError, TaskError
 from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.steering import Steering
-from jaxinfer.engine.points import check_points
+from jaxinfer.engine.requests.points import check_points
 from jaxinfer.sched.admit import refusal
 
 if TYPE_CHECKING:

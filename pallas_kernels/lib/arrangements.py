@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.lib.quantised import KINDS, PACKED, Form, Quantised, dequantised, nibble_block
 from pallas_kernels.native.library import library, pack_lanes, pack_tiles
-from pallas_kernels.quantised import KINDS, PACKED, Form, Quantised, dequantised, nibble_block
 from pallas_kernels.quantised_gemm.tiled import arrange as tiled
 
 _HIGHEST = 0x80  # XORed to an int8, it adds 128

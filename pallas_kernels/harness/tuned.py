@@ -14,8 +14,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from pallas_kernels.device import current_device
-from pallas_kernels.registry import OP_NAMES, Case, all_ops
+from pallas_kernels.harness.registry import OP_NAMES, Case, all_ops
+from pallas_kernels.lib.device import current_device
 
 NAMES = (*OP_NAMES, "append_decode/mosaic")  # of tunable kernels: an op, or op/implementation
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.core.pooling import Pooling, PoolingParams
 from jaxinfer.core.request import SamplingParams
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.prompts import Prompt
 
 if TYPE_CHECKING:
     from jaxinfer.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.core.beam_search import BeamSearchParams
 from jaxinfer.core.request import FinishReason, SamplingParams
-from jaxinfer.engine.outputs import PositionLogprobs
+from jaxinfer.engine.requests.outputs import PositionLogprobs
 
 
 @dataclass(slots=True)

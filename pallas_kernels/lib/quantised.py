@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.registry import STATIC
+from pallas_kernels.harness.registry import STATIC
 
 KINDS = ("int4", "int8", "fp8", "fp4")
 PACKED = ("int4", "fp4")  # two values a byte

@@ -13,8 +13,8 @@ from jaxinfer.core.errors import EngineError, RequestError
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, SamplingParams
 from jaxinfer.core.step import NO_TAPS
-from jaxinfer.engine.points import tapped
-from jaxinfer.engine.prompts import Prompt
+from jaxinfer.engine.requests.points import tapped
+from jaxinfer.engine.requests.prompts import Prompt
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):

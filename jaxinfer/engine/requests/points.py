@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.core.config import Limits
 from jaxinfer.core.errors import RequestError
+from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point, canonical, expanded, nearest, points_at
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.steering import Steer, Steering, float32_bytes, num_values

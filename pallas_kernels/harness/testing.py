@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.registry import (
+from pallas_kernels.harness.registry import (
     Case,
     Impl,
     Inputs,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pallas_kernels.registry import OP_NAMES, all_ops
+from pallas_kernels.harness.registry import OP_NAMES, all_ops
 
 
 @dataclass(frozen=True)

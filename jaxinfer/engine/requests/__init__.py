@@ -1,0 +1,1 @@
+"""What a request says and what comes back: prompts, checks, outputs."""

@@ -1,0 +1,1 @@
+"""How an op is chosen, pinned, tuned and tested."""

@@ -1,0 +1,1 @@
+"""What kernels and their definitions are made of."""
