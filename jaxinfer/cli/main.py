@@ -6,6 +6,7 @@ usage, 130 for Ctrl-C.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -101,6 +102,9 @@ def main(prog_name: str = "jaxinfer") -> None:
             # would wait for them.
             sys.stdout.flush()
             os._exit(INTERRUPTED)
+        # Python's last collection would free msgspec's types, which crashes now and then once
+        # schemas have been made of them (msgspec 0.22, its issue 717).
+        gc.freeze()
         raise
 
 

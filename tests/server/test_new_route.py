@@ -12,12 +12,15 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 PATCH = TESTS / "data/new_route.patch"  # ``GET /load``, as vLLM has it
 ASK = """
+import gc
+
 from kit.engines import tiny_engine
 from kit.server import serving
 
 with serving(tiny_engine()) as server, server.client() as client:
     print(client.get("/load").text)
     print(client.get("/openapi.json").text)
+gc.freeze()  # as ``cli.main`` does, and why
 """
 
 
