@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import shapes, tuned
 from pallas_kernels.append_decode import launch, mosaic_launch
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.harness import tuned
+from pallas_kernels.lib import shapes
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill import launch as prefill_launch
