@@ -270,7 +270,7 @@ def test_a_sleeping_engine_gives_its_memory_back(folder: Path, settings: dict[st
 
     before, expected = live(), llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
     weights = sum(array.nbytes for array in jax.tree.leaves(llm.model.params))
-    pages = sum(array.nbytes for array in llm._engine._loop._executor._state)
+    pages = sum(array.nbytes for array in llm._engine._loop._executor._arrays.state)
     llm.sleep()
     assert before - live() >= pages  # a CPU's weights are in host memory
     with pytest.raises(EngineError, match="the engine sleeps without its weights and kv_cache"):
