@@ -26,6 +26,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """As ``cli.main`` does, and why: Python's last collection crashes now and then."""
+    gc.freeze()
+
+
 settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.register_profile("nightly", max_examples=2000, deadline=None)
 settings.load_profile("ci")

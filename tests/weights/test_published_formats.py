@@ -35,7 +35,7 @@ from kit.model_sources import resolve
 from pallas_kernels.harness.registry import select
 from pallas_kernels.lib.arrangements import TILES
 from pallas_kernels.lib.quantised import dequantised, quantised
-from pallas_kernels.quantised_gemm.api import OP
+from pallas_kernels.quantised_gemm.api import OP, QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.fp8 import launch
 
 FORMS = {
@@ -169,8 +169,7 @@ def on_hopper(tree: Mapping[str, Any], num_tokens: int, *, swiglu: bool = False)
     """The implementation that an H100 runs."""
     w = quantised(tree)
     x = jax.ShapeDtypeStruct((num_tokens, w.num_inputs), jnp.bfloat16)
-    static = {"kind": w.kind, "swiglu": swiglu, "split": False, "wide": False}
-    return select(OP, "gpu", (x, *w.arrays), static).name
+    return select(OP, "gpu", (QuantisedGemmArgs(x=x, w=w, swiglu=swiglu),), {}).name
 
 
 @pytest.mark.parametrize("kv_outputs", [128, 64], ids=["whole_blocks", "block_edge"])
