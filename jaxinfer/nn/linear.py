@@ -81,7 +81,7 @@ def normalised(
 
 
 class Result(NamedTuple):
-    """What ``linear`` makes of a stream or of other tokens."""
+    """The results of ``linear``."""
 
     y: jax.Array  # [T, O]; a partial result may be float32[S, T, O]
     stream: Stream  # with its delta added

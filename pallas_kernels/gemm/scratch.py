@@ -11,7 +11,7 @@ type Ref = Any
 
 
 class Scratch(NamedTuple):
-    """What a kernel of dense or fp8 weights allocates, in this order; None: nothing."""
+    """The scratch memory of a kernel of dense or fp8 weights, in this order; None: nothing."""
 
     out_smem: Ref = None  # [compute warpgroups, rows, columns]
     out_scales_smem: Ref = None  # [compute warpgroups, rows], of results that are quantised

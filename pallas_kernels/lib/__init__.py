@@ -1,1 +1,1 @@
-"""What kernels and their definitions are made of."""
+"""Parts of kernels and of their definitions."""

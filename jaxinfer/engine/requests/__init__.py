@@ -1,1 +1,1 @@
-"""What a request says and what comes back: prompts, checks, outputs."""
+"""Requests and their outputs: prompts, checks, points, scores, beams."""

@@ -24,7 +24,7 @@ type When = Literal["before", "after", "draw"]
 
 
 class Work(NamedTuple):
-    """What the arguments of calls are packed from."""
+    """A step as the source of the arguments of its calls."""
 
     plan: StepPlan
     requests: tuple[Request, ...] = ()  # of each row

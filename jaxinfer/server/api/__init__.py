@@ -1,1 +1,1 @@
-"""What all APIs share: fields, forms, tools, answers and their writers."""
+"""Common to all APIs: fields, forms, tools, the parts of answers."""

@@ -1,1 +1,1 @@
-"""What handlers stand on: the service, one request's call, limits, rendering."""
+"""Under all handlers: the service, one request's call, limits, rendering."""

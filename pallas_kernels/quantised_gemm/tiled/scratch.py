@@ -17,7 +17,7 @@ type Ref = Any
 
 
 class TiledScratch(NamedTuple):
-    """What a kernel allocates, in this order; None: nothing."""
+    """The scratch memory of a kernel, in this order; None: nothing."""
 
     x_smem: Ref  # [stages, block_t, block_k]; with a norm [chunks, 8, chunk], see ``token.views``
     values_smem: Ref  # [stages, tiles of outputs, tiles, rows, ROW_BYTES]
