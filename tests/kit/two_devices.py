@@ -170,7 +170,7 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
 
 
 def logprobs_of(output: RequestOutput) -> list[float]:
-    """Of the prompt and of the drawn tokens, each of the token itself."""
+    """Logprobs of the prompt and of the drawn tokens, each of the token itself."""
     prompt, drawn = output.prompt_logprobs or [], output.outputs[0].logprobs or []
     return [next(iter(one.values())).logprob for one in (*prompt, *drawn) if one]
 

@@ -121,7 +121,7 @@ def test_a_budget_below_the_grid_gives_a_prompt_nothing() -> None:
 
 
 def test_a_prefix_makes_a_prompt_short_enough() -> None:
-    """Of 21 tokens 16 are reused, and the other 5 fit next to a prompt of 10."""
+    """A prompt of 21 tokens reuses 16; the other 5 fit next to a prompt of 10."""
     one = drive(max_num_batched_tokens=16, align=8)
     run_each(one, PROMPT[1:])
     first = len(one.plans)
@@ -133,7 +133,7 @@ def test_a_prefix_makes_a_prompt_short_enough() -> None:
 
 @pytest.mark.parametrize("chunk", [4, 8])
 def test_limits_without_space_for_the_grid_are_refused(chunk: int) -> None:
-    """Of steps with prompts alone, and of those in which rows decode."""
+    """The error names steps with prompts alone, and those in which rows decode."""
     small = {"buckets": (Bucket(4), Bucket(0, 8, 4), Bucket(4, 4, 4, True))} if chunk == 8 else {}
     with pytest.raises(ConfigError, match="no bucket holds 3 decodes and 1 prefills of 8 tokens"):
         drive(max_num_batched_tokens=chunk, align=8, **small)
