@@ -133,7 +133,7 @@ def test_a_prefix_makes_a_prompt_short_enough() -> None:
 
 @pytest.mark.parametrize("chunk", [4, 8])
 def test_limits_without_space_for_the_grid_are_refused(chunk: int) -> None:
-    """The error names steps with prompts alone, and those in which rows decode."""
+    """Neither a step with prompts alone nor one in which rows decode may lack the space."""
     small = {"buckets": (Bucket(4), Bucket(0, 8, 4), Bucket(4, 4, 4, True))} if chunk == 8 else {}
     with pytest.raises(ConfigError, match="no bucket holds 3 decodes and 1 prefills of 8 tokens"):
         drive(max_num_batched_tokens=chunk, align=8, **small)
