@@ -269,25 +269,26 @@ def linear_specs(
     """The weights of linear layers, and their biases."""
     weights: list[ParamSpec] = []
     biases: list[ParamSpec] = []
-    for name, tensors, shape, axes, has_bias, orders, given in linears:
-        widths: tuple[int, ...] = given or shape[1:]
-        if not given and isinstance(axes[1], Fused) and len(tensors) > 1:
-            widths = axes[1].widths
-        orders = orders or (None,) * len(tensors)
-        parts = list(zip(tensors, widths, orders, strict=True))
-
-        def sources(kind: str, *inputs: int, of: Any = parts) -> tuple[Source, ...]:
-            return tuple(
-                Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
-                for tensor, out, rows in of
-            )
-
-        array, stored = ArraySpec(shape, axes), sources("weight", shape[0])
-        weights.append(ParamSpec(path + name, array, stored, join_outputs, matrix="out_in"))
-        if has_bias:
-            array = ArraySpec(shape[1:], axes[1:])
-            biases.append(ParamSpec(f"{path}{name}_bias", array, sources("bias"), join))
+    for linear in linears:
+        (inputs, outputs), axes = linear.shape, linear.axes
+        array, stored = ArraySpec(linear.shape, axes), _sources(linear, source, "weight", inputs)
+        weights.append(ParamSpec(path + linear.name, array, stored, join_outputs, matrix="out_in"))
+        if linear.bias:
+            array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
+            biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
     return weights, biases
+
+
+def _sources(linear: Linear, source: str, kind: str, *inputs: int) -> tuple[Source, ...]:
+    """The weights or the biases of a linear layer."""
+    axis, widths = linear.axes[1], linear.widths or linear.shape[1:]
+    if not linear.widths and isinstance(axis, Fused) and len(linear.tensors) > 1:
+        widths = axis.widths
+    orders = linear.rows or (None,) * len(linear.tensors)
+    return tuple(
+        Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
+        for tensor, out, rows in zip(linear.tensors, widths, orders, strict=True)
+    )
 
 
 def _qkv_linear(
