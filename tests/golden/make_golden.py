@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
@@ -40,9 +41,13 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     StableLmConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -101,7 +106,24 @@ LINEAR_ATTENTION = {  # no two products of heads and dimensions are equal
     "linear_value_head_dim": 12,
     "rope_parameters": MULTIMODAL_ROPE,
 }
-ZERO_CENTRED = ("qwen3_5_text",)  # norms of these multiply by 1 + weight
+LINEAR_EXPERTS = {
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 10,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+}
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "patch_size": 2,
+    "num_position_embeddings": 4,
+    "out_hidden_size": 32,
+}
+ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # norms multiply by 1 + weight
+STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -280,6 +302,50 @@ def cases() -> dict[str, PreTrainedConfig]:
             **LINEAR_ATTENTION,
             full_attention_interval=2,
         ),
+        "qwen3_5_multimodal": Qwen3_5Config(
+            text_config={
+                **SIZES,
+                **LINEAR_ATTENTION,
+                "full_attention_interval": 2,
+                "tie_word_embeddings": True,
+            },
+            vision_config=VISION,
+            tie_word_embeddings=True,
+        ),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION,
+            **LINEAR_EXPERTS,
+            full_attention_interval=2,
+        ),
+        "qwen3_5_moe_multimodal": Qwen3_5MoeConfig(
+            text_config={
+                **SIZES,
+                **LINEAR_ATTENTION,
+                **LINEAR_EXPERTS,
+                "layer_types": ["full_attention", "linear_attention"],
+            },
+            vision_config=VISION,
+        ),
+        "qwen3_next": Qwen3NextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION | {"rope_parameters": HALF_ROTARY},
+            **LINEAR_EXPERTS,
+            full_attention_interval=2,
+            mlp_only_layers=[1],
+        ),
+        "qwen3_next_sparse_step": Qwen3NextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION
+            | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+            | {"rope_parameters": {**HALF_ROTARY, "partial_rotary_factor": 0.25}},
+            **LINEAR_EXPERTS,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -324,7 +390,7 @@ POSITIONS, LONG = 131072, 400_000
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every part of the model shows in the logits."""
-    zero_centred = model.config.model_type in ZERO_CENTRED
+    zero_centred = model.config.get_text_config().model_type in ZERO_CENTRED
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
@@ -342,9 +408,9 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
 
 
-def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors as files have them: those of experts are stacked only in memory."""
-    if not any(".experts." in name for name in model.state_dict()):
+def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors as files have them: those of experts are mostly stacked only in memory."""
+    if name in STACKED or not any(".experts." in key for key in model.state_dict()):
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -353,7 +419,7 @@ def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits [N, T, V] of one token a step with a cache, the recurrent form of linear attention."""
-    cache, steps = DynamicCache(config=model.config), []
+    cache, steps = DynamicCache(config=model.config.get_text_config()), []
     for token in token_ids.split(1, dim=1):
         steps.append(model(token, cache=cache, use_cache=True).logits)
     return torch.cat(steps, dim=1)
@@ -363,14 +429,16 @@ def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Te
 def make(name: str, config: PreTrainedConfig) -> None:
     """One file."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    text = config.get_text_config()
+    auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         randomise(model, generator)
     length = LENGTHS.get(name, LENGTH)
-    token_ids = torch.randint(0, config.vocab_size, (2, length), generator=generator)
+    token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()
         assert difference < 1e-4, f"{name}: chunks and single steps differ by {difference:.1e}"
     sequence = token_ids
@@ -380,7 +448,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     tied = config.tie_word_embeddings
     weights = {
         f"weights/{key}": tensor.contiguous()
-        for key, tensor in published(model).items()
+        for key, tensor in published(name, model).items()
         if not (tied and key == "lm_head.weight")
     }
     outputs = {
