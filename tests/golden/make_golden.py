@@ -59,8 +59,10 @@ SEEDS = {  # others have 0; the norm after linear attention magnifies rounding b
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
     "qwen3_5_multimodal": 3,
-    "qwen3_next": 3,
-    "qwen3_next_sparse_step": 2,
+    "qwen3_5_moe": 4,
+    "qwen3_5_moe_multimodal": 5,
+    "qwen3_next": 8,
+    "qwen3_next_sparse_step": 8,
 }
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 SIZES = {
