@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, of mixtures of experts
-and the names that end in _rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, qwen3_5, qwen3_next, of
+mixtures of experts and the names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -25,8 +25,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    DynamicCache,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
@@ -39,14 +41,30 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     StableLmConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
+LENGTHS = {"qwen3_5_long": 150}  # transformers computes linear attention in chunks of 64
+SEEDS = {  # others have 0; the norm after linear attention magnifies rounding by luck of the draw
+    "qwen3_5": 9,
+    "qwen3_5_tied": 8,
+    "qwen3_5_multimodal": 3,
+    "qwen3_5_moe": 4,
+    "qwen3_5_moe_multimodal": 5,
+    "qwen3_next": 8,
+    "qwen3_next_sparse_step": 8,
+}
+ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -82,6 +100,40 @@ PHI3_ROPE = {
     "long_factor": [1.0 + i for i in range(6)],
 }
 GLM4_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}
+MULTIMODAL_ROPE = {  # the section splits the frequencies among time, height and width
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_interleaved": True,
+    "mrope_section": [2, 1, 1],
+}
+QUARTER_ROTARY = {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
+LINEAR_ATTENTION = {  # no two products of heads and dimensions are equal
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 12,
+    "rope_parameters": MULTIMODAL_ROPE,
+}
+LINEAR_EXPERTS = {
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 10,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+}
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "patch_size": 2,
+    "num_position_embeddings": 4,
+    "out_hidden_size": 32,
+}
+ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # norms multiply by 1 + weight
+STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -238,6 +290,72 @@ def cases() -> dict[str, PreTrainedConfig]:
             attention_bias=True,
             tie_word_embeddings=True,
         ),
+        "qwen3_5": Qwen3_5TextConfig(  # linear, linear, full, linear
+            **SIZES | {"num_hidden_layers": 4, "intermediate_size": 24},
+            **LINEAR_ATTENTION,
+            full_attention_interval=3,
+        ),
+        "qwen3_5_tied": Qwen3_5TextConfig(
+            **SIZES | {"num_hidden_layers": 4, "intermediate_size": 24},
+            **LINEAR_ATTENTION
+            | {"linear_key_head_dim": 4, "linear_num_value_heads": 6, "linear_value_head_dim": 8}
+            | {"rope_parameters": {**MULTIMODAL_ROPE, **QUARTER_ROTARY}},
+            layer_types=["full_attention", "linear_attention"] * 2,
+            attention_bias=True,
+            rms_norm_eps=1e-3,
+            tie_word_embeddings=True,
+        ),
+        "qwen3_5_long": Qwen3_5TextConfig(
+            **SIZES
+            | {"num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 48}
+            | {"max_position_embeddings": 192},
+            **LINEAR_ATTENTION,
+            full_attention_interval=2,
+        ),
+        "qwen3_5_multimodal": Qwen3_5Config(
+            text_config={
+                **SIZES,
+                **LINEAR_ATTENTION,
+                "full_attention_interval": 2,
+                "tie_word_embeddings": True,
+            },
+            vision_config=VISION,
+            tie_word_embeddings=True,
+        ),
+        "qwen3_5_moe": Qwen3_5MoeTextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION,
+            **LINEAR_EXPERTS,
+            full_attention_interval=2,
+        ),
+        "qwen3_5_moe_multimodal": Qwen3_5MoeConfig(
+            text_config={
+                **SIZES,
+                **LINEAR_ATTENTION,
+                **LINEAR_EXPERTS,
+                "layer_types": ["full_attention", "linear_attention"],
+            },
+            vision_config=VISION,
+        ),
+        "qwen3_next": Qwen3NextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION | {"rope_parameters": HALF_ROTARY},
+            **LINEAR_EXPERTS,
+            full_attention_interval=2,
+            mlp_only_layers=[1],
+        ),
+        "qwen3_next_sparse_step": Qwen3NextConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **LINEAR_ATTENTION
+            | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+            | {"rope_parameters": {**HALF_ROTARY, "partial_rotary_factor": 0.25}},
+            **LINEAR_EXPERTS,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            decoder_sparse_step=2,
+            norm_topk_prob=False,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -282,12 +400,16 @@ POSITIONS, LONG = 131072, 400_000
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that every part of the model shows in the logits."""
+    zero_centred = model.config.get_text_config().model_type in ZERO_CENTRED
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
-            noise = noise * 0.2 + (0.0 if name.endswith("bias") else 1.0)
+            around_zero = zero_centred and not name.endswith("linear_attn.norm.weight")
+            noise = noise * 0.2 + (0.0 if name.endswith("bias") or around_zero else 1.0)
+        elif name.endswith("A_log"):
+            noise = noise - 2.0  # slow enough that a state is felt over several chunks
         else:
             noise = noise * 0.5
         tensor.data.copy_(noise)
@@ -296,25 +418,39 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
 
 
-def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors as files have them: those of experts are stacked only in memory."""
-    if not any(".experts." in name for name in model.state_dict()):
+def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors as files have them: those of experts are mostly stacked only in memory."""
+    if name in STACKED or not any(".experts." in key for key in model.state_dict()):
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
 
 
+def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [N, T, V] of one token a step with a cache, the recurrent form of linear attention."""
+    cache, steps = DynamicCache(config=model.config.get_text_config()), []
+    for token in token_ids.split(1, dim=1):
+        steps.append(model(token, cache=cache, use_cache=True).logits)
+    return torch.cat(steps, dim=1)
+
+
 @torch.inference_mode()
 def make(name: str, config: PreTrainedConfig) -> None:
     """One file."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    generator = torch.Generator().manual_seed(0)
+    text = config.get_text_config()
+    auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
     with torch.no_grad():
         randomise(model, generator)
-    token_ids = torch.randint(0, config.vocab_size, (2, LENGTH), generator=generator)
+    length = LENGTHS.get(name, LENGTH)
+    token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        difference = (stepwise_logits(model, token_ids) - logits).abs().max()
+        assert difference < ROUNDING, f"{name}: chunks and single steps differ by {difference:.1e}"
     sequence = token_ids
     for _ in range(GENERATED):
         best = model(sequence).logits[:, -1].argmax(-1, keepdim=True)
@@ -322,13 +458,13 @@ def make(name: str, config: PreTrainedConfig) -> None:
     tied = config.tie_word_embeddings
     weights = {
         f"weights/{key}": tensor.contiguous()
-        for key, tensor in published(model).items()
+        for key, tensor in published(name, model).items()
         if not (tied and key == "lm_head.weight")
     }
     outputs = {
         "token_ids": token_ids.int(),
         "logits": logits,
-        "greedy_tokens": sequence[:, LENGTH:].int().contiguous(),
+        "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
     facts = {**config.to_dict(), "architectures": [type(model).__name__]}
     metadata = {"config": json.dumps(facts, sort_keys=True)}
