@@ -15,42 +15,22 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.delta import delta_specs
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    experts_per_token,
-    sparse_layers,
-)
+from jaxinfer.models.experts import expert_specs, sparse_layers
 from jaxinfer.models.gqa import gqa_param_specs
-from jaxinfer.models.qwen3_5 import IGNORED_TENSORS, NORMS, hybrid_config
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, FeedForwardConfig
-from pallas_kernels.route.routing import Routing
-
-TENSORS = ExpertTensors(shared="mlp.shared_expert.")
+from jaxinfer.models.hybrid import (
+    EXPERT_TENSORS,
+    HYBRID_IGNORED_TENSORS,
+    NORMS,
+    gated_experts,
+    hybrid_config,
+)
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "norm_topk_prob", True)
     return hybrid_config(config, dtype, sparse_layers(config, gated_experts(config)))
-
-
-def gated_experts(config: Mapping[str, Any], *, renormalised: bool = True) -> ExpertsConfig:
-    """Experts, and one for all tokens that a gate weights."""
-    shared = FeedForwardConfig(
-        width=hf.positive_int(config, "shared_expert_intermediate_size"),
-        activation="silu",
-        gated=True,
-    )
-    return experts_config(
-        config,
-        count="num_experts",
-        width="moe_intermediate_size",
-        routing=Routing(experts_per_token(config), renormalised=renormalised),
-        shared=shared,
-        shared_gate=True,
-    )
 
 
 FAMILY = ModelFamily(
@@ -60,9 +40,9 @@ FAMILY = ModelFamily(
         gqa_param_specs,
         norms=NORMS,
         mixers=delta_specs,
-        experts=partial(expert_specs, names=TENSORS),
+        experts=partial(expert_specs, names=EXPERT_TENSORS),
     ),
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_tensors=HYBRID_IGNORED_TENSORS,
     optional_prefix="model.language_model.",
     stacked_experts=True,
 )

@@ -16,8 +16,13 @@ from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.delta import packed_delta_specs
 from jaxinfer.models.experts import expert_specs, sparse_layers
 from jaxinfer.models.gqa import gqa_param_specs
-from jaxinfer.models.qwen3_5 import IGNORED_TENSORS, NORMS, hybrid_config
-from jaxinfer.models.qwen3_5_moe import TENSORS, gated_experts
+from jaxinfer.models.hybrid import (
+    EXPERT_TENSORS,
+    HYBRID_IGNORED_TENSORS,
+    NORMS,
+    gated_experts,
+    hybrid_config,
+)
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 
@@ -35,7 +40,7 @@ FAMILY = ModelFamily(
         gqa_param_specs,
         norms=NORMS,
         mixers=packed_delta_specs,
-        experts=partial(expert_specs, names=TENSORS),
+        experts=partial(expert_specs, names=EXPERT_TENSORS),
     ),
-    ignored_tensors=IGNORED_TENSORS,
+    ignored_tensors=HYBRID_IGNORED_TENSORS,
 )

@@ -258,18 +258,21 @@ class WeightViews:
         return dense
 
     def _qkv(self, layer: int, part: int) -> jax.Array:  # [heads, D, H]
+        whole = self._heads_of(layer, self._matrix(layer, "qkv"), part)
+        return jnp.moveaxis(whole, 1, 0)
+
+    def _heads_of(self, layer: int, qkv: jax.Array, part: int) -> jax.Array:  # [..., heads, H]
+        """The queries, keys or values of the columns of qkv; gates are before them."""
         mixer = self._attention(layer)
-        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
-        first = sum(heads[:part]) * mixer.head_dim
-        columns = self._matrix(layer, "qkv")[:, first : first + heads[part] * mixer.head_dim]
-        return jnp.moveaxis(columns.reshape(len(columns), heads[part], mixer.head_dim), 1, 0)
+        counts = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+        first = mixer.num_heads * mixer.gate + sum(counts[:part])
+        heads = qkv.reshape(*qkv.shape[:-1], -1, mixer.head_dim)
+        return heads[..., first : first + counts[part], :]
 
     def _qkv_bias(self, layer: int, part: int) -> jax.Array:  # [heads, H]
         mixer = self._attention(layer)
-        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
-        ends = [sum(heads[: part + number]) * mixer.head_dim for number in (0, 1)]
-        whole = self._bias(layer, "qkv", sum(heads) * mixer.head_dim)
-        return whole[ends[0] : ends[1]].reshape(heads[part], mixer.head_dim)
+        heads = mixer.num_heads * (1 + mixer.gate) + 2 * mixer.num_kv_heads
+        return self._heads_of(layer, self._bias(layer, "qkv", heads * mixer.head_dim), part)
 
     def _bias_into_ffn(self, layer: int) -> jax.Array:  # [F]
         ffn = self._ffns()[layer]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.progress import NO_PROGRESS
@@ -25,6 +26,8 @@ from kit.tiny_models import NAMES, tiny_model
 def store_of(root: Path, family: str = "llama") -> Store:
     model = tiny_model(family)[0]
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=model.state.groups)
+    snapshots = int(model.state.bytes_per_slot > 0)
+    limits = replace(limits, align=model.state.align, num_snapshots=snapshots)
     program = Program(model, limits, platform="cpu")
     return Store.of(program, program_memory(program, None), root)
 

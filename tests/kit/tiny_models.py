@@ -194,7 +194,7 @@ CONFIGS = MappingProxyType(
             "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
         },
         "qwen3_5_moe": {
-            **_HYBRID_EXPERTS,
+            **{key: value for key, value in _HYBRID_EXPERTS.items() if key != "intermediate_size"},
             "architectures": ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
         },
         "qwen3_next": {

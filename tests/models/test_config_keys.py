@@ -59,6 +59,8 @@ _COUNTS = {"num_experts", "num_local_experts"}
 READ_BY = {
     "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
     "qwen3_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
+    "qwen3_5_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
+    "qwen3_next": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,
     "stablelm": {"layer_norm_eps"},

@@ -62,10 +62,11 @@ def tokens_of(seed: int, length: int = LENGTH) -> np.ndarray:
 
 
 class Sequence:
-    """Tokens and pages of one sequence of a hand-made step."""
+    """Tokens, slot and pages of one sequence of a hand-made step."""
 
     def __init__(self, token_ids: np.ndarray, first_page: int) -> None:
         self.token_ids = token_ids
+        self.slot = first_page  # which no other sequence has
         self.pages = np.arange(first_page, first_page + -(-len(token_ids) // PAGE_SIZE))
 
     def slots(self, start: int, stop: int) -> np.ndarray:
@@ -93,12 +94,13 @@ def run_step(
     spans = [(seq, at, at + 1) for seq, at in decodes] + prefills
     d = len(decodes) + pad_rows
     table = np.full((d + len(prefills) + pad_rows, MAX_PAGES), 10**6, np.int32)
-    lens = np.zeros(len(table), np.int32)
+    lens, begins = np.zeros(len(table), np.int32), np.zeros(len(table), np.int32)
+    owners = np.full(len(table), NUM_PAGES, np.int32)  # the last state row is that of padding
     ids, positions, slots = [], [], []
 
     def add(row: int, seq: Sequence, start: int, stop: int) -> None:
         table[row, : len(seq.pages)] = seq.pages
-        lens[row] = stop
+        owners[row], begins[row], lens[row] = seq.slot, start, stop
         ids.extend(seq.token_ids[start:stop])
         positions.extend(range(start, stop))
         slots.extend(seq.slots(start, stop))
@@ -123,10 +125,18 @@ def run_step(
     ]
     pages = [Pages(*(jnp.asarray(x, jnp.int32) for x in (*both, lens))) for both in moved]
     last = jnp.asarray(np.where(lens > 0, np.r_[0:d, d + starts[1:] - 1], 0))
-    unused = jnp.zeros(0, jnp.int32)
+    of_prompts = np.searchsorted(starts[1:], np.arange(len(ids) - d), side="right")
+    of_token = np.r_[0:d, d + np.minimum(of_prompts, len(starts) - 2)].astype(np.int32)
     ctx = StepContext(
         jnp.asarray(positions),
-        Rows(unused, jnp.asarray(real), unused, unused, last, jnp.asarray(starts, jnp.int32)),
+        Rows(
+            of_token=jnp.asarray(of_token),
+            is_token=jnp.asarray(real),
+            slots=jnp.asarray(owners),
+            begins=jnp.asarray(begins),
+            last_tokens=last,
+            query_start_loc=jnp.asarray(starts, jnp.int32),
+        ),
         tuple(pages),
         num_decodes=d,
         pins=ALL_XLA,
@@ -152,7 +162,7 @@ _jit_forward = _jit(forward, static_argnums=0)
 
 def nan_pool(model: Model) -> State:
     """A pool in which every value is NaN until it is written."""
-    kv = model.state.abstract((NUM_PAGES * len(model.state.groups),), PAGE_SIZE, 0)
+    kv = model.state.abstract((NUM_PAGES * len(model.state.groups),), PAGE_SIZE, NUM_PAGES + 1)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
 

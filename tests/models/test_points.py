@@ -16,12 +16,29 @@ from jaxinfer.nn.decoder_config import (
     ExpertsConfig,
     FeedForwardConfig,
     LatentAttentionConfig,
+    MixerSpec,
 )
+from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from kit import tiny_models
 
 T = 9
 IDS = jnp.asarray(np.random.default_rng(3).integers(0, 300, T), jnp.int32)
 every_family = pytest.mark.parametrize("name", tiny_models.OF_EACH_KIND)
+
+
+def mixer_shapes(mixer: MixerSpec) -> dict[str, tuple[int, ...]]:
+    """The points of a mixer with their shapes; a recurrent one has no keys and no pattern."""
+    if isinstance(mixer, DeltaConfig):
+        return {"z": (T, mixer.num_v_heads, mixer.v_dim)}
+    assert isinstance(mixer, AttentionConfig | LatentAttentionConfig)
+    queries, square = (T, mixer.num_heads, mixer.head_dim), (mixer.num_heads, T, T)
+    keys = values = heads = queries
+    if isinstance(mixer, LatentAttentionConfig):
+        values = heads = (T, mixer.num_heads, mixer.value_dim)
+    else:
+        keys = values = (T, mixer.num_kv_heads, mixer.head_dim)
+    shapes = {"q": queries, "k": keys, "v": values, "z": heads}
+    return shapes | {"scores": square, "pattern": square}
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
@@ -31,20 +48,11 @@ def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
         ("embed", "final_norm"), (T, config.hidden_size)
     )
     for i, layer in enumerate(config.layers):
-        mixer, ffn = layer.mixer, layer.ffn
-        queries, square = (T, mixer.num_heads, mixer.head_dim), (mixer.num_heads, T, T)
-        if isinstance(mixer, LatentAttentionConfig):
-            keys, values = queries, (T, mixer.num_heads, mixer.value_dim)
-            heads = values
-        else:
-            assert isinstance(mixer, AttentionConfig)
-            keys = values = (T, mixer.num_kv_heads, mixer.head_dim)
-            heads = queries
         own = dict.fromkeys(
             ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"), (T, config.hidden_size)
         )
-        own |= {"q": queries, "k": keys, "v": values, "z": heads}
-        own |= {"scores": square, "pattern": square}
+        own |= mixer_shapes(layer.mixer)
+        ffn = layer.ffn
         if isinstance(ffn, ExpertsConfig):
             own |= dict.fromkeys(("experts", "expert_weights"), (T, ffn.routing.chosen))
         else:
@@ -70,6 +78,8 @@ def test_all_points_are_read_at_once_and_change_nothing(name: str) -> None:
         np.testing.assert_allclose(middle, of["resid_mid"], atol=1e-5, rtol=1e-5)
         after = of["resid_mid"] + found[f"layers.{i}.mlp_out"]
         np.testing.assert_allclose(after, found[f"layers.{i}.resid_post"], atol=1e-5, rtol=1e-5)
+        if isinstance(layer.mixer, DeltaConfig):
+            continue
         pattern = np.asarray(found[f"layers.{i}.pattern"])
         if getattr(layer.mixer, "sinks", False):  # they have the rest
             assert (pattern.sum(-1) < 1 - 1e-5).all()

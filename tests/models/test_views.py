@@ -14,7 +14,7 @@ from jaxinfer.models import Model, Params, forward, normalised_stream, unembed
 from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.params import by_path
 from jaxinfer.models.views import LayerView, WeightViews
-from jaxinfer.nn.decoder_config import FeedForwardConfig
+from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
 from kit.tiny_models import NAMES, tiny_model
 
 
@@ -41,14 +41,17 @@ def test_latent_attention_has_heads_of_outputs_only(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in LATENT])
 def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     m = views_of(name)
-    last = len(m.model.config.layers) - 1
-    mixer, d = m.model.config.layers[last].mixer, m.model.config.hidden_size
-    n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim  # type: ignore[attr-defined]
+    mixers, d = [layer.mixer for layer in m.model.config.layers], m.model.config.hidden_size
+    last = max(i for i, one in enumerate(mixers) if isinstance(one, AttentionConfig))
+    mixer = mixers[last]
+    assert isinstance(mixer, AttentionConfig)
+    n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     x = jax.random.normal(jax.random.key(0), (3, d))
     layer = m.params[f"layers_{last}"]
-    q, key, v = jnp.split(x @ layer["qkv"], (n * h, (n + k) * h), axis=1)
+    columns = x @ layer["qkv"]
+    q, key, v = jnp.split(columns[:, n * h * mixer.gate :], (n * h, (n + k) * h), axis=1)
     for view, whole, heads in ((m.W_Q, q, n), (m.W_K, key, k), (m.W_V, v, k)):
-        assert len(view) == len(m.model.config.layers) and view[last].shape == (heads, d, h)
+        assert len(view) == len(mixers) and view[last].shape == (heads, d, h)
         for head in range(heads):
             own = whole[:, head * h : (head + 1) * h]
             np.testing.assert_allclose(x @ view[last, head], own, rtol=1e-5, atol=1e-5)

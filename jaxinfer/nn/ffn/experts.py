@@ -60,11 +60,8 @@ class Experts(nn.Module):
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
             _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx)
-            if c.shared_gate:  # split-K partials may be weighted, too
-                logits = jnp.einsum(
-                    "TD,Do->To", h, param(self, "shared_gate"), preferred_element_type=jnp.float32
-                )
-                shared = (shared * jax.nn.sigmoid(logits)).astype(shared.dtype)
+            if c.shared_gate:
+                shared = _weighted(shared, h, param(self, "shared_gate"))
             out = added(out, shared)
         return stream.x, out
 
