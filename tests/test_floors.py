@@ -216,6 +216,35 @@ def devices(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, s
             yield node.lineno, "device_put without a device or sharding"
 
 
+def spec_types(modules: dict[str, Module]) -> set[str]:
+    """The names of the types of specs: the classes of ``nn`` that end so."""
+    return {
+        node.name
+        for module in modules.values()
+        if module.folder == "jaxinfer.nn"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Spec"))
+    }
+
+
+def specs(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
+    """A spec says of its layer what others need; its type matters in ``nn`` and ``models`` only."""
+    if module.folder in ("jaxinfer.nn", "jaxinfer.models"):
+        return
+    types = spec_types(modules)
+    for node in ast.walk(module.tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = [*node.args[1:]]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node):
+            asked = [node.left, *node.comparators]
+        names = {ast.unparse(part).split(".")[-1] for one in asked for part in ast.walk(one)}
+        if found := names & types:
+            yield node.lineno, f"asks for the type {min(found)}; use a member of the spec"
+
+
 def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
     cap = 600 if module.folder == "pallas_kernels" else 400
     lines = module.text.count("\n")
@@ -225,7 +254,7 @@ def size(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]
         yield 1, "no docstring"
 
 
-RULES = (floors, layers, cycles, libraries, module_state, environment, devices, size)
+RULES = (floors, layers, cycles, libraries, module_state, environment, devices, specs, size)
 
 
 def broken(rule, root: Path) -> list[str]:
@@ -281,6 +310,11 @@ def test_notes_are_short() -> None:
         (devices, "jaxinfer/weights/a.py", "import jax\nx = jax.devices()"),
         (devices, "jaxinfer/engine/start/a.py", "from jax import local_devices"),
         (devices, "jaxinfer/nn/a.py", "import jax\nx = jax.device_put(1)"),
+        (specs, "jaxinfer/exec/a.py", "f = lambda x: isinstance(x, GqaSpec)"),
+        (specs, "jaxinfer/exec/a.py", "f = lambda x: isinstance(x, (int, b.GqaSpec))"),
+        (specs, "jaxinfer/cli/a.py", "f = lambda x: issubclass(x, int | GqaSpec)"),
+        (specs, "jaxinfer/engine/start/a.py", "f = lambda x: type(x) is GqaSpec"),
+        (specs, "jaxinfer/exec/a.py", "match f():\n    case GqaSpec():\n        pass"),
         (size, "jaxinfer/nn/a.py", "x = 1\n" * 400),
         (size, "pallas_kernels/a.py", "x = 1\n" * 600),
     ],
@@ -290,8 +324,9 @@ def test_rule_can_fail(rule, path: str, source: str, tmp_path: Path) -> None:
         "jaxinfer/__init__.py": "",
         "jaxinfer/core/b.py": "",
         "jaxinfer/core/c.py": "import jaxinfer.core.b",
-        "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f",
-        "jaxinfer/exec/b.py": "from jaxinfer.nn import b",
+        "jaxinfer/nn/b.py": "import jax\nfrom jaxinfer.core.b import f\nclass GqaSpec: ...",
+        "jaxinfer/models/b.py": "f = lambda x: isinstance(x, GqaSpec)",
+        "jaxinfer/exec/b.py": "from jaxinfer.nn import b\nf = lambda x: isinstance(x, (b.f, int))",
         "jaxinfer/engine/api/b.py": "from jaxinfer.engine.link.b import f",
         "jaxinfer/engine/link/b.py": "",
         "jaxinfer/server/metrics/b.py": "import jaxinfer.engine.api.b",

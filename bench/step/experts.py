@@ -77,12 +77,8 @@ class DistinctExperts:
     @cached_property
     def _layers(self) -> dict[str, ExpertsConfig]:
         """The layers whose experts are counted, by the names of their choices."""
-        layers = self.llm.model.config.layers if self.length else ()
-        return {
-            f"layers.{i}.experts": layer.ffn
-            for i, layer in enumerate(layers)
-            if isinstance(layer.ffn, ExpertsConfig)
-        }
+        layers = self.llm.model.config.experts.items() if self.length else ()
+        return {f"layers.{i}.experts": experts for i, experts in layers}
 
     @cached_property
     def _forward(self) -> Callable[..., jax.Array]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.base import Model, Params, abstract_params
-from jaxinfer.nn.decoder_config import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def costs_of(model: Model) -> Costs:
     config = model.config
     mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention, also latent
     whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
-    mixtures = [layer.ffn for layer in config.layers if isinstance(layer.ffn, ExpertsConfig)]
+    mixtures = list(config.experts.values())
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
     floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))
     tables = {"positions"} if config.tie_word_embeddings else {"positions", "embed"}

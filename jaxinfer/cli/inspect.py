@@ -132,9 +132,8 @@ def describe_model(plan: EnginePlan) -> Report:
 def _experts(model: Model) -> dict[str, int]:
     """The numbers of experts and of parameters of a mixture; empty for other models."""
     from jaxinfer.models.experts import unused_parameters
-    from jaxinfer.nn.decoder_config import ExpertsConfig
 
-    layers = [one.ffn for one in model.config.layers if isinstance(one.ffn, ExpertsConfig)]
+    layers = model.config.experts.values()
     if not layers:
         return {}
     return {

@@ -15,6 +15,7 @@ from jaxinfer.core.points import IN_LAYER, canonical, expanded, is_pattern, name
 from jaxinfer.models.arguments import checked_token_ids
 from jaxinfer.models.params import ArraySpec, ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
+from jaxinfer.nn.block import BlockSpec
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
@@ -113,6 +114,19 @@ class Model:
         return nested(
             {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in self.arrays.items()}
         )
+
+    @cached_property  # used for each bucket
+    def blocks(self) -> tuple[tuple[BlockSpec, Params], ...]:
+        """Each kind of mixer and feed-forward network once, with the abstract parameters of its
+        layer.
+        """
+        kinds: dict[object, tuple[BlockSpec, Params]] = {}
+        for i, layer in enumerate(self.config.layers):
+            own = self._abstract_params[f"layers_{i}"]
+            leaves, structure = jax.tree.flatten(own)
+            for block in (layer.mixer, layer.ffn):
+                kinds.setdefault((block, structure, *leaves), (block, own))
+        return tuple(kinds.values())
 
 
 def abstract_params(model: Model) -> Params:

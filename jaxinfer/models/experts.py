@@ -190,12 +190,10 @@ def router_specs(
 
 def unused_parameters(config: DecoderSpec) -> int:
     """Parameters of experts that a token does not choose."""
-    layers = (layer.ffn for layer in config.layers)
     return sum(
         (ffn.count - ffn.routing.chosen)
         * (3 * config.hidden_size * ffn.width + _biases(ffn, config))
-        for ffn in layers
-        if isinstance(ffn, ExpertsConfig)
+        for ffn in config.experts.values()
     )
 
 

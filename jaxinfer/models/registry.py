@@ -14,7 +14,7 @@ from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
 from jaxinfer.models.hf_keys import KeysRead, refuse_unread
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from jaxinfer.nn.decoder_config import DecoderSpec
 
 _MODULES = (
     ("LlamaForCausalLM", "jaxinfer.models.llama"),
@@ -117,8 +117,7 @@ def build_model(
 
 def _check_sizes(config: DecoderSpec) -> None:
     """Raise ``ConfigError`` for sizes that are too large together, whatever each of them is."""
-    ffns = (layer.ffn for layer in config.layers)
-    experts = sum(ffn.count for ffn in ffns if isinstance(ffn, ExpertsConfig))
+    experts = sum(ffn.count for ffn in config.experts.values())
     if experts > MAX_ALL_EXPERTS:
         raise ConfigError(
             f"the layers of config.json have {experts} experts together, and at most "

@@ -7,6 +7,7 @@ it. ``module`` imports the modules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.nn.block import BlockSpec
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import (
     Entry,
@@ -31,48 +33,45 @@ if TYPE_CHECKING:
     import flax.linen as nn
 
 
-class MixerSpec(Protocol):
-    """The mixer of a layer. Hashable; its module is called like ``mixers.attention.Attention``."""
+class MixerSpec(BlockSpec, Protocol):
+    """The mixer of a layer; its module is called like ``mixers.attention.Attention``.
+
+    A spec without rope inherits this class, one with a field ``rope`` inherits ``BlockSpec``.
+    """
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rope config whose rotation tables the layer uses."""
-        ...
+        """The rope config whose rotation tables the layer uses. By default None."""
+        return None
 
     def for_context(self, length: int) -> Self:
-        """The mixer for an engine with context length ``length``."""
-        ...
-
-    def share(self, devices: int) -> Self:
-        """One device's part of a mixer that is divided among ``devices``, as its parameters are.
-
-        Raises ``ConfigError`` if it cannot be divided.
-        """
-        ...
+        """The mixer for an engine with context length ``length``. By default the same."""
+        del length
+        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """The layer state."""
         ...
 
-    def module(self) -> nn.Module:
-        """The module; its parameters are part of the layer's."""
-        ...
 
+class FeedForwardSpec(BlockSpec, Protocol):
+    """The feed-forward network of a layer; its module is called like ``FeedForward``."""
 
-class FeedForwardSpec(Protocol):
-    """The feed-forward network of a layer. Hashable; its module is called like ``FeedForward``."""
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """The mixture of experts among whose parameters are the layer's gate_up and down, or None,
+        which is the default.
+        """
+        return None
 
-    def share(self, devices: int) -> Self:
-        """One device's part of the network: see ``MixerSpec``."""
-        ...
-
-    def module(self) -> nn.Module:
-        """The module; its parameters are part of the layer's."""
-        ...
+    def with_dummy_routing(self, routing: str) -> Self:
+        """The network with this ``dummy_routing`` of its experts; without experts the same."""
+        del routing
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
@@ -107,13 +106,21 @@ class AttentionConfig:
         """See ``MixerSpec``."""
         return keys_and_values(self.num_kv_heads, self.head_dim, dtype, self.window)
 
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``MixerSpec``."""
+        return {"z": (self.num_heads, self.head_dim)}
+
+    def words(self) -> str:
+        """See ``MixerSpec``."""
+        return f"{self.num_heads} query heads and {self.num_kv_heads} kv heads of {self.head_dim}"
+
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""
         return import_module("jaxinfer.nn.mixers.attention").Attention(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig:
+class LatentAttentionConfig(BlockSpec):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     A key has ``nope_dim`` components without rope and ``rope_dim`` with it; rotated keys are shared
@@ -163,13 +170,21 @@ class LatentAttentionConfig:
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
         return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
 
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``MixerSpec``."""
+        return {"z": (self.num_heads, self.value_dim)}
+
+    def words(self) -> str:
+        """See ``MixerSpec``."""
+        return f"{self.num_heads} heads over latents of {self.rank}"
+
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""
         return import_module("jaxinfer.nn.mixers.latent").LatentAttention(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeedForwardConfig:
+class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``."""
 
     width: int
@@ -181,13 +196,21 @@ class FeedForwardConfig:
         """See ``MixerSpec``."""
         return replace(self, width=part(self.width, devices, "columns of a feed-forward network"))
 
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``FeedForwardSpec``."""
+        return {"mlp_post": (self.width,)}
+
+    def words(self) -> str:
+        """See ``FeedForwardSpec``."""
+        return f"feed-forward {self.width}"
+
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
         return import_module("jaxinfer.nn.ffn.dense").FeedForward(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(FeedForwardSpec):
     """A mixture of experts: ``count`` gated networks of width ``width``, and a router.
 
     ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
@@ -212,6 +235,23 @@ class ExpertsConfig:
         """See ``MixerSpec``. A device has a part of the experts, and knows the number of all."""
         part(self.count, devices, "experts")
         return replace(self, shared=self.shared and self.shared.share(devices))
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        """See ``FeedForwardSpec``."""
+        return self
+
+    def with_dummy_routing(self, routing: str) -> ExpertsConfig:
+        """See ``FeedForwardSpec``."""
+        return replace(self, dummy_routing=routing)
+
+    def words(self) -> str:
+        """See ``FeedForwardSpec``."""
+        return f"{self.routing.chosen} of {self.count} experts of {self.width}"
+
+    def workspace(self, *call: Any) -> int:
+        """See ``FeedForwardSpec``."""
+        return import_module("jaxinfer.nn.ffn.bounds").experts_bytes(self, *call)
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
@@ -326,6 +366,12 @@ class DecoderSpec:
     def stream_width(self) -> int:
         """Elements of a token in the residual stream."""
         return self.residual.num_streams * self.hidden_size
+
+    @cached_property
+    def experts(self) -> Mapping[int, ExpertsConfig]:
+        """The mixtures of experts by the numbers of their layers."""
+        found = ((i, layer.ffn.experts) for i, layer in enumerate(self.layers))
+        return {i: experts for i, experts in found if experts is not None}
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -19,9 +19,9 @@ OP = KernelOp(
     name="experts",
     ref=ref.experts,
     impls=(
-        Impl("native", native.experts, platforms=("cpu",), supports=native.supports),
-        Impl("hopper", _hopper, platforms=("gpu",), supports=launch.supports),
-        Impl("xla", xla.experts),
+        Impl("native", native.experts, ("cpu",), native.supports, workspace=native.workspace_bytes),
+        Impl("hopper", _hopper, ("gpu",), launch.supports, workspace=launch.workspace_bytes),
+        Impl("xla", xla.experts, workspace=xla.workspace_bytes),
     ),
     cases=cases.CASES,
     build=cases.build,

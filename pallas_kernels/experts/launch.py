@@ -179,6 +179,15 @@ def sizes_of(args: ExpertsArgs) -> tuple[GemmSizes, GemmSizes]:
     return gate_up, down
 
 
+def workspace_bytes(args: ExpertsArgs) -> int:
+    """A bound on the bytes that the kernels need: inputs, gates, ups, hidden values, and outputs in
+    float32; and rows that fill up tiles, which are inputs or outputs, and hidden values.
+    """
+    itemsize, (count, width, inner) = args.x.dtype.itemsize, size_of(args.down)
+    elements = args.choices.size * (3 * inner + (1 + 4 // itemsize) * width)
+    return (elements + count * MOST_ROWS * (inner + width)) * itemsize
+
+
 def supports(args: ExpertsArgs) -> str | None:
     """Why the Hopper kernels cannot run the call, or None."""
     dtype = str(args.x.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Stack, matrix_of, size_of
-from pallas_kernels.experts.tiles import tiles_of
+from pallas_kernels.experts.tiles import max_tiles, tiles_of
 from pallas_kernels.lib.numerics import power_of_two
 
 FEWEST_ROWS = 16  # of a tile, if there are as many tokens
@@ -22,6 +22,20 @@ FEWEST_ROWS = 16  # of a tile, if there are as many tokens
 def rows_of_tile(tokens: int, chosen: int, num_experts: int) -> int:
     """Rows of a tile: about as many as an expert has on average."""
     return min(tokens, max(FEWEST_ROWS, power_of_two(tokens * chosen // num_experts)))
+
+
+def workspace_bytes(args: ExpertsArgs) -> int:
+    """A bound on the bytes that ``experts`` allocates.
+
+    In float32: outputs of all tiles, and of all pairs; of one tile inputs, gates, ups, hidden
+    values and outputs; and the matrices of its expert.
+    """
+    (tokens, chosen), pairs = args.choices.shape, args.choices.size
+    count, width, inner = size_of(args.down)
+    rows = rows_of_tile(tokens, chosen, count)
+    outputs = (max_tiles(pairs, count, rows) * rows + pairs) * width
+    of_tile = rows * (3 * inner + 2 * width) + 3 * inner * width
+    return 4 * (outputs + of_tile)
 
 
 def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]; the sum of partials costs little here

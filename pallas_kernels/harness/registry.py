@@ -61,6 +61,12 @@ def _supports_all(*args: Any, **static: Any) -> None:
     """The ``supports`` of an implementation without limits."""
 
 
+def _no_workspace(*args: Any) -> int:
+    """The ``workspace`` of an implementation that is given none."""
+    del args
+    return 0
+
+
 def imported_when_called(
     module: str, name: str, results: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
@@ -91,7 +97,8 @@ class Impl:
     (empty: all). ``supports`` takes the record too, checks shapes, dtypes, settings, the device and
     the installed packages, and returns None or the reason why ``fn`` cannot run. ``ref`` is its own
     definition where it differs from the op's: an implementation that rounds arguments to fewer
-    bits.
+    bits. ``workspace`` takes the record of abstract arguments and returns a bound on the bytes that
+    ``fn`` allocates; of ops that allocate little it is left out.
     """
 
     name: str
@@ -99,6 +106,7 @@ class Impl:
     platforms: tuple[str, ...] = ()
     supports: Callable[..., str | None] = _supports_all
     ref: Callable[..., Any] | None = None
+    workspace: Callable[..., int] = _no_workspace
 
     def refuses(self, platform: str, args: tuple[Any, ...], static: dict[str, Any]) -> str | None:
         """Why this implementation cannot run the call, or None."""
@@ -219,6 +227,18 @@ def _select(
             return impl, refused
         refused[impl.name] = reason
     raise UnfitKernel(f"{op.name} cannot run this call: {_listed(refused)}")
+
+
+def workspace_of(op: KernelOp, platform: str, args: Any, pinned: str | None = None) -> int:
+    """A bound on the bytes that a call of ``args`` allocates in its implementation.
+
+    Whether a pinned one can run the call is found when the call is traced.
+    """
+    if pinned is None:
+        impl = select(op, platform, (args,), {})
+    else:
+        impl = next(impl for impl in op.impls if impl.name == pinned)
+    return impl.workspace(args)
 
 
 def dispatch(

@@ -38,7 +38,10 @@ def m(folder: Path, settings: dict[str, Any]) -> LanguageModel:
 def test_a_short_repr(m: LanguageModel, folder: Path) -> None:
     lines = repr(m).splitlines()
     assert lines[0] == f"LanguageModel of {folder}" and len(lines) == 3
-    assert lines[1].startswith("  LlamaForCausalLM: 2 layers of width 64, 4 query heads and 2 kv")
+    assert lines[1] == (
+        "  LlamaForCausalLM: 2 layers of width 64, 4 query heads and 2 kv heads of 16, "
+        "feed-forward 128, vocabulary 512"
+    )
     count = sum(array.size for array in jax.tree.leaves(m.params))
     assert lines[2] == f"  {count:,} parameters: {count:,} float32; activations float32"
     assert repr(m.model) == "Model(LlamaForCausalLM, 2 layers, float32)"

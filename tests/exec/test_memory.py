@@ -27,12 +27,12 @@ from jaxinfer.exec.calls.extras import EXTRAS, extras_bound
 from jaxinfer.exec.calls.score import SCORE, score_bound
 from jaxinfer.exec.compile import memory_plan
 from jaxinfer.exec.compile.buckets import bucket_table
-from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.memory_plan import (
     MAPPED_BYTES,
     RESERVE_BYTES,
     DeviceMemory,
     MemoryPlan,
+    block_bytes,
     check_workspace,
     fitting_seqs,
     plan_memory,
@@ -56,7 +56,7 @@ from kit.residency import resident_pages
 from kit.tiny_models import tiny_config, tiny_model
 from pallas_kernels.experts import launch
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.pins import NO_PINS, Pins
 
 DEVICE = 4 << 30
 SMOLLM2 = MappingProxyType(
@@ -158,9 +158,24 @@ def test_bound_of_rows_that_fill_up_tiles(tokens: int, monkeypatch: pytest.Monke
     }
     sizes, _ = launch.sizes_of(ExpertsArgs(**call))
     needed = 2 * sizes.tiles * sizes.width * (width + inner)  # hidden values, and rows or outputs
-    bound = experts_bytes(model, tokens, platform="gpu")
+    bound = block_bytes(model, tokens, "gpu", NO_PINS)
     assert needed <= bound
-    assert bound == experts_bytes(model, tokens, platform="gpu", pinned="hopper")
+    assert bound == block_bytes(model, tokens, "gpu", Pins((("experts", "hopper"),)))
+
+
+def test_a_mixer_may_need_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run one after another, so the largest workspace of all layers counts."""
+    model, _ = mixed_model("recurrent", "full", "recurrent")
+    assert block_bytes(model, 8, "gpu", NO_PINS) == 0
+    bucket = Bucket(0, 8, 2)
+    limits = tiny_limits(groups=model.state.groups, enable_prefix_caching=False)
+    program = Program(model, msgspec.structs.replace(limits, buckets=(bucket,)))
+    without = step_bound(program, bucket)
+    monkeypatch.setattr(
+        RecurrentSpec, "workspace", lambda _, params, x, *__: params["into"].size * x.shape[0]
+    )
+    assert block_bytes(model, 8, "gpu", NO_PINS) == model.config.hidden_size**2 * 8
+    assert step_bound(program, bucket) == without + model.config.hidden_size**2 * 8
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3"])

@@ -8,7 +8,7 @@ executables of its own beside the step. The library does not contain it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,14 @@ import numpy as np
 from jaxinfer.models.base import Model, ModelFamily, Params
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
 from jaxinfer.nn.context import Pages, Rows, StepContext
-from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    DecoderSpec,
+    FeedForwardConfig,
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+)
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
@@ -40,14 +47,8 @@ _DECAY = 0.7
 
 
 @dataclass(frozen=True)
-class LatentSpec:
+class LatentSpec(MixerSpec):
     """Attention of one head whose keys and values are one latent a token."""
-
-    rope: RopeConfig | None = None
-
-    def for_context(self, length: int) -> Self:
-        del length
-        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         return LayerState((PagedKind((Entry("latent", (C,), dtype),)),))
@@ -95,17 +96,11 @@ def _of_tokens(pool: jax.Array, pages: Pages, rows: Rows) -> jax.Array:  # [T, M
 
 
 @dataclass(frozen=True)
-class CompressedSpec:
+class CompressedSpec(MixerSpec):
     """Attention to the latents of the last tokens, and to a summary of each ``BLOCK`` tokens.
 
     So its state has two paged kinds. A summary is a vector and its scale, which are two entries.
     """
-
-    rope: RopeConfig | None = None
-
-    def for_context(self, length: int) -> Self:
-        del length
-        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         summary = (Entry("summary", (S,), dtype), Entry("scale", (), jnp.dtype(jnp.float32)))
@@ -163,15 +158,10 @@ class Compressed(nn.Module):
 
 
 @dataclass(frozen=True)
-class RecurrentSpec:
+class RecurrentSpec(MixerSpec):
     """A leaky sum over the tokens of a sequence, as if ``align`` tokens were computed at a time."""
 
     align: int = 1
-    rope: RopeConfig | None = None
-
-    def for_context(self, length: int) -> Self:
-        del length
-        return self
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         return LayerState(per_slot=(Entry("sum", (D,), dtype),), align=self.align)
@@ -225,7 +215,7 @@ class Recurrent(nn.Module):
 
 
 @dataclass(frozen=True)
-class ExpertsSpec:
+class ExpertsSpec(FeedForwardSpec):
     """One of E matrices for each token, in 8 bits with a scale each."""
 
     def module(self) -> nn.Module:
@@ -249,7 +239,7 @@ class Experts(nn.Module):
 def mixed_decoder(*kinds: str) -> DecoderSpec:
     """A decoder; ``kinds`` names the mixer of each layer."""
     attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "scale": 8**-0.5}
-    mixers: dict[str, Any] = {
+    mixers: dict[str, MixerSpec] = {
         "full": AttentionConfig(**attention, rope=RopeConfig(8, 1e4, None)),
         "window": AttentionConfig(**attention, rope=RopeConfig(8, 1e3, None), window=WINDOW),
         "latent": LatentSpec(),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.exec.step.points import points_named
 from jaxinfer.models import forward
 from jaxinfer.models.base import Model, forward_batch, unembed
 from jaxinfer.nn.decoder_config import (
@@ -20,8 +21,14 @@ from jaxinfer.nn.decoder_config import (
 )
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from kit import tiny_models
+from kit.mixed_family import mixed_model
 
 T = 9
+# points that steps do not have
+DENSE_ONLY = {
+    *("q", "k", "v", "scores", "pattern", "mlp_pre", "mlp_linear"),
+    *("experts", "expert_weights"),
+}
 IDS = jnp.asarray(np.random.default_rng(3).integers(0, 300, T), jnp.int32)
 every_family = pytest.mark.parametrize("name", tiny_models.OF_EACH_KIND)
 
@@ -86,6 +93,26 @@ def test_all_points_are_read_at_once_and_change_nothing(name: str) -> None:
         else:
             np.testing.assert_allclose(pattern.sum(-1), 1, atol=1e-5)
         assert not np.triu(pattern, 1).any()
+
+
+@pytest.mark.parametrize("name", [*tiny_models.OF_EACH_KIND, "mixed"])
+def test_points_of_steps_are_those_of_the_dense_form_with_its_shapes(name: str) -> None:
+    """Mixers and networks declare them; those from outside the library declare none. Within a
+    mixture of experts steps have no point.
+    """
+    if name == "mixed":
+        model, params = mixed_model("full", "latent", "recurrent")
+    else:
+        model, params = tiny_models.tiny_model(name)
+    _, found = jax.eval_shape(lambda ids: forward(model, params, ids, taps="all"), IDS)
+    of_steps = {point.name: point for point in points_named(["all"], model.config)}
+    experts = model.config.experts.items()
+    shared = {f"layers.{i}.mlp_post" for i, ffn in experts if ffn.shared is not None}
+    others = {point for point in found if point.rpartition(".")[2] in DENSE_ONLY}
+    assert set(found) - set(of_steps) == others | shared
+    for point in of_steps.values():
+        assert found[point.name].shape == (T, *point.shape), point.name
+    assert ("layers.1.z" in of_steps) == (name != "mixed")
 
 
 def check_no_bit_changes(name: str, choices: list[tuple[str, ...]]) -> None:

@@ -29,7 +29,7 @@ from jaxinfer.models.base import (
 )
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.models.views import WeightViews
-from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig
+from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.points import Edit
 from jaxinfer.weights.save import write_model
 
@@ -238,17 +238,9 @@ class LanguageModel(WeightViews):
 def described(model: Model) -> list[str]:
     """Lines about a model: its sizes, and how its weights are kept."""
     config = model.config
-    mixers = dict.fromkeys(layer.mixer for layer in config.layers)
-    widths = dict.fromkeys(
-        layer.ffn.width for layer in config.layers if isinstance(layer.ffn, FeedForwardConfig)
-    )
     words = [f"{len(config.layers)} layers of width {config.hidden_size}"]
-    for n, k, h in dict.fromkeys(
-        (m.num_heads, m.num_kv_heads, m.head_dim) for m in mixers if isinstance(m, AttentionConfig)
-    ):
-        words.append(f"{n} query heads and {k} kv heads of {h}")
-    if widths:
-        words.append(f"feed-forward {' or '.join(map(str, widths))}")
+    blocks = [*(layer.mixer for layer in config.layers), *(layer.ffn for layer in config.layers)]
+    words += [text for text in dict.fromkeys(block.words() for block in blocks) if text]
     sizes = sizes_by_form(model.param_specs, np.dtype(config.dtype))
     forms = ", ".join(f"{size.count:,} {form}" for form, size in sizes.items())
     count = sum(size.count for size in sizes.values())

@@ -9,7 +9,6 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.lib.arrangements import LANES, TILES
 from pallas_kernels.lib.checks import not_hopper
@@ -44,10 +43,7 @@ def _dummy_routed(source: ModelSource, model: Model, routing: str) -> Model:
             "choose; use it with load_format='dummy'"
         )
     layers = tuple(
-        replace(layer, ffn=replace(layer.ffn, dummy_routing=routing))
-        if isinstance(layer.ffn, ExpertsConfig)
-        else layer
-        for layer in model.config.layers
+        replace(layer, ffn=layer.ffn.with_dummy_routing(routing)) for layer in model.config.layers
     )
     if layers == model.config.layers:
         raise ConfigError(

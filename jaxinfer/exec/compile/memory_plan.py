@@ -21,13 +21,13 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import TAPS, Bucket
-from jaxinfer.exec.compile.experts_memory import experts_bytes
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.weight import matrices
+from pallas_kernels.harness.pins import Pins
 from pallas_kernels.lib.quantised import Quantised
 
 MB = 1_000_000
@@ -256,20 +256,27 @@ def step_bound(program: Program, bucket: Bucket) -> int:
     """A bound on the bytes of a step of this bucket, without weights, KV pages and slots.
 
     It counts the logits of each row; as activations, inputs and outputs of every matrix of one
-    layer for every token, and what the experts of one layer need; and the hidden states that a
+    layer for every token, and what a block of it needs in addition; and the hidden states that a
     bucket that scores returns. A program that pools has no logits, but hidden states and vectors in
-    float32. Keys and values that XLA's attention gathers on a CPU are not
-    counted, as no plan for a CPU depends on them.
+    float32. Keys and values that XLA's attention gathers on a CPU are not counted, as no plan for a
+    CPU depends on them.
     """
     model, config = program.model, program.model.config
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
-    pinned = program.pins.of("experts")
-    experts = experts_bytes(model, bucket.num_tokens, platform=program.platform, pinned=pinned)
+    blocks = block_bytes(model, bucket.num_tokens, program.platform, program.pins)
     if program.limits.pooling:
         logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
-    return logits + activations * config.dtype.itemsize + experts
+    return logits + activations * config.dtype.itemsize + blocks
+
+
+def block_bytes(model: Model, num_tokens: int, platform: str, pins: Pins) -> int:
+    """A bound on what a mixer or a feed-forward network needs for so many tokens in addition to the
+    inputs and outputs of its matrices, at most of all layers.
+    """
+    x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), model.config.dtype)
+    return max(block.workspace(params, x, platform, pins) for block, params in model.blocks)
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:

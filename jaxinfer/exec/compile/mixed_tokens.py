@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jaxinfer.models.base import Model
 from jaxinfer.models.quantised import sizes_by_form
-from jaxinfer.nn.decoder_config import ExpertsConfig
 
 # Operations of a Hopper GPU in bfloat16 in the time in which it reads a byte: 700 TFLOP/s and
 # 4.2 TB/s of an H200 give 167, 800 and 3.0 of an H100 267 (both measured).
@@ -21,12 +20,11 @@ def free_prompt_tokens(model: Model) -> int:
     """
     specs = {spec.path: spec for spec in model.param_specs}
     bytes_read = flops = 0.0
-    for i, layer in enumerate(model.config.layers):
-        if isinstance(layer.ffn, ExpertsConfig):
-            stacks = [specs[f"layers_{i}/{name}"] for name in ("gate_up", "down")]
-            sizes = sizes_by_form(stacks, model.config.dtype).values()
-            share = layer.ffn.routing.chosen / layer.ffn.count
-            bytes_read += sum(size.nbytes for size in sizes)
-            flops += sum(2 * size.count * share for size in sizes)  # of a token
+    for i, experts in model.config.experts.items():
+        stacks = [specs[f"layers_{i}/{name}"] for name in ("gate_up", "down")]
+        sizes = sizes_by_form(stacks, model.config.dtype).values()
+        share = experts.routing.chosen / experts.count
+        bytes_read += sum(size.nbytes for size in sizes)
+        flops += sum(2 * size.count * share for size in sizes)  # of a token
     tokens = int(FLOPS_PER_BYTE * bytes_read / flops) if flops else 0
     return 1 << (tokens.bit_length() - 1) if tokens else 0

@@ -18,12 +18,7 @@ import numpy as np
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.points import Point, canonical, expanded, is_pattern, nearest, points_at
 from jaxinfer.exec.step.batch import DeviceBatch
-from jaxinfer.nn.decoder_config import (
-    AttentionConfig,
-    DecoderSpec,
-    FeedForwardConfig,
-    LatentAttentionConfig,
-)
+from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.points import Edit, Points, Shift, edited
 
 type Steering = tuple[jax.Array, ...]  # float32[S + 1, W] of each point, a row for each slot
@@ -96,18 +91,10 @@ def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     width, stream = (spec.hidden_size,), (spec.stream_width,)
     yield "embed", width
     for i, layer in enumerate(spec.layers):
-        mixer, ffn = layer.mixer, layer.ffn
-        yield f"layers.{i}.resid_pre", stream
-        if isinstance(mixer, AttentionConfig):
-            yield f"layers.{i}.z", (mixer.num_heads, mixer.head_dim)
-        elif isinstance(mixer, LatentAttentionConfig):
-            yield f"layers.{i}.z", (mixer.num_heads, mixer.value_dim)
-        yield f"layers.{i}.attn_out", width
-        yield f"layers.{i}.resid_mid", stream
-        if isinstance(ffn, FeedForwardConfig):
-            yield f"layers.{i}.mlp_post", (ffn.width,)
-        yield f"layers.{i}.mlp_out", width
-        yield f"layers.{i}.resid_post", stream
+        points = {"resid_pre": stream, **layer.mixer.points(), "attn_out": width}
+        points |= {"resid_mid": stream, **layer.ffn.points(), "mlp_out": width}
+        for name, shape in (points | {"resid_post": stream}).items():
+            yield f"layers.{i}.{name}", shape
     yield "final_norm", width
 
 

@@ -1,0 +1,37 @@
+"""The workspace of a mixture of experts, for the memory plan of an engine; needs no Flax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.decoder_config import ExpertsConfig
+from jaxinfer.nn.weight import stored
+from pallas_kernels.experts.api import OP, ExpertsArgs
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import workspace_of
+
+
+def experts_bytes(
+    config: ExpertsConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: the bound of the implementation that runs these tokens."""
+    of, pairs = jax.ShapeDtypeStruct, (x.shape[0], config.routing.chosen)
+    abstract: dict[str, Any] = {
+        "x": x,
+        "choices": of(pairs, jnp.int32),
+        "weights": of(pairs, jnp.float32),
+        "gate_up": stored(params["gate_up"]).matrix,
+        "down": stored(params["down"]).matrix,
+        "gate_up_bias": params.get("gate_up_bias"),
+        "down_bias": params.get("down_bias"),
+    }
+    args = ExpertsArgs(**abstract, activation=config.activation, split=True)
+    return workspace_of(OP, platform, args, pins.of(OP.name))
