@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.decoder_config import part
+from jaxinfer.nn.decoder_config import MixerSpec, part
 from jaxinfer.nn.placement import Fused
-from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerState
 from pallas_kernels.delta_prefill.ref import CHUNK
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
+class DeltaConfig(MixerSpec):
     """A mixer with the gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next.
 
     Each value head has a state [k_dim, v_dim]; ``num_v_heads`` is a multiple of ``num_k_heads``.
@@ -35,11 +35,6 @@ class DeltaConfig:
     norm_eps: float
 
     @property
-    def rope(self) -> RopeConfig | None:
-        """See ``MixerSpec``; positions are not rotated."""
-        return None
-
-    @property
     def keys(self) -> int:
         """Elements of a token's keys, and of its queries."""
         return self.num_k_heads * self.k_dim
@@ -53,11 +48,6 @@ class DeltaConfig:
     def channels(self) -> Fused:
         """The channels of the convolution: queries, keys, values."""
         return Fused("heads", (self.keys, self.keys, self.values))
-
-    def for_context(self, length: int) -> DeltaConfig:
-        """See ``MixerSpec``."""
-        del length
-        return self
 
     def share(self, devices: int) -> DeltaConfig:
         """See ``MixerSpec``."""
@@ -78,6 +68,15 @@ class DeltaConfig:
             ),
             align=CHUNK,
         )
+
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``MixerSpec``."""
+        return {"z": (self.num_v_heads, self.v_dim)}
+
+    def words(self) -> str:
+        """See ``MixerSpec``."""
+        keys, values = f"{self.num_k_heads} key heads of {self.k_dim}", f"of {self.v_dim}"
+        return f"the gated delta rule, {keys} and {self.num_v_heads} value heads {values}"
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""
