@@ -8,7 +8,7 @@ TOOLS := .venv/.installed-tools
 # The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
 # one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
 # holds every test that no other part names.
-PARTS := triton engines mosaic models commands executables others
+PARTS := engines commands models mosaic others executables triton
 MODELS := tests/e2e tests/models/test_golden.py
 DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py
 ENGINES := tests/engine tests/server

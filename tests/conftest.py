@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tracing makes many objects and few cycles. To look for those after each 700 objects (Python's
 # default), and among those of modules too, took 5 % of a process's time.
 gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of nightly.txt; a line must name a test of a file that is collected whole."""
+    lines = (Path(__file__).parent / "nightly.txt").read_text().splitlines()
+    names = {f"tests/{line}" for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in names:
+            item.add_marker(pytest.mark.nightly)
+    if not any("::" in argument for argument in config.args):
+        files = {item.nodeid.partition("::")[0] for item in items}
+        found = {item.nodeid for item in items}
+        own = {name for name in names if name.partition("::")[0] in files}
+        if missing := sorted(own - found):
+            raise pytest.UsageError(f"tests/nightly.txt names {missing[0]}, which does not exist")
 
 
 def pytest_collection_finish() -> None:

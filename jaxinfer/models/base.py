@@ -38,7 +38,8 @@ class ModelFamily:
     an lm_head tied to the embedding). ``optional_prefix`` is a prefix of all tensor names in some
     checkpoints of the family. ``calls`` are executables beside the step that only this family has:
     records ``exec.calls.call.Call``, whose functions are those of modules, as another process may
-    compile them.
+    compile them. With ``stacked_experts`` some checkpoints have a layer's experts in two tensors,
+    which ``weights.stacked_experts`` presents as those of single experts.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelFamily:
     ignored_tensors: tuple[str, ...] = ()
     optional_prefix: str = ""
     calls: tuple[Any, ...] = ()
+    stacked_experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.gqa import dense_linears, linear_specs
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, transposed
+from jaxinfer.nn.decoder_config import (
+    DecoderSpec,
+    ExpertsConfig,
+    FeedForwardConfig,
+    FeedForwardSpec,
+)
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
 _CHOSEN, _COUNT = "num_experts_per_tok", "num_local_experts"
@@ -31,6 +37,7 @@ class ExpertTensors(NamedTuple):
     down: str = "mlp.experts.{}.down_proj"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts."
+    shared_gate: str = "mlp.shared_expert_gate"
 
 
 _TENSORS = ExpertTensors()
@@ -77,6 +84,25 @@ def _in_groups(number: int, groups: Groups) -> int:
             f"('n_group'); {_CORRECT}"
         )
     return size * groups.chosen
+
+
+def sparse_layers(config: Mapping[str, Any], experts: ExpertsConfig) -> list[FeedForwardSpec]:
+    """The network of each layer: dense in ``mlp_only_layers``, and where a step skips layers."""
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    step = hf.positive_int(config, "decoder_sparse_step", 1)
+    given, known = config.get("mlp_only_layers") or [], range(num_layers)
+    listed = given if isinstance(given, list) else [None]
+    if len(listed) > num_layers or not all(type(one) is int and one in known for one in listed):
+        raise ConfigError(
+            f"config key 'mlp_only_layers' must be a list of layers below {num_layers}, got "
+            f"{short(given)}"
+        )
+    is_dense = [i in {*listed} or (i + 1) % step > 0 for i in range(num_layers)]
+    if not any(is_dense):
+        return [experts] * num_layers
+    width = hf.positive_int(config, "intermediate_size")
+    dense = FeedForwardConfig(width=width, activation="silu", gated=True)
+    return [dense if one else experts for one in is_dense]
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
@@ -141,6 +167,10 @@ def expert_specs(
         linears = dense_linears(ffn.shared, width, names.shared)
         weights, biases = linear_specs(f"{path}shared/", source, linears)
         yield from (*weights, *biases)
+    if ffn.shared_gate:
+        gate = Source(f"{source}{names.shared_gate}.weight", (1, width))
+        array = ArraySpec((width, 1), (None, None))
+        yield ParamSpec(path + "shared_gate", array, (gate,), transposed)
 
 
 def router_specs(

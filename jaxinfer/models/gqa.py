@@ -6,6 +6,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -17,8 +18,10 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.params import (
     ArraySpec,
+    PackedHeads,
     ParamSpec,
     RotaryRows,
+    RowOrder,
     Shape,
     Source,
     as_is,
@@ -50,13 +53,16 @@ _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _NORM_TENSORS = MappingProxyType({"rms": ("weight",), "layer": ("weight", "bias")})
 # The parameters of a mixture of experts, of (path, start of tensor names, config, width).
 type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
+# The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
+# mixer, width of the stream, dtype of norms).
+type MixerSpecs = Callable[[str, str, Any, int, Any], Iterable[ParamSpec]]
 
 
 class Linear(NamedTuple):
     """A linear layer: the name of its parameter, and of the tensors that are joined to make it.
 
-    A single tensor has all outputs. ``rows`` are the row orders of the tensors; empty if all are
-    in order.
+    A single tensor has all outputs; several have ``widths`` of them, by default those of a fused
+    axis. ``rows`` are the row orders of the tensors; empty if all are in order.
     """
 
     name: str
@@ -64,7 +70,8 @@ class Linear(NamedTuple):
     shape: Shape
     axes: Axes
     bias: bool
-    rows: tuple[RotaryRows | None, ...] = ()
+    rows: tuple[RowOrder | None, ...] = ()
+    widths: tuple[int, ...] = ()
 
 
 class FusedTensors(NamedTuple):
@@ -205,16 +212,18 @@ def gqa_param_specs(
     experts: ExpertSpecs | None = None,
     fused: FusedTensors = SEPARATE,
     interleaved: bool = False,
+    mixers: MixerSpecs | None = None,
 ) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources.
 
-    ``experts`` has those of a layer's mixture of experts, of families that have one. With
-    ``interleaved`` component 2i of a head rotates with 2i + 1 in the checkpoint.
+    ``experts`` has those of a layer's mixture of experts and ``mixers`` those of another mixer than
+    attention, of families that have one. With ``interleaved`` component 2i of a head rotates with
+    2i + 1 in the checkpoint.
     """
     d, specs = config.hidden_size, outer_specs(config, norms)
     for i in range(len(config.layers)):
         layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, i, norms, fused, interleaved))
+        specs.extend(_layer_specs(config, i, norms, fused, mixers, interleaved))
         if isinstance(layer.ffn, ExpertsConfig):
             assert experts is not None, "the family has no experts"
             specs.extend(experts(path, source, layer.ffn, d))
@@ -260,25 +269,26 @@ def linear_specs(
     """The weights of linear layers, and their biases."""
     weights: list[ParamSpec] = []
     biases: list[ParamSpec] = []
-    for name, tensors, shape, axes, has_bias, orders in linears:
-        widths = shape[1:]
-        if isinstance(axes[1], Fused) and len(tensors) > 1:
-            widths = axes[1].widths
-        orders = orders or (None,) * len(tensors)
-        parts = list(zip(tensors, widths, orders, strict=True))
-
-        def sources(kind: str, *inputs: int, of: Any = parts) -> tuple[Source, ...]:
-            return tuple(
-                Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
-                for tensor, out, rows in of
-            )
-
-        array, stored = ArraySpec(shape, axes), sources("weight", shape[0])
-        weights.append(ParamSpec(path + name, array, stored, join_outputs, matrix="out_in"))
-        if has_bias:
-            array = ArraySpec(shape[1:], axes[1:])
-            biases.append(ParamSpec(f"{path}{name}_bias", array, sources("bias"), join))
+    for linear in linears:
+        (inputs, outputs), axes = linear.shape, linear.axes
+        array, stored = ArraySpec(linear.shape, axes), _sources(linear, source, "weight", inputs)
+        weights.append(ParamSpec(path + linear.name, array, stored, join_outputs, matrix="out_in"))
+        if linear.bias:
+            array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
+            biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
     return weights, biases
+
+
+def _sources(linear: Linear, source: str, kind: str, *inputs: int) -> tuple[Source, ...]:
+    """The weights or the biases of a linear layer."""
+    axis, widths = linear.axes[1], linear.widths or linear.shape[1:]
+    if not linear.widths and isinstance(axis, Fused) and len(linear.tensors) > 1:
+        widths = axis.widths
+    orders = linear.rows or (None,) * len(linear.tensors)
+    return tuple(
+        Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
+        for tensor, out, rows in zip(linear.tensors, widths, orders, strict=True)
+    )
 
 
 def _qkv_linear(
@@ -286,60 +296,96 @@ def _qkv_linear(
 ) -> Linear:
     """The linear layer of q, k and v; ``rows``: the row order of so many heads."""
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    tensors, orders = _QKV, (rows(n), rows(k), None)
+    parts, widths = (n * h, k * h, k * h), ()
+    tensors: tuple[str, ...] = _QKV
+    orders: tuple[RowOrder | None, ...] = (rows(n), rows(k), None)
     if fused is not None:
         tensors, orders = (fused,), (rows(n + k),)
-    axes = (None, Fused("heads", (n * h, k * h, k * h)))
-    return Linear("qkv", tensors, (width, (n + 2 * k) * h), axes, mixer.qkv_bias, orders)
+    elif mixer.gate:  # a head's query and its gate are adjacent in the tensor of queries
+        parts, widths = (n * h, *parts), (2 * n * h, k * h, k * h)
+        orders = (PackedHeads(n, (h, h), (1, 0), rows(n)), *orders[1:])
+    axes = (None, Fused("heads", parts))
+    shape = (width, sum(parts))
+    return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths)
+
+
+def _rotary_rows(mixer: AttentionConfig, heads: int, *, interleaved: bool) -> RotaryRows | None:
+    """The row order of so many heads; None if they rotate whole, as the kernels do."""
+    rotated = mixer.head_dim if mixer.rope is None else mixer.rope.width
+    if rotated == mixer.head_dim and not interleaved:
+        return None
+    return RotaryRows(heads, mixer.head_dim, rotated, interleaved)
 
 
 def _layer_specs(
-    config: DecoderSpec, index: int, norms: NormSources, fused: FusedTensors, interleaved: bool
+    config: DecoderSpec,
+    index: int,
+    norms: NormSources,
+    fused: FusedTensors,
+    mixers: MixerSpecs | None,
+    interleaved: bool,
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer without those of experts."""
-    mixer, ffn = config.layers[index].mixer, config.layers[index].ffn
-    assert isinstance(mixer, AttentionConfig)
+    mixer, ffn, d = config.layers[index].mixer, config.layers[index].ffn, config.hidden_size
     path, source = f"layers_{index}/", f"model.layers.{index}."
-    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    d = config.hidden_size
-    rotated = mixer.head_dim if mixer.rope is None else mixer.rope.width
-
-    def rows(heads: int) -> RotaryRows | None:
-        if rotated == mixer.head_dim and not interleaved:
-            return None
-        return RotaryRows(heads, mixer.head_dim, rotated, interleaved)
-
-    linears: tuple[Linear, ...] = (
-        _qkv_linear(mixer, d, fused.qkv, rows),
-        Linear("o", ("self_attn.o_proj",), (q, d), ("heads", None), mixer.o_bias),
-    )
+    linears: tuple[Linear, ...] = ()
+    if isinstance(mixer, AttentionConfig):
+        rows = partial(_rotary_rows, mixer, interleaved=interleaved)
+        heads = mixer.num_heads * mixer.head_dim
+        linears = (
+            _qkv_linear(mixer, d, fused.qkv, rows),
+            Linear("o", ("self_attn.o_proj",), (heads, d), ("heads", None), mixer.o_bias),
+        )
+    else:
+        assert mixers is not None, "the family has no other mixers"
+        yield from mixers(path, source, mixer, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
         linears += dense_linears(ffn, d, gate_up=fused.gate_up)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
-
-    def stacked(
-        name: str, tensors: Iterable[str], width: int, order: RotaryRows | None = None
-    ) -> ParamSpec:
-        sources = tuple(Source(f"{source}{tensor}", (width,), rows=order) for tensor in tensors)
-        array = ArraySpec((len(sources), width), (None, None), config.norm_dtype)
-        return ParamSpec(path + name, array, sources, norms.several)
-
-    kinds = _NORM_TENSORS[config.norm]
-    yield stacked("norms", (f"{name}.{kind}" for name in norms.names for kind in kinds), d)
+    tensors = tuple(f"{name}.{kind}" for name in norms.names for kind in _NORM_TENSORS[config.norm])
+    yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
+    if isinstance(mixer, AttentionConfig):
+        yield from _head_specs(path, source, mixer, config, norms, rows)
+
+
+def _norm_stack(
+    path: str,
+    source: str,
+    tensors: tuple[str, ...],
+    width: int,
+    config: DecoderSpec,
+    norms: NormSources,
+    order: RotaryRows | None = None,
+) -> ParamSpec:
+    """Norms of equal width as one parameter."""
+    sources = tuple(Source(f"{source}{tensor}", (width,), rows=order) for tensor in tensors)
+    array = ArraySpec((len(sources), width), (None, None), config.norm_dtype)
+    return ParamSpec(path, array, sources, norms.several)
+
+
+def _head_specs(
+    path: str,
+    source: str,
+    mixer: AttentionConfig,
+    config: DecoderSpec,
+    norms: NormSources,
+    rows: Callable[[int], RotaryRows | None],
+) -> Iterator[ParamSpec]:
+    """The sinks of attention heads, and the norms of their queries and keys."""
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm == "head":
-        names = (f"{name}.weight" for name in _QK_NORMS)
-        yield stacked("qk_norms", names, mixer.head_dim, rows(1))
+        names = tuple(f"{name}.weight" for name in _QK_NORMS)
+        yield _norm_stack(path + "qk_norms", source, names, mixer.head_dim, config, norms, rows(1))
     elif mixer.qk_norm == "all_heads":
-        array = ArraySpec((q + kv,), (Fused("heads", (q, kv)),), config.norm_dtype)
-        heads = zip(_QK_NORMS, (mixer.num_heads, mixer.num_kv_heads), strict=True)
+        widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
+        array = ArraySpec((sum(widths),), (Fused("heads", widths),), config.norm_dtype)
         sources = tuple(
-            Source(f"{source}{name}.weight", (count * mixer.head_dim,), rows=rows(count))
-            for name, count in heads
+            Source(f"{source}{name}.weight", (width,), rows=rows(width // mixer.head_dim))
+            for name, width in zip(_QK_NORMS, widths, strict=True)
         )
         yield ParamSpec(path + "qk_norms", array, sources, join)

@@ -56,6 +56,8 @@ _KNOWN = frozenset(
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
         *("beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
         *("mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned"),
+        # positions in images, which are equal in all sections for text
+        *("mrope_interleaved", "mrope_section"),
     }
 )
 # Keys of other engines, and the only values that change nothing.

@@ -47,6 +47,32 @@ class RotaryRows(NamedTuple):
         return np.concatenate([heads, np.arange(len(heads), num_rows)])
 
 
+class PackedHeads(NamedTuple):
+    """The order of rows of a tensor that has several parts of each head together: of each head its
+    query and its gate.
+
+    The parameter has a part of all heads, then the next one, in the order ``parts`` (empty: as they
+    are). ``rotary`` is the order of the rows of the last of these.
+    """
+
+    heads: int
+    widths: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    rotary: RotaryRows | None = None
+
+    def order(self, num_rows: int) -> np.ndarray:  # int[num_rows]
+        """For each row of the parameter, the row of the tensor."""
+        rows = np.arange(num_rows).reshape(self.heads, sum(self.widths))
+        packed = np.split(rows, np.cumsum(self.widths)[:-1], axis=1)
+        found = [packed[part].reshape(-1) for part in self.parts or range(len(packed))]
+        if self.rotary is not None:
+            found[-1] = found[-1][self.rotary.order(len(found[-1]))]
+        return np.concatenate(found)
+
+
+type RowOrder = RotaryRows | PackedHeads
+
+
 class Source(NamedTuple):
     """A checkpoint tensor by its Hugging Face name, with its required shape.
 
@@ -59,7 +85,7 @@ class Source(NamedTuple):
     shape: Shape
     form: Form | None = None
     part: int | None = None
-    rows: RotaryRows | None = None
+    rows: RowOrder | None = None
 
     @property
     def own_shape(self) -> Shape:
@@ -209,6 +235,11 @@ def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
     return weight.T
 
 
+def conv_taps(weight: np.ndarray) -> np.ndarray:  # [C, 1, W] -> [W, C]
+    """The taps of a convolution of single channels."""
+    return weight[:, 0].T
+
+
 def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
     """Outputs that are of a gate and an up in turn, with all gates before all ups."""
     return _module((interleaved,)).concat([interleaved[::2], interleaved[1::2]])
@@ -254,6 +285,7 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         plus_one: lambda array, _: [array - np.float32(1)],
         stack_plus_one: lambda array, _: list(array - np.float32(1)),
         transposed: lambda array, _: [array.T],
+        conv_taps: lambda array, _: [array.T[:, None]],
         gates_first: _in_turn,
         transposed_gates_first: lambda array, _: [_in_turn(array)[0].T],
     }

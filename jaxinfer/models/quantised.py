@@ -104,13 +104,14 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
 
 def _check_rows(source: Source) -> None:
     """Raise ``CheckpointError`` if rows would leave the block with which they share scales."""
-    if source.form is None or source.rows is None:
+    if source.form is None or source.rows is None or source.form.block_outputs == 1:
         return
-    block, head_dim = source.form.block_outputs, source.rows.head_dim
-    if block > 1 and block % head_dim:
+    order, block = source.rows.order(source.shape[0]), source.form.block_outputs
+    whole = np.pad(order, (0, -len(order) % block), mode="linear_ramp").reshape(-1, block)
+    if len(order) % block or (whole != whole[:, :1] // block * block + np.arange(block)).any():
         raise CheckpointError(
-            f"tensor {source.name} cannot be kept as {source.form}: heads of {head_dim} that "
-            "rotate in part need blocks of whole heads; use a checkpoint without such blocks"
+            f"tensor {source.name} cannot be kept as {source.form}: heads that rotate in part, or "
+            "that have gates, need blocks of whole heads; use a checkpoint without such blocks"
         )
 
 

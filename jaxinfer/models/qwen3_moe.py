@@ -11,11 +11,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import expert_specs, experts_config, experts_per_token
+from jaxinfer.models.experts import (
+    expert_specs,
+    experts_config,
+    experts_per_token,
+    sparse_layers,
+)
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     gqa_config,
@@ -23,7 +26,7 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
-from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import Routing
 
 
@@ -40,31 +43,17 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=bias,
         qk_norm="head",
         windows=windows_by_layer(config, window),
-        ffns=_ffns(config),
+        ffns=sparse_layers(config, _experts(config)),
     )
 
 
-def _ffns(config: Mapping[str, Any]) -> list[FeedForwardSpec]:
-    """The network of each layer: dense in ``mlp_only_layers``, and where a step skips layers."""
+def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
     routing = Routing(
         experts_per_token(config), renormalised=hf.flag(config, "norm_topk_prob", False)
     )
-    experts = experts_config(
+    return experts_config(
         config, count="num_experts", width="moe_intermediate_size", routing=routing
     )
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    step = hf.positive_int(config, "decoder_sparse_step", 1)
-    given, known = config.get("mlp_only_layers") or [], range(num_layers)
-    listed = given if isinstance(given, list) else [None]
-    if len(listed) > num_layers or not all(type(one) is int and one in known for one in listed):
-        raise ConfigError(
-            f"config key 'mlp_only_layers' must be a list of layers below {num_layers}, got "
-            f"{short(given)}"
-        )
-    dense_layers = {*listed}
-    width = hf.positive_int(config, "intermediate_size")
-    dense = FeedForwardConfig(width=width, activation="silu", gated=True)
-    return [dense if i in dense_layers or (i + 1) % step else experts for i in range(num_layers)]
 
 
 FAMILY = ModelFamily(

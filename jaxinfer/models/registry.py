@@ -29,6 +29,11 @@ _MODULES = (
     ("Glm4ForCausalLM", "jaxinfer.models.glm4"),
     ("StableLmForCausalLM", "jaxinfer.models.stablelm"),
     ("Qwen3MoeForCausalLM", "jaxinfer.models.qwen3_moe"),
+    ("Qwen3_5ForCausalLM", "jaxinfer.models.qwen3_5"),
+    ("Qwen3_5ForConditionalGeneration", "jaxinfer.models.qwen3_5"),
+    ("Qwen3_5MoeForCausalLM", "jaxinfer.models.qwen3_5_moe"),
+    ("Qwen3_5MoeForConditionalGeneration", "jaxinfer.models.qwen3_5_moe"),
+    ("Qwen3NextForCausalLM", "jaxinfer.models.qwen3_next"),
     ("MixtralForCausalLM", "jaxinfer.models.mixtral"),
     ("GptOssForCausalLM", "jaxinfer.models.gpt_oss"),
     ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
@@ -37,7 +42,11 @@ _MODULES = (
 )
 
 # Models of text and images, of which the text decoder is read.
-_WITH_IMAGES = ("KimiK25ForConditionalGeneration",)
+_WITH_IMAGES = (
+    "KimiK25ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -77,6 +86,14 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf_config
     ids = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
     return {**ids, **own, "architectures": names}
+
+
+def may_stack_experts(hf_config: Mapping[str, Any]) -> bool:
+    """See ``ModelFamily.stacked_experts``; False for an architecture without a family."""
+    known = known_architectures()
+    return (
+        any(name in known for name in _names(hf_config)) and family_for(hf_config).stacked_experts
+    )
 
 
 def build_model(

@@ -51,6 +51,18 @@ class Rows(NamedTuple):
     reads: jax.Array | None = None  # int32[B]: the state row that each row starts from; None: slots
     saves: Saves | None = None  # what prefill rows save
 
+    def prompts(self, num_decodes: int) -> Rows:
+        """The prefill rows alone, and their tokens, which follow those of ``num_decodes`` rows."""
+        d = num_decodes
+        return self._replace(
+            of_token=self.of_token[d:] - d,
+            is_token=self.is_token[d:],
+            slots=self.slots[d:],
+            begins=self.begins[d:],
+            last_tokens=self.last_tokens[d:] - d,
+            reads=None if self.reads is None else self.reads[d:],
+        )
+
 
 class Pages(NamedTuple):
     """The pages of each row's context, for one group of layers.

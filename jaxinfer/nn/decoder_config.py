@@ -78,6 +78,7 @@ class AttentionConfig:
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
     together. With ``sinks`` each head has a logit beside its scores that takes part in the softmax.
+    With ``gate`` the output of each head is multiplied by the sigmoid of a projection of the token.
     """
 
     num_heads: int
@@ -90,6 +91,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: Literal["head", "all_heads"] | None = None
     sinks: bool = False
+    gate: bool = False
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -97,8 +99,8 @@ class AttentionConfig:
 
     def share(self, devices: int) -> AttentionConfig:
         """See ``MixerSpec``."""
-        heads = _part(self.num_heads, devices, "query heads")
-        kv_heads = _part(self.num_kv_heads, devices, "KV heads")
+        heads = part(self.num_heads, devices, "query heads")
+        kv_heads = part(self.num_kv_heads, devices, "KV heads")
         return replace(self, num_heads=heads, num_kv_heads=kv_heads)
 
     def state(self, dtype: jnp.dtype) -> LayerState:
@@ -155,7 +157,7 @@ class LatentAttentionConfig:
 
     def share(self, devices: int) -> LatentAttentionConfig:
         """See ``MixerSpec``; every device has the whole latents."""
-        return replace(self, num_heads=_part(self.num_heads, devices, "heads"))
+        return replace(self, num_heads=part(self.num_heads, devices, "heads"))
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
@@ -177,7 +179,7 @@ class FeedForwardConfig:
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
-        return replace(self, width=_part(self.width, devices, "columns of a feed-forward network"))
+        return replace(self, width=part(self.width, devices, "columns of a feed-forward network"))
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""
@@ -190,8 +192,9 @@ class ExpertsConfig:
 
     ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
     that the scores by which experts are chosen have them. ``shared`` is a network that every token
-    uses as well; its output is not weighted. ``dummy_routing`` replaces the router's choices, for
-    benchmarks of random weights: see ``EngineConfig``.
+    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit.
+    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
+    ``EngineConfig``.
     """
 
     count: int
@@ -202,11 +205,12 @@ class ExpertsConfig:
     router_bias: bool = False
     choice_bias: bool = False
     shared: FeedForwardConfig | None = None
+    shared_gate: bool = False
     dummy_routing: str = "auto"
 
     def share(self, devices: int) -> ExpertsConfig:
         """See ``MixerSpec``. A device has a part of the experts, and knows the number of all."""
-        _part(self.count, devices, "experts")
+        part(self.count, devices, "experts")
         return replace(self, shared=self.shared and self.shared.share(devices))
 
     def module(self) -> nn.Module:
@@ -270,11 +274,12 @@ class LayerSpec:
         return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
 
 
-def _part(count: int, devices: int, what: str) -> int:
-    part, rest = divmod(count, devices)
+def part(count: int, devices: int, what: str) -> int:
+    """One device's part of ``count``; raises ``ConfigError`` if it cannot be divided."""
+    own, rest = divmod(count, devices)
     if rest:
         raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
-    return part
+    return own
 
 
 @dataclass(frozen=True, kw_only=True)

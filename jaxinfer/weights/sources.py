@@ -31,7 +31,7 @@ from jaxinfer.models.prediction import (
     prediction_tensors,
     without_prediction_layers,
 )
-from jaxinfer.models.registry import text_config
+from jaxinfer.models.registry import may_stack_experts, text_config
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.folder_files import checkpoint_files
@@ -39,6 +39,7 @@ from jaxinfer.weights.locate import Places, locate, locate_tokenizer, unreadable
 from jaxinfer.weights.names import name_of_path
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from jaxinfer.weights.sentence_transformers import pooling_of_folder
+from jaxinfer.weights.stacked_experts import UnstackedExperts
 from jaxinfer.weights.tokenizer_files import read_json_object, spec_from_gguf, spec_from_path
 from pallas_kernels.lib.quantised import Form
 
@@ -162,6 +163,8 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
             from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 
             checkpoint = QuantisedCheckpoint(checkpoint, scheme)
+        elif may_stack_experts(hf_config):
+            checkpoint = UnstackedExperts(checkpoint)
     generation_config = folder / "generation_config.json"
     return ModelSource(
         reference=reference,

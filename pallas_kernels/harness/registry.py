@@ -32,6 +32,8 @@ STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
     "append_decode",
+    "delta_decode",
+    "delta_prefill",
     "experts",
     "kv_append",
     "latent_decode",

@@ -156,6 +156,22 @@ def built_arrays(model: Model, tensors: Mapping[str, np.ndarray]) -> dict[str, n
     return made
 
 
+def unstacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
+    """The tensors with those of stacked experts, gate_up_proj [E, 2F, D] and down_proj, apart."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        stack, _, kind = name.rpartition(".")
+        if not (stack.endswith(".experts") and tensor.ndim == 3):
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            pair = kind == "gate_up_proj"
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(expert, 2), strict=True))
+            for own, part in (parts if pair else {"down_proj": expert}).items():
+                found[f"{stack}.{number}.{own}.weight"] = part
+    return found
+
+
 def write_hf_folder(
     folder: Path,
     config: Mapping[str, Any],

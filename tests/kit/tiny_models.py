@@ -68,6 +68,36 @@ _LATENT = MappingProxyType(
     }
 )
 
+_HYBRID = MappingProxyType(
+    {
+        **_DECODER,
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+)
+_HYBRID_EXPERTS = MappingProxyType(
+    {
+        **_HYBRID,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+    }
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -159,6 +189,19 @@ CONFIGS = MappingProxyType(
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
         },
+        "qwen3_5": {
+            **_HYBRID,
+            "architectures": ["Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"],
+        },
+        "qwen3_5_moe": {
+            **_HYBRID_EXPERTS,
+            "architectures": ["Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"],
+        },
+        "qwen3_next": {
+            **_HYBRID_EXPERTS,
+            "architectures": ["Qwen3NextForCausalLM"],
+            "mlp_only_layers": [0],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -166,9 +209,9 @@ NAMES = tuple(CONFIGS)
 # part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases)
 # lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
 # experts, deepseek_v2 has deepseek_v3's attention.
-# Their parts are those of llama, gpt_oss (biases), qwen3_moe and deepseek_v3.
-LIKE_OTHERS = ("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2")
-OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3")
+# Their parts are those of llama, gpt_oss (biases), qwen3_moe, deepseek_v3 and qwen3_5_moe.
+LIKE_OTHERS = ("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next")
+OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_5")
 
 
 @cache

@@ -14,7 +14,9 @@ from safetensors.numpy import load_file
 
 from jaxinfer.models import Model, Params, build_model, forward
 from jaxinfer.models.params import nested
-from kit.checkpoints import built_arrays
+from jaxinfer.models.registry import text_config
+from jaxinfer.weights.plan import canonical_name
+from kit.checkpoints import built_arrays, unstacked
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 OTHERS = {  # the models of these are in other files, or make no text
@@ -26,8 +28,8 @@ CASES = sorted({path.stem for path in DATA.glob("*.safetensors")} - OTHERS)
 
 def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
     """Apply the family's specs; every tensor must be used or ignored by the family."""
-    prefix = model.family.optional_prefix
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    tensors = unstacked(tensors) if model.family.stacked_experts else tensors
+    tensors = {canonical_name(model.family, name): tensor for name, tensor in tensors.items()}
     sources = [source for spec in model.param_specs for source in spec.sources]
     assert all(tensors[source.name].shape == source.shape for source in sources)
     used, ignored = (
@@ -41,7 +43,7 @@ def params_of(model: Model, tensors: dict[str, np.ndarray]) -> Params:
 def loaded(case: str) -> tuple[Model, Params, dict[str, np.ndarray]]:
     """The model of a golden file, its parameters, and all tensors of the file."""
     with safe_open(DATA / f"{case}.safetensors", "numpy") as file:
-        config = json.loads(file.metadata()["config"])
+        config = text_config(json.loads(file.metadata()["config"]))
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     length = tensors["token_ids"].shape[1] + tensors["greedy_tokens"].shape[1]
     model = build_model(config, "float32", length)  # transformers scales rope by the same length

@@ -5,7 +5,7 @@ Owns: ``Experts``. Parameters:
     router  [E, D]       router_bias  [E]      choice_bias float32[E]
     gate_up [E, 2F, D]: gate, up               gate_up_bias [E, 2F]
     down    [E, D, F]                          down_bias    [E, D]
-    shared/gate_up, shared/down: see ``ffn.dense``
+    shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Experts(nn.Module):
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
             _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx)
+            if c.shared_gate:  # split-K partials may be weighted, too
+                logits = jnp.einsum(
+                    "TD,Do->To", h, param(self, "shared_gate"), preferred_element_type=jnp.float32
+                )
+                shared = (shared * jax.nn.sigmoid(logits)).astype(shared.dtype)
             out = added(out, shared)
         return stream.x, out
 
@@ -88,6 +93,16 @@ class Experts(nn.Module):
             case _:
                 return choices, weights
         return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
+
+
+def _weighted(
+    out: jax.Array,  # [T, D] or float32[S, T, D]
+    h: jax.Array,  # [T, D]
+    gate: jax.Array,  # [D, 1]
+) -> jax.Array:  # as ``out``
+    """The output of a network, or its split-K partials, times the sigmoid of a logit."""
+    logits = jnp.matmul(h, gate, preferred_element_type=jnp.float32)
+    return (out.astype(jnp.float32) * jax.nn.sigmoid(logits)).astype(out.dtype)
 
 
 def _shifted(

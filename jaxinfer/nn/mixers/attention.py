@@ -4,6 +4,7 @@
 itself in the dense form. Parameters of ``Attention``:
 
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
+      with a gate [D, (2N + 2K) * H]: the gates of the heads are first
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
     sinks [N] with sinks
@@ -21,7 +22,7 @@ from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.state import LayerArrays
-from jaxinfer.nn.weight import param, weight
+from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.lib.numerics import split_and_rotate, split_heads
@@ -58,6 +59,9 @@ class Attention(nn.Module):
         c, heads = self.config, self.config.num_heads + 2 * self.config.num_kv_heads
         bias = param(self, "qkv_bias") if c.qkv_bias else None
         qkv, stream, _ = linear(stream, weight(self, "qkv"), ctx, norm=norm, bias=bias)
+        gates = None
+        if c.gate:
+            gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
         norms = param(self, "qk_norms") if c.qk_norm == "head" else None
         if c.qk_norm == "all_heads":
             qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
@@ -72,11 +76,20 @@ class Attention(nn.Module):
             sinks=param(self, "sinks") if c.sinks else None,
             only=only,
         )
+        if gates is not None:
+            own = gates if only is None else take_rows(gates, only)
+            out = _gated(out, own.reshape(out.shape))
         out = ctx.at("z", out)
         x = stream.x if only is None else stream.take(only)
         bias = param(self, "o_bias") if c.o_bias else None
         out = out.reshape(len(out), -1)
         return x, linear(out, weight(self, "o"), ctx, bias=bias, partial=True).y, state
+
+
+def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
+    """Outputs of heads times the sigmoids of their gates."""
+    by = jax.nn.sigmoid(gates.astype(jnp.float32))
+    return (out.astype(jnp.float32) * by).astype(out.dtype)
 
 
 def _norm_all_heads(

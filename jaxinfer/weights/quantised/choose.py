@@ -9,7 +9,7 @@ from types import MappingProxyType
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.base import Model
 from jaxinfer.models.params import Source
-from jaxinfer.weights.plan import forms_of
+from jaxinfer.weights.plan import canonical_name, forms_of
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.quantise import SCHEMES, form_for
 from jaxinfer.weights.quantised.scheme import Scheme
@@ -41,8 +41,8 @@ def quantised_source(
     if source.checkpoint is not None:
         return source, forms_of(model.family, source.checkpoint)
     if source.scheme is None:
-        prefix = model.family.optional_prefix
-        return source, tuple((n.removeprefix(prefix), f) for n, f in source.forms.items())
+        forms = source.forms.items()
+        return source, tuple((canonical_name(model.family, name), form) for name, form in forms)
     return source, tuple(_of_scheme(source.scheme, model))
 
 

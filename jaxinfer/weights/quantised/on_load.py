@@ -30,8 +30,8 @@ def linear_names(
     _check_ignored(checkpoint, ignore)
     specs = [spec for spec in model.param_specs if spec.is_linear and spec.path != _HEAD]
     needed = {source.name for spec in specs for source in spec.sources}
-    prefix = model.family.optional_prefix
-    found = (name for name in checkpoint.tensors if name.removeprefix(prefix) in needed)
+    family = model.family
+    found = (name for name in checkpoint.tensors if canonical_name(family, name) in needed)
     return tuple(name for name in found if not _ignored(name.removesuffix(".weight"), ignore))
 
 

@@ -1,0 +1,121 @@
+"""Config keys and checkpoint tensors of mixers with the gated delta rule, as in Qwen3-Next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.gqa import Linear, linear_specs
+from jaxinfer.models.params import (
+    ArraySpec,
+    PackedHeads,
+    ParamSpec,
+    Source,
+    as_is,
+    conv_taps,
+    stack,
+)
+from jaxinfer.nn.mixers.delta_spec import DeltaConfig
+from jaxinfer.nn.placement import Fused
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+
+
+def delta_config(config: Mapping[str, Any]) -> DeltaConfig:
+    """The mixer of the keys ``linear_...``; raises ``ConfigError`` for sizes that do not fit."""
+    heads = hf.positive_int(config, "linear_num_key_heads")
+    values = hf.positive_int(config, "linear_num_value_heads")
+    if values % heads:
+        raise ConfigError(
+            f"config key 'linear_num_value_heads' {values} is not a multiple of "
+            f"'linear_num_key_heads' {heads}"
+        )
+    hf.supported_only(config, "mamba_ssm_dtype", "float32")
+    return DeltaConfig(
+        num_k_heads=heads,
+        num_v_heads=values,
+        k_dim=hf.positive_int(config, "linear_key_head_dim"),
+        v_dim=hf.positive_int(config, "linear_value_head_dim"),
+        conv_width=hf.positive_int(config, "linear_conv_kernel_dim"),
+        norm_eps=hf.positive_float(config, "rms_norm_eps"),
+    )
+
+
+def delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.mixers.delta``, with Qwen3.5's names of their sources."""
+    channels, heads = sum(c.channels.widths), c.num_v_heads
+    tensors = (
+        _Tensors(("in_proj_qkv", "in_proj_z"), (channels, c.values)),
+        _Tensors(("in_proj_b", "in_proj_a"), (heads, heads)),
+    )
+    return _specs(path, f"{source}linear_attn.", c, width, norm_dtype, tensors)
+
+
+def packed_delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The same with Qwen3-Next's names, whose tensors have the parts of each key head together."""
+    each = c.num_v_heads // c.num_k_heads
+    inputs = (c.k_dim, c.k_dim, each * c.v_dim, each * c.v_dim)
+    tensors = (
+        _Tensors(("in_proj_qkvz",), (), (PackedHeads(c.num_k_heads, inputs),)),
+        _Tensors(("in_proj_ba",), (), (PackedHeads(c.num_k_heads, (each, each)),)),
+    )
+    return _specs(path, f"{source}linear_attn.", c, width, norm_dtype, tensors)
+
+
+class _Tensors(NamedTuple):
+    """The tensors that are joined to one parameter: names, outputs of each, and row orders."""
+
+    names: tuple[str, ...]
+    widths: tuple[int, ...]
+    rows: tuple[PackedHeads, ...] = ()
+
+
+def _specs(
+    path: str,
+    own: str,
+    c: DeltaConfig,
+    width: int,
+    norm_dtype: jnp.dtype | None,
+    tensors: tuple[_Tensors, _Tensors],
+) -> Iterator[ParamSpec]:
+    """The parameters; ``tensors`` are those of the inputs and of the gates."""
+    parts = ((*c.channels.widths, c.values), (c.num_v_heads, c.num_v_heads))
+    linears = [
+        Linear(
+            name,
+            given.names,
+            (width, sum(widths)),
+            (None, Fused("heads", widths)),
+            bias=False,
+            rows=given.rows,
+            widths=given.widths,
+        )
+        for name, widths, given in zip(("qkvz", "ba"), parts, tensors, strict=True)
+    ]
+    linears.append(Linear("o", ("out_proj",), (c.values, width), ("heads", None), bias=False))
+    weights, _ = linear_specs(path, own, linears)
+    yield from weights
+    yield from _small_specs(path, own, c, norm_dtype)
+
+
+def _small_specs(
+    path: str, own: str, c: DeltaConfig, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The parameters that are no matrices."""
+    taps, channels = c.conv_width, sum(c.channels.widths)
+    conv = Source(f"{own}conv1d.weight", (channels, 1, taps))
+    array = ArraySpec((taps, channels), (None, c.channels))
+    yield ParamSpec(f"{path}conv", array, (conv,), conv_taps)
+    decay = tuple(Source(f"{own}{name}", (c.num_v_heads,)) for name in ("A_log", "dt_bias"))
+    array = ArraySpec((2, c.num_v_heads), (None, "heads"), _FLOAT32)
+    yield ParamSpec(f"{path}decay", array, decay, stack)
+    norm = Source(f"{own}norm.weight", (c.v_dim,))
+    yield ParamSpec(f"{path}head_norm", ArraySpec((c.v_dim,), (None,), norm_dtype), (norm,), as_is)

@@ -1,0 +1,84 @@
+"""The spec of a gated delta rule mixer; its module is in ``nn.mixers.delta``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jaxinfer.nn.decoder_config import part
+from jaxinfer.nn.placement import Fused
+from jaxinfer.nn.rope import RopeConfig
+from jaxinfer.nn.state import Entry, LayerState
+from pallas_kernels.delta_prefill.ref import CHUNK
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """A mixer with the gated delta rule (Yang et al. 2024, arXiv:2412.06464), as in Qwen3-Next.
+
+    Each value head has a state [k_dim, v_dim]; ``num_v_heads`` is a multiple of ``num_k_heads``.
+    Queries, keys and values pass a causal convolution over ``conv_width`` tokens. ``norm_eps`` is
+    the epsilon of the norm of each head's output.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    norm_eps: float
+
+    @property
+    def rope(self) -> RopeConfig | None:
+        """See ``MixerSpec``; positions are not rotated."""
+        return None
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its queries."""
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def values(self) -> int:
+        """Elements of a token's values, and of the gate of its output."""
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def channels(self) -> Fused:
+        """The channels of the convolution: queries, keys, values."""
+        return Fused("heads", (self.keys, self.keys, self.values))
+
+    def for_context(self, length: int) -> DeltaConfig:
+        """See ``MixerSpec``."""
+        del length
+        return self
+
+    def share(self, devices: int) -> DeltaConfig:
+        """See ``MixerSpec``."""
+        keys = part(self.num_k_heads, devices, "key heads")
+        return replace(self, num_k_heads=keys, num_v_heads=self.num_v_heads // devices)
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """See ``MixerSpec``: the heads' states, and the last inputs of the convolution.
+
+        The input at position p is at place p % conv_width, so that a token replaces one place.
+        """
+        heads = (self.num_v_heads, self.k_dim, self.v_dim)
+        inputs = (self.conv_width, sum(self.channels.widths))
+        return LayerState(
+            per_slot=(
+                Entry("delta", heads, jnp.dtype(jnp.float32), ("heads", None, None)),
+                Entry("conv", inputs, dtype, (None, self.channels)),
+            ),
+            align=CHUNK,
+        )
+
+    def module(self) -> nn.Module:
+        """See ``MixerSpec``."""
+        return import_module("jaxinfer.nn.mixers.delta").Delta(self)

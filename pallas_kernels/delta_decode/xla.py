@@ -1,0 +1,68 @@
+"""delta_decode in plain XLA, for all rows at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
+from pallas_kernels.lib.numerics import rms_norm
+
+
+@jax.jit  # one trace serves every layer
+def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See ``delta_decode.api``."""
+    (rows, _), (_, heads, key_dim, value_dim) = args.qkv.shape, args.states.shape
+    mixed, convs = _convolved(args)
+    widths = args.num_key_heads * key_dim
+    q, k, v = jnp.split(mixed, (widths, 2 * widths), axis=1)
+    q, k = unit(q.reshape(rows, -1, key_dim)) * key_dim**-0.5, unit(k.reshape(rows, -1, key_dim))
+    q, k = (jnp.repeat(x, heads // args.num_key_heads, axis=1) for x in (q, k))
+    beta, log_decay = betas_and_decays(args.gates, args.decay)
+    is_new = (args.positions == 0)[:, None, None, None]
+    state = jnp.where(is_new, 0, args.states[args.rows]) * jnp.exp(log_decay)[..., None, None]
+    v = v.reshape(rows, heads, value_dim)
+    change = (v - jnp.einsum("BVkd,BVk->BVd", state, k, precision="highest")) * beta[..., None]
+    state = state + k[..., None] * change[..., None, :]
+    out = jnp.einsum("BVkd,BVk->BVd", state, q, precision="highest")
+    out = gated_norm(out, args.z.reshape(v.shape), args.norm, args.eps)
+    states = args.states.at[args.rows].set(state)
+    return out.reshape(rows, -1).astype(args.qkv.dtype), states, convs
+
+
+def _convolved(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array]:  # float32[B, C], [P, W, C]
+    """The convolution of each row's token after SiLU, and the inputs with the new ones."""
+    width = len(args.conv)
+    weights, total = args.conv.astype(jnp.float32), jnp.zeros(args.qkv.shape, jnp.float32)
+    for tap in range(width - 1):
+        position = args.positions - (width - 1 - tap)
+        found = jnp.where((position >= 0)[:, None], args.convs[args.rows, position % width], 0)
+        total += weights[tap] * found.astype(jnp.float32)
+    total += weights[-1] * args.qkv.astype(jnp.float32)
+    convs = args.convs.at[args.rows, args.positions % width].set(args.qkv.astype(args.convs.dtype))
+    return jax.nn.silu(total), convs
+
+
+def unit(x: jax.Array) -> jax.Array:  # [..., D] -> float32[..., D]
+    """The vectors over their lengths."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def betas_and_decays(
+    gates: jax.Array,  # [..., 2V]: of beta, of the decay
+    decay: jax.Array,  # float32[2, V]: the logarithm of the rate, the bias of its step
+) -> tuple[jax.Array, jax.Array]:  # float32[..., V] each
+    """The strength of the change, and the logarithm of the decay (as in Mamba-2)."""
+    b, a = jnp.split(gates.astype(jnp.float32), 2, axis=-1)
+    return jax.nn.sigmoid(b), -jnp.exp(decay[0]) * jax.nn.softplus(a + decay[1])
+
+
+def gated_norm(
+    out: jax.Array,  # float32[..., Dv]
+    z: jax.Array,  # [..., Dv]
+    weight: jax.Array,  # [Dv]
+    eps: float,
+) -> jax.Array:  # float32[..., Dv]
+    """The RMS norm of each head's output, times SiLU of its gate."""
+    return rms_norm(out, weight, eps) * jax.nn.silu(z.astype(jnp.float32))

@@ -1,0 +1,1 @@
+"""The gated delta rule over the chunks of prompts."""

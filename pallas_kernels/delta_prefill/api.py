@@ -1,0 +1,59 @@
+"""delta_prefill: the gated delta rule over prompts, whose states are read and stored by index."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.delta_prefill import cases, ref, xla
+from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
+
+OP = KernelOp(
+    name="delta_prefill",
+    ref=ref.delta_prefill,
+    impls=(Impl("xla", xla.delta_prefill),),
+    cases=cases.CASES,
+    build=cases.build,
+    cost=cases.cost,
+    tolerance={"float32": 1e-4, "bfloat16": 2e-2, "float16": 3e-3},
+    observable=cases.observable,
+    donate=(5,),
+    feeds=((5, 1),),
+)
+
+
+def delta_prefill(args: DeltaPrefillArgs, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """The outputs [T, V, Dv] of the tokens of prompts, and the states with those after each row.
+
+    A head's state S [Dk, Dv] is decayed by exp(``log_decay``), then changed by the delta rule: S +=
+    k (``beta`` (v - S^T k))^T, and the output is S^T q (Yang et al. 2024, arXiv:2412.06464). Rows
+    are packed; row r starts from zeros or from the state at ``reads[r]``, and stores the state
+    after its last token at ``writes[r]``, and others at ``save_rows``. No row reads what another
+    one stores. In place when the caller donates the states. ``impl`` pins an implementation. Raises
+    ValueError on arguments that do not fit together.
+    """
+    (tokens, key_heads, key_dim), (_, heads, value_dim) = args.q.shape, args.v.shape
+    fits = (
+        args.k.shape == args.q.shape
+        and args.v.shape[0] == tokens
+        and heads % key_heads == 0
+        and args.log_decay.shape == args.beta.shape == (tokens, heads)
+        and args.states.shape[1:] == (heads, key_dim, value_dim)
+    )
+    if not fits:
+        raise ValueError(
+            f"delta_prefill: queries {args.q.shape}, keys {args.k.shape}, values {args.v.shape}, "
+            f"decays {args.log_decay.shape}, {args.beta.shape} and states {args.states.shape} do "
+            "not fit together"
+        )
+    rows = args.begins.shape
+    if (
+        args.reads.shape != rows
+        or args.writes.shape != rows
+        or args.query_start_loc.shape != (rows[0] + 1,)
+    ):
+        raise ValueError(
+            f"delta_prefill: the indices of {rows[0]} rows have different lengths: "
+            f"{args.query_start_loc.shape}, {args.reads.shape}, {args.writes.shape}"
+        )
+    return dispatch(OP, (args,), {}, impl)

@@ -1,0 +1,151 @@
+"""delta_prefill in plain XLA: chunks of 64 tokens in parallel, then a scan over their states.
+
+With c the sum of log decays from a chunk's begin, the changes u of the state by the tokens of a
+chunk solve (1 + A) u = beta (v - exp(c) k S), where A[i, j] = beta[i] exp(c[i] - c[j]) k[i].k[j]
+for j < i. The inverse needs no state, so only products with the state S are in the scan. (Yang et
+al. 2024, arXiv:2412.06464, section 3.3.) Differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+
+
+class Chunks(NamedTuple):
+    """The chunks of all rows, in order, and after them empty ones."""
+
+    row: jax.Array  # int32[N]; R if it is empty
+    number: jax.Array  # int32[N]: within its row
+    tokens: jax.Array  # int32[N, CHUNK]: indices in the step
+    is_token: jax.Array  # bool[N, CHUNK]
+    first: jax.Array  # int32[R + 1]: the number of chunks before each row
+
+
+def chunks_of(query_start_loc: jax.Array, num_tokens: int) -> Chunks:
+    """The chunks of rows that have these first tokens."""
+    num_rows = len(query_start_loc) - 1
+    counts = (query_start_loc[1:] - query_start_loc[:-1] + CHUNK - 1) // CHUNK
+    first = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)))
+    index = jnp.arange(num_tokens // CHUNK + num_rows, dtype=jnp.int32)
+    row = jnp.searchsorted(first[1:], index, side="right").astype(jnp.int32)
+    of = jnp.minimum(row, num_rows - 1)
+    number = index - first[of]
+    tokens = (query_start_loc[of] + number * CHUNK)[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
+    is_token = (row < num_rows)[:, None] & (tokens < query_start_loc[of + 1][:, None])
+    return Chunks(row, number, jnp.minimum(tokens, num_tokens - 1), is_token, first)
+
+
+@jax.jit  # one trace serves every layer
+def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
+    """See ``delta_prefill.api``."""
+    (num_tokens, key_heads, _), heads = args.q.shape, args.v.shape[1]
+    chunks = chunks_of(args.query_start_loc, num_tokens)
+
+    def chunked(x: jax.Array) -> jax.Array:  # [T, H, ...] -> float32[N, H, CHUNK, ...]
+        shape = (*chunks.is_token.shape, *(1,) * (x.ndim - 1))
+        found = jnp.where(chunks.is_token.reshape(shape), x[chunks.tokens], 0)
+        return jnp.moveaxis(found.astype(jnp.float32), 2, 1)
+
+    def by_value_head(x: jax.Array) -> jax.Array:  # [N, K, ...] -> [N, V, ...]
+        return jnp.repeat(x, heads // key_heads, axis=1)
+
+    q, k, v = chunked(args.q), chunked(args.k), chunked(args.v)
+    decay = jnp.cumsum(chunked(args.log_decay), axis=-1)  # [N, V, CHUNK]
+    beta = chunked(args.beta)[..., None]
+    at = jnp.arange(CHUNK)
+    seen = at[:, None] >= at[None]
+    # masked before exp: a difference above the diagonal is positive and may overflow
+    between = jnp.exp(jnp.where(seen, decay[..., :, None] - decay[..., None, :], -jnp.inf))
+    scores = by_value_head(_product("NHid,NHjd->NHij", k, k)) * between * beta
+    inverse = unit_inverse(jnp.where(seen & (at[:, None] != at[None]), scores, 0))
+    since = jnp.exp(decay)[..., None]  # the decay of the state before the chunk
+    until = jnp.exp(decay[..., -1:] - decay)[..., None]  # of a token, to the end of the chunk
+    k, q_by_head = by_value_head(k), by_value_head(q)
+    values = _product("NHij,NHjd->NHid", inverse, beta * v)
+    keys = _product("NHij,NHjd->NHid", inverse, beta * since * k)
+    within = by_value_head(_product("NHid,NHjd->NHij", q, chunked(args.k))) * between
+    starts, ends = _borders(args, chunks)
+
+    class Carry(NamedTuple):
+        state: jax.Array  # float32[V, Dk, Dv]
+        states: jax.Array  # float32[P, V, Dk, Dv]
+
+    def scan(carry: Carry, one: tuple[Any, ...]) -> tuple[Carry, jax.Array]:
+        values, keys, queries, ends_k, within, decayed, start, end = one
+        is_first, is_new, read = start
+        found = jnp.where(is_new, 0, carry.states[read])
+        state = jnp.where(is_first, found, carry.state)
+        changes = values - _product("Hik,Hkd->Hid", keys, state)
+        out = _product("Hik,Hkd->Hid", queries, state) + _product("Hij,Hjd->Hid", within, changes)
+        state = state * decayed[:, None, None] + _product("Hik,Hid->Hkd", ends_k, changes)
+        states = carry.states
+        for to in end:
+            states = states.at[to].set(state, mode="drop")
+        return Carry(state, states), out
+
+    empty = jnp.zeros(args.states.shape[1:], jnp.float32)
+    each = (values, keys, q_by_head * since, k * until, within, since[..., -1, 0], starts, ends)
+    carry, out = jax.lax.scan(scan, Carry(empty, args.states), each)
+    return _by_token(out, args, chunks), carry.states
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, precision="highest")
+
+
+def unit_inverse(lower: jax.Array) -> jax.Array:  # float32[..., CHUNK, CHUNK] -> the same
+    """The inverse of 1 + ``lower``, which is strictly lower triangular.
+
+    The inverses of blocks on the diagonal give those of blocks of twice the size. A power series
+    would need fewer products, but its terms grow to 1e17 where a token is repeated.
+    """
+    at = jnp.arange(CHUNK)
+    inverse = jnp.eye(CHUNK, dtype=lower.dtype)
+    size = 1
+    while size < CHUNK:
+        pairs = at // (2 * size)
+        corner = (pairs[:, None] == pairs) & (at[:, None] // size > at // size)
+        below = jnp.where(corner, lower, 0)
+        if size == 1:
+            inverse = inverse - below
+        else:
+            inverse -= _product(
+                "...ij,...jk->...ik", _product("...ij,...jk->...ik", inverse, below), inverse
+            )
+        size *= 2
+    return inverse
+
+
+def _borders(
+    args: DeltaPrefillArgs, chunks: Chunks
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """How the state of each chunk begins, and the rows to which it goes at the end; P: none."""
+    num_rows, nowhere = len(args.begins), len(args.states)
+    of = jnp.minimum(chunks.row, num_rows - 1)
+    starts = (chunks.number == 0, args.begins[of] == 0, args.reads[of])
+    is_last = (chunks.row < num_rows) & (
+        chunks.number == chunks.first[of + 1] - chunks.first[of] - 1
+    )
+    ends = (jnp.where(is_last, args.writes[of], nowhere),)
+    if args.save_tokens is not None and args.save_rows is not None:
+        saved = (chunks.first[:-1, None] + args.save_tokens // CHUNK - 1).reshape(-1)
+        saved = jnp.where(args.save_tokens.reshape(-1) > 0, saved, len(of))
+        empty = jnp.full(len(of), nowhere, jnp.int32)
+        ends += (empty.at[saved].set(args.save_rows.reshape(-1), mode="drop"),)
+    return starts, ends
+
+
+def _by_token(out: jax.Array, args: DeltaPrefillArgs, chunks: Chunks) -> jax.Array:  # [T, V, Dv]
+    """The outputs [N, V, CHUNK, Dv] in the order of tokens; zeros for tokens of no row."""
+    starts, tokens = args.query_start_loc, jnp.arange(len(args.q), dtype=jnp.int32)
+    row = jnp.searchsorted(starts[1:], tokens, side="right")
+    of = jnp.minimum(row, len(args.begins) - 1)
+    within = tokens - starts[of]
+    found = out[chunks.first[of] + within // CHUNK, :, within % CHUNK]
+    is_token = (row < len(args.begins))[:, None, None]
+    return jnp.where(is_token, found, 0).astype(args.v.dtype)

@@ -1,0 +1,141 @@
+"""Qwen3.5 through the whole engine: the gated delta rule beside paged attention.
+
+The tokens are those of the dense form at each border of a chunk, a page and a convolution, whatever
+the engine does with the requests; a reused prefix gives the same state, bit for bit.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models import forward
+from kit.engines import compiled_for, engine_of, run, tiny_limits
+from kit.tiny_models import VOCAB_SIZE, tiny_model
+
+LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200)
+LONGEST, SNAPSHOTS, ANSWER = 256, 8, 6
+GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
+NAMES = ("qwen3_5", "qwen3_5_moe")
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    """Prompts of one seed share a beginning."""
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
+
+
+@cache
+def expected(name: str, prompt: tuple[int, ...], max_tokens: int = ANSWER) -> tuple[int, ...]:
+    """Greedy tokens of the dense form."""
+    model, params = tiny_model(name)
+    ids = np.zeros(LONGEST, np.int32)
+    ids[: len(prompt)] = prompt
+    for end in range(len(prompt), len(prompt) + max_tokens):
+        ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
+    return tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist())
+
+
+@cache
+def _logits(name: str) -> jax.stages.Wrapped:
+    model, _ = tiny_model(name)
+    return jax.jit(lambda params, ids: forward(model, params, ids))
+
+
+@cache
+def executables(name: str) -> tuple[Program, Executables]:
+    model, _ = tiny_model(name)
+    limits = replace(
+        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, num_pages=240, max_model_len=288),
+        buckets=(Bucket(3), Bucket(0, 128, 3), Bucket(3, 128, 3, scores=True)),
+        groups=model.state.groups,
+        num_snapshots=SNAPSHOTS,
+        align=model.state.align,
+    )
+    program = Program(model, limits)
+    return program, compiled_for(program, extras=False)
+
+
+def engine(name: str, num_pages: int | None = None, *, overlap: bool = True) -> Engine:
+    program, compiled = executables(name)
+    executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
+    limits = (
+        program.limits if num_pages is None else replace(program.limits, num_pages=(num_pages,))
+    )
+    return engine_of(executor, limits, overlap=overlap)
+
+
+def check(name: str, served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
+    """The tokens are those of the dense form; returns how many of each prompt were reused."""
+    outputs = run(served, prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        found = tuple(output.outputs[0].token_ids)
+        assert found == expected(name, tuple(prompt), params.max_tokens), len(prompt)
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_end_at_every_border(name: str, overlap: bool) -> None:
+    served = engine(name, overlap=overlap)
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    assert not any(check(name, served, prompts, GREEDY))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_pass_a_border(name: str) -> None:
+    check(name, engine(name), [prompt_of(20, 2), prompt_of(62, 3), prompt_of(129, 4)], LONG)
+
+
+def test_prefixes_are_reused_up_to_a_border() -> None:
+    served = engine("qwen3_5")
+    check("qwen3_5", served, [prompt_of(140)], GREEDY)
+    assert check("qwen3_5", served, [prompt_of(129), prompt_of(200)], GREEDY) == [128, 128]
+    # where prompts part a state is saved for the next one
+    assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 0]
+    assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
+
+
+def test_preempted_sequences_draw_the_same_tokens() -> None:
+    served = engine("qwen3_5", num_pages=90)
+    check("qwen3_5", served, [prompt_of(100, 5), prompt_of(110, 6), prompt_of(64, 7)], LONG)
+    assert served.stats().num_preemptions > 0
+
+
+def states_after(prompts: list[list[int]]) -> dict[str, np.ndarray]:
+    """The state of the last prompt's sequence, after prompts one at a time in a new engine."""
+    served, one = engine("qwen3_5"), SamplingParams(max_tokens=1, temperature=0)
+    outputs = run(served, prompts, one, together=False)
+    layout = tiny_model("qwen3_5")[0].state
+    arrays = served._loop._executor._arrays.state  # type: ignore[attr-defined]
+    cached = np.asarray(outputs[-1].num_cached_tokens)
+    slots = {
+        f"{entry.name}{i}": np.asarray(array)[: served.limits.max_num_seqs]
+        for i, (entry, array, pool) in enumerate(
+            zip(layout.arrays, arrays, layout.pools, strict=True)
+        )
+        if pool is None
+    }
+    return {"cached": cached, **slots}
+
+
+def test_a_reused_prefix_has_the_same_state() -> None:
+    """Bit for bit: a request alone is in the first slot."""
+    cold, warm = states_after([prompt_of(150)]), states_after([prompt_of(130), prompt_of(150)])
+    assert (cold["cached"], warm["cached"]) == (0, 128)
+    used = [i for i in range(3) if cold["delta0"][i].any()]
+    assert used
+    for name in cold.keys() - {"cached"}:
+        assert np.array_equal(cold[name][used], warm[name][used]), name
