@@ -6,7 +6,7 @@ A tool, run by hand in the environment of ``make_golden.py``, for checkpoints th
 
 Without names all cases are made. Each file holds, for the first sequence of the case: hidden
 [layers + 1, T, D], the inputs of the layers and the output of the final norm; patterns
-[layers, N, T, T].
+[layers, N, T, T], of the layers that have them: linear attention has none.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ CASES = (
     "glm4",
     "stablelm",
     "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
     "mixtral",
     "gpt_oss",
     "deepseek_v2",
