@@ -186,7 +186,8 @@ def first_layers(
 
     def run(module: Any) -> tuple[jax.Array, State]:
         stream, layers = module.embedded(token_ids, ctx), range(count)
-        after, new = module.run_layers(stream, state, ctx, layers=layers)
+        own = module.with_layer_inputs(token_ids, ctx)
+        after, new = module.run_layers(stream, state, own, layers=layers)
         return after.total(), new
 
     return model.module_on(ctx.axis).apply({"params": params}, method=run)  # type: ignore[return-value]
@@ -196,6 +197,7 @@ def other_layers(
     model: Model,
     params: Params,
     x: jax.Array,  # [T, n * D]
+    token_ids: jax.Array,  # int32[T]
     ctx: StepContext,
     state: State,
     first: int,
@@ -205,7 +207,8 @@ def other_layers(
 
     def run(module: Any) -> tuple[jax.Array, State]:
         layers = range(first, len(model.config.layers))
-        after, new = module.run_layers(Stream(x), state, ctx, layers=layers, only=only)
+        own = module.with_layer_inputs(token_ids, ctx)
+        after, new = module.run_layers(Stream(x), state, own, layers=layers, only=only)
         return module.finished(after, ctx), new
 
     return model.module_on(ctx.axis).apply({"params": params}, method=run)  # type: ignore[return-value]

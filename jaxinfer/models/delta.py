@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa import Linear, linear_specs
+from jaxinfer.models.linears import Linear, linear_specs
 from jaxinfer.models.params import (
     ArraySpec,
     PackedHeads,

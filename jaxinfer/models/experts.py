@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa import dense_linears, linear_specs
+from jaxinfer.models.linears import dense_linears, linear_specs
 from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, transposed
 from jaxinfer.nn.decoder_config import (
     DecoderSpec,

@@ -16,13 +16,13 @@ import numpy as np
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import (
     ArraySpec,
     PackedHeads,
     ParamSpec,
     RotaryRows,
     RowOrder,
-    Shape,
     Source,
     as_is,
     join,
@@ -37,7 +37,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardSpec,
     LayerSpec,
 )
-from jaxinfer.nn.placement import Axes, Fused
+from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 
 # Buffers in old checkpoints, and the head that some tied checkpoints store as well. The head of an
@@ -56,22 +56,6 @@ type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
 # The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
 # mixer, width of the stream, dtype of norms).
 type MixerSpecs = Callable[[str, str, Any, int, Any], Iterable[ParamSpec]]
-
-
-class Linear(NamedTuple):
-    """A linear layer: the name of its parameter, and of the tensors that are joined to make it.
-
-    A single tensor has all outputs; several have ``widths`` of them, by default those of a fused
-    axis. ``rows`` are the row orders of the tensors; empty if all are in order.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    shape: Shape
-    axes: Axes
-    bias: bool
-    rows: tuple[RowOrder | None, ...] = ()
-    widths: tuple[int, ...] = ()
 
 
 class FusedTensors(NamedTuple):
@@ -249,48 +233,6 @@ def outer_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> list[Par
     return specs
 
 
-def dense_linears(
-    ffn: FeedForwardConfig, width: int, source: str = "mlp.", gate_up: str | None = None
-) -> tuple[Linear, ...]:
-    """The linear layers of a gated network, with their tensors after ``source``; ``gate_up`` is the
-    whole name of a fused one.
-    """
-    f = ffn.width
-    into = (f"{source}gate_proj", f"{source}up_proj") if gate_up is None else (gate_up,)
-    return (
-        Linear("gate_up", into, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
-        Linear("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
-    )
-
-
-def linear_specs(
-    path: str, source: str, linears: Iterable[Linear]
-) -> tuple[list[ParamSpec], list[ParamSpec]]:
-    """The weights of linear layers, and their biases."""
-    weights: list[ParamSpec] = []
-    biases: list[ParamSpec] = []
-    for linear in linears:
-        (inputs, outputs), axes = linear.shape, linear.axes
-        array, stored = ArraySpec(linear.shape, axes), _sources(linear, source, "weight", inputs)
-        weights.append(ParamSpec(path + linear.name, array, stored, join_outputs, matrix="out_in"))
-        if linear.bias:
-            array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
-            biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
-    return weights, biases
-
-
-def _sources(linear: Linear, source: str, kind: str, *inputs: int) -> tuple[Source, ...]:
-    """The weights or the biases of a linear layer."""
-    axis, widths = linear.axes[1], linear.widths or linear.shape[1:]
-    if not linear.widths and isinstance(axis, Fused) and len(linear.tensors) > 1:
-        widths = axis.widths
-    orders = linear.rows or (None,) * len(linear.tensors)
-    return tuple(
-        Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
-        for tensor, out, rows in zip(linear.tensors, widths, orders, strict=True)
-    )
-
-
 def _qkv_linear(
     mixer: AttentionConfig, width: int, fused: str | None, rows: Callable[[int], RotaryRows | None]
 ) -> Linear:
@@ -304,6 +246,9 @@ def _qkv_linear(
     elif mixer.gate:  # a head's query and its gate are adjacent in the tensor of queries
         parts, widths = (n * h, *parts), (2 * n * h, k * h, k * h)
         orders = (PackedHeads(n, (h, h), (1, 0), rows(n)), *orders[1:])
+    if mixer.values == "keys":
+        assert fused is None, "the tensor would hold values"
+        parts, tensors, orders = parts[:-1], tensors[:-1], orders[:-1]
     axes = (None, Fused("heads", parts))
     shape = (width, sum(parts))
     return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths)

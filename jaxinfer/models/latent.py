@@ -14,14 +14,9 @@ import numpy as np
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.experts import expert_specs
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    Linear,
-    dense_linears,
-    linear_specs,
-    outer_specs,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, outer_specs
 from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import (
     ArraySpec,
     ParamSpec,

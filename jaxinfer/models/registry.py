@@ -23,6 +23,10 @@ _MODULES = (
     ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
     ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
+    ("Gemma4ForCausalLM", "jaxinfer.models.gemma4"),
+    ("Gemma4ForConditionalGeneration", "jaxinfer.models.gemma4"),
+    ("Gemma4UnifiedForCausalLM", "jaxinfer.models.gemma4_unified"),
+    ("Gemma4UnifiedForConditionalGeneration", "jaxinfer.models.gemma4_unified"),
     ("Olmo2ForCausalLM", "jaxinfer.models.olmo2"),
     ("Phi3ForCausalLM", "jaxinfer.models.phi3"),
     ("GlmForCausalLM", "jaxinfer.models.glm"),
@@ -43,6 +47,8 @@ _MODULES = (
 
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = (
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",

@@ -258,12 +258,14 @@ class WeightViews:
         return dense
 
     def _qkv(self, layer: int, part: int) -> jax.Array:  # [heads, D, H]
+        self._attention(layer)  # which says what a layer without such weights has
         whole = self._heads_of(layer, self._matrix(layer, "qkv"), part)
         return jnp.moveaxis(whole, 1, 0)
 
     def _heads_of(self, layer: int, qkv: jax.Array, part: int) -> jax.Array:  # [..., heads, H]
         """The queries, keys or values of the columns of qkv; gates are before them."""
         mixer = self._attention(layer)
+        part = min(part, 1) if mixer.values == "keys" else part  # values are made of the keys
         counts = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
         first = mixer.num_heads * mixer.gate + sum(counts[:part])
         heads = qkv.reshape(*qkv.shape[:-1], -1, mixer.head_dim)
@@ -271,7 +273,8 @@ class WeightViews:
 
     def _qkv_bias(self, layer: int, part: int) -> jax.Array:  # [heads, H]
         mixer = self._attention(layer)
-        heads = mixer.num_heads * (1 + mixer.gate) + 2 * mixer.num_kv_heads
+        kinds = 1 if mixer.values == "keys" else 2
+        heads = mixer.num_heads * (1 + mixer.gate) + kinds * mixer.num_kv_heads
         return self._heads_of(layer, self._bias(layer, "qkv", heads * mixer.head_dim), part)
 
     def _bias_into_ffn(self, layer: int) -> jax.Array:  # [F]

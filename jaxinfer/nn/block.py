@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from pallas_kernels.harness.pins import Pins
 
 
+def part(count: int, devices: int, what: str) -> int:
+    """One device's part of ``count``; raises ``ConfigError`` if it cannot be divided."""
+    own, rest = divmod(count, devices)
+    if rest:
+        raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
+    return own
+
+
 class BlockSpec(Protocol):
     """A mixer or a feed-forward network as data. Hashable.
 

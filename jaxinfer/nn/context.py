@@ -95,13 +95,15 @@ class StepContext:
     """The context of a step for its layers; from ``num_decodes`` on, fields are static.
 
     ``pages`` has an entry for each group of layers, ``angles`` for each rope config. The context of
-    one layer has only its own entries (``of_layer``): pages for each of its paged kinds.
+    one layer has only its own entries (``of_layer``): pages for each of its paged kinds, and its
+    input [T, P].
     """
 
     positions: jax.Array  # int32[T]
     rows: Rows | None = None  # None: one whole sequence, without state
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
+    layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
@@ -117,15 +119,18 @@ class StepContext:
         """The context of a layer with paged kinds in ``groups`` and rope config ``rotation``."""
         pages = tuple([self.pages[group] for group in groups]) if self.pages else ()
         angles = () if rotation is None else (self.angles[rotation],)
+        inputs = None if self.layer_inputs is None else self.layer_inputs[:, layer]
+        own = replace(self, pages=pages, angles=angles, layer_inputs=inputs)
         points, shared = self.points, self.rows is None  # equal layers share a trace
         if shared or not isinstance(points, Points) or layer not in points.layers:
-            return replace(self, pages=pages, angles=angles, points=None)
-        return replace(self, pages=pages, angles=angles, layer=layer)
+            return replace(own, points=None)
+        return replace(own, layer=layer)
 
     def of_tokens(self, tokens: jax.Array) -> StepContext:  # int32[B]
         """The context of these tokens alone, for what processes each token separately."""
         rows = self.rows and self.rows._replace(is_token=self.rows.is_token[tokens])
-        return replace(self, positions=self.positions[tokens], rows=rows)
+        inputs = None if self.layer_inputs is None else self.layer_inputs[tokens]
+        return replace(self, positions=self.positions[tokens], rows=rows, layer_inputs=inputs)
 
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or changed; see ``nn.points``.

@@ -64,6 +64,10 @@ class DecoderLayer(nn.Module):
         own, add = self.residual.module("ffn_residual").read(stream, None)
         x, delta = ffn(own, norms[2], ctx if only is None else ctx.of_tokens(only))
         stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
+        if self.spec.end is not None:
+            end = self.spec.end.module()
+            nn.share_scope(self, end)
+            stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
         return _at("resid_post", stream, ctx), state
 
     def _norms(self) -> tuple[Norm, Norm | None, Norm, Norm | None]:
@@ -85,19 +89,22 @@ class DecoderLayerWithPoints(DecoderLayer):
     def __call__(  # type: ignore[override]
         self,
         stream: Stream,
+        state: LayerArrays | None,
         ctx: StepContext,
         given: dict[str, jax.Array],
         taps: tuple[str, ...],
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The stream after the layer, with activations replaced, and those of ``taps``."""
+    ) -> tuple[tuple[jax.Array, LayerArrays | None], dict[str, jax.Array]]:
+        """The stream after the layer and its state, with activations replaced, and those of
+        ``taps``.
+        """
         points = GivenPoints(given, taps)
-        after, _ = super().__call__(stream, None, replace(ctx, points=points))
-        return after.total(), points.found
+        after, state = super().__call__(stream, state, replace(ctx, points=points))
+        return (after.total(), state), points.found
 
 
 # Equal layers share one trace.
 SharedLayer = nn.jit(DecoderLayer)
-SharedLayerWithPoints = nn.jit(DecoderLayerWithPoints, static_argnums=4)
+SharedLayerWithPoints = nn.jit(DecoderLayerWithPoints, static_argnums=5)
 
 
 def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
@@ -154,6 +161,8 @@ class Decoder(nn.Module):
             for i, layer in enumerate(c.layers)
         ]
         self.residual = c.residual.module("residual")
+        if c.layer_inputs is not None:
+            self.layer_inputs = c.layer_inputs.module()
 
     def __call__(
         self,
@@ -164,17 +173,32 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, State | None]:  # [T, D], or with only [B, D]
         """Hidden states after the final norm, and the state with this step's tokens."""
         stream, every = self.embedded(token_ids, ctx), range(len(self.layers))
+        ctx = self.with_layer_inputs(token_ids, ctx)
         stream, state = self.run_layers(stream, state, ctx, layers=every, only=only)
         return self.finished(stream, ctx), state
 
     def embedded(self, token_ids: jax.Array, ctx: StepContext) -> Stream:
         """The stream that begins with tokens int32[T] at the positions of the context."""
-        x = self.embed.take_of(token_ids, ctx.axis).astype(self.spec.dtype)
-        if self.spec.embed_scale is not None:
-            x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
+        x = self._embedding(token_ids, ctx)
         if self.spec.num_positions is not None:
             x = x + take_rows(self.positions, ctx.positions)
         return self.residual.begin(ctx.at("embed", x))
+
+    def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
+        x = self.embed.take_of(token_ids, ctx.axis).astype(self.spec.dtype)
+        if self.spec.embed_scale is not None:
+            x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
+        return x
+
+    def with_layer_inputs(self, token_ids: jax.Array, ctx: StepContext) -> StepContext:
+        """The context for ``run_layers``: with the inputs of layers, of a decoder that has them.
+
+        They depend on the tokens int32[T] alone, so that each part of a step computes them.
+        """
+        if self.spec.layer_inputs is None:
+            return ctx
+        x = self._embedding(token_ids, ctx)
+        return replace(ctx, layer_inputs=self.layer_inputs(token_ids, x, ctx))
 
     def run_layers(
         self,
@@ -189,19 +213,23 @@ class Decoder(nn.Module):
         c = self.spec
         tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
         ctx = replace(ctx, angles=tuple(tables))
+        dense: dict[int | None, LayerArrays | None] = {}  # what layers without state return
         for i in layers:
             rope, place = c.layers[i].mixer.rope, c.layout.layers[i]
-            own = None if state is None else place.take(state)
+            own = place.take(state) if state is not None else dense.get(place.of)
             rotation = None if rope is None else c.ropes.index(rope)
             own_only = only if i == len(c.layers) - 1 else None
             own_ctx = ctx.of_layer(i, place.groups, rotation)
             if self.dense and i in self.apart:
                 assert isinstance(ctx.points, Points)
-                cut: Any = partial(self.layers[i], stream, own_ctx)
-                stream = Stream(ctx.points.run_layer(i, cut))
+                cut: Any = partial(self.layers[i], stream, own, own_ctx)
+                total, dense[i] = ctx.points.run_layer(i, cut)
+                stream = Stream(total)
                 continue
             stream, own = self.layers[i](stream, own, own_ctx, own_only)
-            if state is not None and own is not None:
+            if state is None:
+                dense[i] = own
+            elif own is not None:
                 state = place.put(state, own)
         return stream, state
 
@@ -222,4 +250,6 @@ class Decoder(nn.Module):
         """Logits of hidden states; ``axis`` is as in ``StepContext``."""
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         logits = head.matmul(hidden, Matmul(pins, wide=True))
+        if (cap := self.spec.logit_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
         return logits if axis is None else jax.lax.all_gather(logits, axis, axis=-1, tiled=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import BlockSpec
+from jaxinfer.nn.block import BlockSpec, part
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import (
     Entry,
@@ -78,6 +78,8 @@ class AttentionConfig(BlockSpec):
     ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
     together. With ``sinks`` each head has a logit beside its scores that takes part in the softmax.
     With ``gate`` the output of each head is multiplied by the sigmoid of a projection of the token.
+    ``values`` are projected from the token as they are, "normalised" by an RMS norm without weight
+    of each head, or the "keys" before their norm and rope, normalised so.
     """
 
     num_heads: int
@@ -91,6 +93,7 @@ class AttentionConfig(BlockSpec):
     qk_norm: Literal["head", "all_heads"] | None = None
     sinks: bool = False
     gate: bool = False
+    values: Literal["projected", "normalised", "keys"] = "projected"
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -302,24 +305,18 @@ class NormSpec:
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
-    A norm after a block is of its output, before that is added to the residual stream.
+    A norm after a block is of its output, before that is added to the residual stream. ``end`` is
+    what follows the network, if anything does.
     """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
     norms: Literal["before", "after", "both"] = "before"
+    end: LayerEndConfig | None = None
 
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""
         return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
-
-
-def part(count: int, devices: int, what: str) -> int:
-    """One device's part of ``count``; raises ``ConfigError`` if it cannot be divided."""
-    own, rest = divmod(count, devices)
-    if rest:
-        raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
-    return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +326,8 @@ class DecoderSpec:
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
     without), ``dtype`` that of weights and activations, ``norm_dtype`` that of norms (None:
-    ``dtype``).
+    ``dtype``). ``layer_inputs`` are inputs of single layers, and logits x become c tanh(x / c) with
+    ``logit_cap`` c.
     """
 
     vocab_size: int
@@ -344,6 +342,8 @@ class DecoderSpec:
     embed_scale: float | None = None
     num_positions: int | None = None
     residual: ResidualSpec = PlainResidual()
+    layer_inputs: LayerInputsConfig | None = None
+    logit_cap: float | None = None
 
     def for_context(self, length: int) -> DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,10 @@ import jax.numpy as jnp
 from jaxinfer.core.points import IN_LAYER, canonical
 
 type Edit = Callable[[jax.Array], jax.Array]
-# Calls a layer with activations that replace its own, and the names of those to return as well.
+# Calls a layer with activations that replace its own, and the names of those to return as well;
+# returns the layer's results and those activations.
 type CutLayer = Callable[
-    [Mapping[str, jax.Array], tuple[str, ...]], tuple[jax.Array, dict[str, jax.Array]]
+    [Mapping[str, jax.Array], tuple[str, ...]], tuple[Any, dict[str, jax.Array]]
 ]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -110,8 +111,8 @@ class Points:
             self._found[name] = value
         return value
 
-    def run_layer(self, number: int, layer: CutLayer) -> jax.Array:  # [T, n * D]
-        """The stream after a layer of the dense form whose points are in use.
+    def run_layer(self, number: int, layer: CutLayer) -> Any:
+        """The results of a layer of the dense form whose points are in use.
 
         The layer is compiled, and an edit need not be: ``layer`` is called for the activation at
         the first edited point, with what the edit makes of it for that at the next one, and so on.
@@ -127,10 +128,10 @@ class Points:
             if point in found:
                 given[point] = edited(name, edit, found[point])
                 self._passed.add(name)
-        stream, found = layer(given, taps)
+        results, found = layer(given, taps)
         self._found |= {f"layers.{number}.{point}": value for point, value in found.items()}
         self._passed |= {f"layers.{number}.{point}" for point in found}
-        return stream
+        return results
 
     def missing(self) -> list[str]:
         """The names of taps and edits at which the pass has no point."""

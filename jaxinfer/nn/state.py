@@ -76,11 +76,20 @@ class LayerState:
     tokens that the mixer computes at a time: chunks of a prompt begin, and end before the prompt
     does, at multiples of it, and only states there are saved. So a state does not depend on how the
     prompt was divided.
+
+    With ``of`` the layer has no state of its own: it reads the arrays of an earlier layer, of this
+    number, which has written them in the same step. In the dense form it gets what that layer's
+    mixer returns as its state.
     """
 
     paged: tuple[PagedKind, ...] = ()
     per_slot: tuple[Entry, ...] = ()
     align: int = 1
+    of: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that a layer either has state or reads that of another one."""
+        assert self.of is None or not (self.paged or self.per_slot), "state of another layer"
 
 
 def read_states(array: jax.Array, rows: Rows) -> jax.Array:  # [B, ...]
@@ -119,10 +128,14 @@ def keys_and_values(
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """The groups of a layer's paged kinds, in order, and the arrays of the layer."""
+    """The groups of a layer's paged kinds, in order, and the arrays of the layer.
+
+    They may be those of the earlier layer ``of``: see ``LayerState``.
+    """
 
     groups: tuple[int, ...]
     arrays: tuple[tuple[str, int], ...]  # (name, index in ``StateLayout.arrays``)
+    of: int | None = None
 
     def take(self, state: State) -> LayerArrays:
         """The layer's arrays."""
@@ -215,6 +228,10 @@ def state_layout(layers: Sequence[LayerState]) -> StateLayout:
     shared: dict[tuple[int, int], range] = {}  # arrays by pool and place
     found: list[LayerPlace] = []
     for i, layer in enumerate(layers):
+        if layer.of is not None:
+            assert layer.of < i, f"layer {i} reads the state of a later one, {layer.of}"
+            found.append(replace(found[layer.of], of=layer.of))
+            continue
         named: list[tuple[str, int]] = []
         for kind in layer.paged:
             group, at = places[kind, i]

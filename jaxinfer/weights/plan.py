@@ -137,8 +137,10 @@ def canonical_name(family: ModelFamily, name: str) -> str:
     """The name without the prefix that some checkpoints of the family add, and with the one that a
     decoder saved without its head lacks (``Qwen3Model``: layers.0... for model.layers.0...).
     """
-    name = name.removeprefix(family.optional_prefix)
-    return f"model.{name}" if _BARE.match(name) else name
+    prefix = family.optional_prefix
+    bare = name.removeprefix(prefix)
+    is_bare = _BARE.match(bare) or (bare != name and prefix.startswith("model."))
+    return f"model.{bare}" if is_bare else bare
 
 
 def _listed(names: list[str]) -> str:

@@ -5,7 +5,7 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, phi3, glm, glm4, stablelm, qwen3_5, qwen3_next, of
+Without names all cases are made. Those of olmo2, phi3, gemma4, glm, glm4, stablelm, qwen3_5, qwen3_next, of
 mixtures of experts and the names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
@@ -30,6 +30,9 @@ from transformers import (
     DeepseekV3Config,
     DynamicCache,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4UnifiedConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -99,6 +102,15 @@ PHI3_ROPE = {
     "short_factor": [1.0 + i / 8 for i in range(6)],
     "long_factor": [1.0 + i for i in range(6)],
 }
+GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "factor": 2.0,
+    },
+}
 GLM4_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}
 MULTIMODAL_ROPE = {  # the section splits the frequencies among time, height and width
     "rope_type": "default",
@@ -131,6 +143,31 @@ VISION = {
     "patch_size": 2,
     "num_position_embeddings": 4,
     "out_hidden_size": 32,
+}
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 10.0,
+}
+GEMMA4_KEYS_TOO = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}
+GEMMA4_VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "position_embedding_size": 4,
 }
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # norms multiply by 1 + weight
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
@@ -196,6 +233,38 @@ def cases() -> dict[str, PreTrainedConfig]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             attention_bias=True,
             tie_word_embeddings=False,
+        ),
+        "gemma4": Gemma4TextConfig(**GEMMA4, **GEMMA4_KEYS_TOO),
+        "gemma4_untied": Gemma4TextConfig(
+            **GEMMA4
+            | {"num_key_value_heads": 2, "final_logit_softcapping": None}
+            | {
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", *["full_attention"] * 2],
+            }
+            | {"rope_parameters": GEMMA4_ROPE},
+            attention_bias=True,
+            tie_word_embeddings=False,
+            hidden_activation="silu",
+            rms_norm_eps=1e-3,
+        ),
+        "gemma4_multimodal": Gemma4Config(
+            text_config={
+                **GEMMA4,
+                **GEMMA4_KEYS_TOO,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            vision_config=GEMMA4_VISION,
+            audio_config=None,
+        ),
+        "gemma4_unified": Gemma4UnifiedConfig(
+            text_config={
+                **{key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+                **GEMMA4_KEYS_TOO,
+            },
+            vision_config=None,
+            audio_config=None,
         ),
         "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN_ROPE, pad_token_id=None),
         "olmo2_bias_tied": Olmo2Config(
@@ -416,6 +485,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, tensor in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+        if name.endswith("layer_scalar"):
+            tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
 
 
 def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -30,6 +30,8 @@ CASES = (
     "qwen3",
     "gpt2",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "olmo2",
     "phi3",
     "glm",

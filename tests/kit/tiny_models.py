@@ -98,6 +98,22 @@ _HYBRID_EXPERTS = MappingProxyType(
     }
 )
 
+_GEMMA4 = MappingProxyType(
+    {
+        **_DECODER,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": 30.0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "hidden_size_per_layer_input": 0,
+    }
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -118,6 +134,16 @@ CONFIGS = MappingProxyType(
             "sliding_window": 7,
             "sliding_window_pattern": 3,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "gemma4": {
+            **_GEMMA4,
+            "architectures": ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
+        },
+        "gemma4_unified": {
+            **{key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
+            "architectures": ["Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"],
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
         "olmo2": {**_DECODER, "architectures": ["Olmo2ForCausalLM"]},
         "phi3": {
@@ -210,7 +236,10 @@ NAMES = tuple(CONFIGS)
 # lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
 # experts, deepseek_v2 has deepseek_v3's attention.
 # Their parts are those of llama, gpt_oss (biases), qwen3_moe, deepseek_v3 and qwen3_5_moe.
-LIKE_OTHERS = ("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next")
+LIKE_OTHERS = (
+    *("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next"),
+    "gemma4_unified",
+)
 OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_5")
 
 

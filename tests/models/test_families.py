@@ -162,7 +162,8 @@ _jit_forward = _jit(forward, static_argnums=0)
 
 def nan_pool(model: Model) -> State:
     """A pool in which every value is NaN until it is written."""
-    kv = model.state.abstract((NUM_PAGES * len(model.state.groups),), PAGE_SIZE, NUM_PAGES + 1)
+    pools, pages = len(model.state.bytes_per_entry), NUM_PAGES * len(model.state.groups)
+    kv = model.state.abstract((pages,) * pools, PAGE_SIZE, NUM_PAGES + 1)
     return jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), kv)
 
 

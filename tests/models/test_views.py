@@ -50,6 +50,7 @@ def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     layer = m.params[f"layers_{last}"]
     columns = x @ layer["qkv"]
     q, key, v = jnp.split(columns[:, n * h * mixer.gate :], (n * h, (n + k) * h), axis=1)
+    v = key if mixer.values == "keys" else v
     for view, whole, heads in ((m.W_Q, q, n), (m.W_K, key, k), (m.W_V, v, k)):
         assert len(view) == len(mixers) and view[last].shape == (heads, d, h)
         for head in range(heads):

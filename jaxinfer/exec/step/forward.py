@@ -143,7 +143,8 @@ class StepFunction:
             assert state is not None
         else:
             begin = self.part.layers.start
-            hidden, state = other_layers(self.model, params, x, ctx, state, begin, only)
+            ids = batch.token_ids
+            hidden, state = other_layers(self.model, params, x, ids, ctx, state, begin, only)
         of_drafter = weights[len(self.part.weights) :]
         return self._own(state), *self._draw(params, slots, batch, hidden, of_drafter)
 

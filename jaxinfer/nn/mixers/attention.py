@@ -5,6 +5,7 @@ itself in the dense form. Parameters of ``Attention``:
 
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
+      with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
     sinks [N] with sinks
@@ -25,7 +26,7 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
-from pallas_kernels.lib.numerics import split_and_rotate, split_heads
+from pallas_kernels.lib.numerics import rms_norm, split_and_rotate, split_heads
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         With ``only``, stream and output have only these tokens: the last of each row, in the last
         layer, whose other outputs are not used. The keys and values of all tokens are appended.
         """
-        c, heads = self.config, self.config.num_heads + 2 * self.config.num_kv_heads
+        c = self.config
         bias = param(self, "qkv_bias") if c.qkv_bias else None
         qkv, stream, _ = linear(stream, weight(self, "qkv"), ctx, norm=norm, bias=bias)
         gates = None
@@ -65,8 +66,11 @@ class Attention(nn.Module):
         norms = param(self, "qk_norms") if c.qk_norm == "head" else None
         if c.qk_norm == "all_heads":
             qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
+        heads = qkv.reshape(len(qkv), -1, c.head_dim)
+        if c.values != "projected":
+            heads = _with_values(heads, c, norm.eps)
         out, state = attend(
-            qkv.reshape(-1, heads, c.head_dim),
+            heads,
             state,
             ctx,
             num_kv_heads=c.num_kv_heads,
@@ -90,6 +94,18 @@ def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
     """Outputs of heads times the sigmoids of their gates."""
     by = jax.nn.sigmoid(gates.astype(jnp.float32))
     return (out.astype(jnp.float32) * by).astype(out.dtype)
+
+
+def _with_values(
+    heads: jax.Array,  # [T, N + 2K, H], or without values [T, N + K, H]
+    config: AttentionConfig,
+    eps: float,
+) -> jax.Array:  # [T, N + 2K, H]
+    """Queries, keys, and values after their norm; they may be made of the keys."""
+    last = heads[:, -config.num_kv_heads :]
+    values = rms_norm(last, jnp.ones(config.head_dim, heads.dtype), eps)
+    others = heads if config.values == "keys" else heads[:, : -config.num_kv_heads]
+    return jnp.concatenate([others, values], axis=1)
 
 
 def _norm_all_heads(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.decoder_config import MixerSpec, part
+from jaxinfer.nn.block import part
+from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import Entry, LayerState
 from pallas_kernels.delta_prefill.ref import CHUNK

@@ -1,0 +1,76 @@
+"""Linear layers of checkpoints as parameters, as most families have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxinfer.models.params import (
+    ArraySpec,
+    ParamSpec,
+    RowOrder,
+    Shape,
+    Source,
+    join,
+    join_outputs,
+)
+from jaxinfer.nn.decoder_config import FeedForwardConfig
+from jaxinfer.nn.placement import Axes, Fused
+
+
+class Linear(NamedTuple):
+    """A linear layer: the name of its parameter, and of the tensors that are joined to make it.
+
+    A single tensor has all outputs; several have ``widths`` of them, by default those of a fused
+    axis. ``rows`` are the row orders of the tensors; empty if all are in order.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    shape: Shape
+    axes: Axes
+    bias: bool
+    rows: tuple[RowOrder | None, ...] = ()
+    widths: tuple[int, ...] = ()
+
+
+def dense_linears(
+    ffn: FeedForwardConfig, width: int, source: str = "mlp.", gate_up: str | None = None
+) -> tuple[Linear, ...]:
+    """The linear layers of a gated network, with their tensors after ``source``; ``gate_up`` is the
+    whole name of a fused one.
+    """
+    f = ffn.width
+    into = (f"{source}gate_proj", f"{source}up_proj") if gate_up is None else (gate_up,)
+    return (
+        Linear("gate_up", into, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
+        Linear("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
+    )
+
+
+def linear_specs(
+    path: str, source: str, linears: Iterable[Linear]
+) -> tuple[list[ParamSpec], list[ParamSpec]]:
+    """The weights of linear layers, and their biases."""
+    weights: list[ParamSpec] = []
+    biases: list[ParamSpec] = []
+    for linear in linears:
+        (inputs, outputs), axes = linear.shape, linear.axes
+        array, stored = ArraySpec(linear.shape, axes), _sources(linear, source, "weight", inputs)
+        weights.append(ParamSpec(path + linear.name, array, stored, join_outputs, matrix="out_in"))
+        if linear.bias:
+            array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
+            biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
+    return weights, biases
+
+
+def _sources(linear: Linear, source: str, kind: str, *inputs: int) -> tuple[Source, ...]:
+    """The weights or the biases of a linear layer."""
+    axis, widths = linear.axes[1], linear.widths or linear.shape[1:]
+    if not linear.widths and isinstance(axis, Fused) and len(linear.tensors) > 1:
+        widths = axis.widths
+    orders = linear.rows or (None,) * len(linear.tensors)
+    return tuple(
+        Source(f"{source}{tensor}.{kind}", (out, *inputs), rows=rows)
+        for tensor, out, rows in zip(linear.tensors, widths, orders, strict=True)
+    )

@@ -1,0 +1,66 @@
+"""The inputs that single layers have, and the end of a layer, which uses them.
+
+Parameters of ``LayerInputs``, for L layers of P elements:
+
+    embed [V, L * P]   projection [D, L * P]   norm [P]
+
+and of ``LayerEnd`` within those of the layer:
+
+    end_scale [1]      with an activation end_gate [D, P]   end_projection [P, D]   end_norm [1, D]
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.activations import ACTIVATIONS
+from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
+from jaxinfer.nn.linear import Norm, Stream, linear, normalised
+from jaxinfer.nn.weight import param, weight
+from pallas_kernels.lib.numerics import rms_norm
+
+
+class LayerInputs(nn.Module):
+    """The inputs of all layers."""
+
+    config: LayerInputsConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        token_ids: jax.Array,  # int32[T]
+        x: jax.Array,  # [T, D]: their embeddings in the residual stream
+        ctx: StepContext,
+    ) -> jax.Array:  # [T, L, P]
+        """See ``LayerInputsConfig``."""
+        c = self.config
+        shape = (len(token_ids), c.num_layers, c.width)
+        own = weight(self, "embed", by_output=True).take_of(token_ids, ctx.axis).astype(x.dtype)
+        own = own * jnp.asarray(c.width**0.5, x.dtype)
+        made = linear(x, weight(self, "projection"), ctx).y
+        made = (made * jnp.asarray(x.shape[1] ** -0.5, x.dtype)).reshape(shape)
+        made = rms_norm(made, param(self, "norm"), c.norm_eps)
+        return (made + own.reshape(shape)) * jnp.asarray(0.5**0.5, x.dtype)
+
+
+class LayerEnd(nn.Module):
+    """The end of a layer."""
+
+    config: LayerEndConfig
+
+    @nn.compact
+    def __call__(self, stream: Stream, eps: float, ctx: StepContext) -> Stream:
+        """The stream after it; ``eps`` is that of the norms of the residual stream."""
+        x = stream.total()
+        if self.config.activation is not None:
+            assert ctx.layer_inputs is not None, "the decoder has no inputs for its layers"
+            hidden = linear(x, weight(self, "end_gate"), ctx).y
+            hidden = ACTIVATIONS[self.config.activation](hidden) * ctx.layer_inputs
+            out = linear(hidden, weight(self, "end_projection"), ctx).y
+            norm = Norm(param(self, "end_norm"), 0, eps)
+            _, out = normalised(Stream(jnp.zeros_like(x), out), norm, ctx)
+            x = x + out
+        return Stream(x * param(self, "end_scale"))

@@ -1,0 +1,47 @@
+"""Specs of what a layer may have besides its two blocks: an end, and an input of its own.
+
+Their modules are in ``nn.layer_inputs``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+
+@dataclass(frozen=True)
+class LayerInputsConfig:
+    """An input of ``width`` elements for each token and layer: per-layer embeddings (Gemma 3n).
+
+    It is the mean, times the square root of 2, of an embedding of the token for this layer, which
+    is multiplied by the square root of ``width``, and an RMS norm of a projection of the token's
+    embedding. A ``LayerEndConfig`` with an activation uses it.
+    """
+
+    width: int
+    num_layers: int
+    norm_eps: float
+
+    def module(self) -> nn.Module:
+        """The module of all layers' inputs."""
+        return import_module("jaxinfer.nn.layer_inputs").LayerInputs(self)
+
+
+@dataclass(frozen=True)
+class LayerEndConfig:
+    """The end of a layer: the residual stream is multiplied by a parameter.
+
+    With an ``activation`` a further block comes before that: a projection of the stream to the
+    width of the layer's input passes the activation, is multiplied by the input, projected back,
+    normalised and added.
+    """
+
+    activation: str | None = None
+
+    def module(self) -> nn.Module:
+        """The module; its parameters are part of the layer's."""
+        return import_module("jaxinfer.nn.layer_inputs").LayerEnd(self)
