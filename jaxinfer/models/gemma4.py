@@ -2,8 +2,9 @@
 
 Source: ``modeling_gemma4`` of Hugging Face transformers. Layers without a window have larger heads,
 of which only the fastest components rotate, and with ``attention_k_eq_v`` make values of their
-keys. Scores are not scaled. Published are 31B, with parts for images that are not used, and, as
-``gemma4_unified``, 12B.
+keys. Scores are not scaled. 26B-A4B has experts beside each dense network; E2B and E4B have inputs
+of single layers, and layers that use the keys and values of an earlier one. Parts for images and
+audio are not used. 12B is ``gemma4_unified``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.experts import ExpertTensors, router_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -27,13 +29,25 @@ from jaxinfer.models.gqa import (
     windows_by_layer,
 )
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is
-from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, LayerSpec
-from jaxinfer.nn.layer_spec import LayerEndConfig
+from jaxinfer.models.linears import Linear, dense_linears, linear_specs
+from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, stack
+from jaxinfer.nn.decoder_config import (
+    AttentionConfig,
+    DecoderSpec,
+    ExpertsConfig,
+    FeedForwardConfig,
+    FeedForwardSpec,
+    LayerSpec,
+)
+from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
+from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.rope import RopeConfig
+from pallas_kernels.experts.stack import GEGLU, SWIGLU
+from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
-_HEAD_DIM, _GLOBAL_HEAD_DIM, _PATTERN, _WINDOW = 256, 512, 6, 512
+_HEAD_DIM, _GLOBAL_HEAD_DIM, _PATTERN, _WINDOW, _LAYER_INPUT = 256, 512, 6, 512, 256
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -51,7 +65,17 @@ _NORMS = NormSources(
         "post_feedforward_layernorm",
     )
 )
+_FFN_NORMS = (
+    "post_feedforward_layernorm_1.weight",
+    "pre_feedforward_layernorm_2.weight",
+    "post_feedforward_layernorm_2.weight",
+    "router.scale",
+)
+_TENSORS = ExpertTensors(router="router.proj")
+_EXPERT_ACTIVATIONS = MappingProxyType({"silu": SWIGLU, "gelu_tanh": GEGLU})
 IGNORED_TENSORS = (
+    # layers that use the keys and values of another one may have such tensors as well
+    r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)",
     *GQA_IGNORED_TENSORS,
     r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
 )
@@ -59,20 +83,28 @@ IGNORED_TENSORS = (
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    return gemma4_config(config, dtype, window=_WINDOW)
+    mixture, inputs = _mixture(config), _layer_inputs(config)
+    return gemma4_config(config, dtype, window=_WINDOW, mixture=mixture, inputs=inputs)
 
 
-def gemma4_config(config: Mapping[str, Any], dtype: jnp.dtype, *, window: int) -> DecoderSpec:
-    """The same with another default for the window."""
+def gemma4_config(
+    config: Mapping[str, Any],
+    dtype: jnp.dtype,
+    *,
+    window: int,
+    mixture: ExpertsConfig | None = None,
+    inputs: LayerInputsConfig | None = None,
+) -> DecoderSpec:
+    """A decoder with this default for windows, experts beside each dense network, and inputs of
+    single layers.
+    """
     hf.supported_only(config, "use_bidirectional_attention", "vision", False)
-    hf.supported_only(config, "num_kv_shared_layers", 0)
-    hf.supported_only(config, "enable_moe_block", False)
-    hf.supported_only(config, "use_double_wide_mlp", False)
-    hf.supported_only(config, "hidden_size_per_layer_input", 0)
     windows = _windows(config, hf.positive_int(config, "sliding_window", window))
+    sources = _key_layers(config, windows)
+    activation = hf.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     bias = hf.flag(config, "attention_bias", False)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
-    global_dim, global_kv = _global_sizes(config, windows)
+    global_dim, _ = sizes = _global_sizes(config, windows)
     cap = config.get("final_logit_softcapping")
     decoder = gqa_config(
         config,
@@ -84,24 +116,112 @@ def gemma4_config(config: Mapping[str, Any], dtype: jnp.dtype, *, window: int) -
         windows=windows,
         rope=_rope(config, _FULL, global_dim),
         local_rope=_rope(config, _SLIDING, head_dim),
-        activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         scale=1.0,
         norms="both",
+        ffns=_networks(config, activation, sources, mixture),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
+        layer_inputs=inputs,
         logit_cap=None if cap is None else hf.positive_float(config, "final_logit_softcapping"),
     )
     keys_too = hf.flag(config, "attention_k_eq_v", False)
+    end = LayerEndConfig(None if inputs is None else activation)
     layers: list[LayerSpec] = []
-    for layer in decoder.layers:
-        mixer = layer.mixer
-        assert isinstance(mixer, AttentionConfig)
-        mixer = replace(mixer, values="normalised")
-        if mixer.window is None:
-            values = "keys" if keys_too else "normalised"
-            mixer = replace(mixer, head_dim=global_dim, num_kv_heads=global_kv, values=values)
-        layers.append(replace(layer, mixer=mixer, end=LayerEndConfig()))
+    for layer, source in zip(decoder.layers, sources, strict=True):
+        assert isinstance(layer.mixer, AttentionConfig)
+        own = _attention(layer.mixer, sizes, keys_too=keys_too)
+        mixer = own if source is None else SharedAttentionConfig(attention=own, of=source)
+        layers.append(replace(layer, mixer=mixer, end=end))
     return replace(decoder, layers=tuple(layers))
+
+
+def _attention(
+    mixer: AttentionConfig, global_sizes: tuple[int, int], *, keys_too: bool
+) -> AttentionConfig:
+    """The attention of a layer, with its own sizes and values."""
+    if mixer.window is not None:
+        return replace(mixer, values="normalised")
+    values, (head_dim, kv_heads) = "keys" if keys_too else "normalised", global_sizes
+    return replace(mixer, head_dim=head_dim, num_kv_heads=kv_heads, values=values)
+
+
+def _key_layers(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> list[int | None]:
+    """Of each layer the one whose keys and values it uses; None for those with their own.
+
+    The last layers have none of their own, and use those of the last of their kind that has.
+    """
+    shared = hf.layer_index(config, "num_kv_shared_layers", 0)
+    last = {window: i for i, window in enumerate(windows[: max(len(windows) - shared, 0)])}
+    if missing := {*windows} - {*last}:
+        kinds = " and ".join(_FULL if window is None else _SLIDING for window in missing)
+        raise ConfigError(
+            f"config key 'num_kv_shared_layers' is {shared}, and no layer of {kinds} has keys and "
+            "values of its own; correct it"
+        )
+    own = len(windows) - shared
+    return [None if i < own else last[window] for i, window in enumerate(windows)]
+
+
+def _networks(
+    config: Mapping[str, Any],
+    activation: str,
+    sources: list[int | None],
+    mixture: ExpertsConfig | None,
+) -> list[FeedForwardSpec]:
+    """The network of each layer; it may be wider in layers without keys of their own."""
+    width = hf.positive_int(config, "intermediate_size")
+    wider = 2 * width if hf.flag(config, "use_double_wide_mlp", False) else width
+    widths = [width if source is None else wider for source in sources]
+    dense = [FeedForwardConfig(width=w, activation=activation, gated=True) for w in widths]
+    if mixture is None:
+        return [*dense]
+    return [DenseAndExpertsConfig(dense=one, mixture=mixture) for one in dense]
+
+
+def _mixture(config: Mapping[str, Any]) -> ExpertsConfig | None:
+    """The experts beside each dense network, if there are any."""
+    if not hf.flag(config, "enable_moe_block", False):
+        return None
+    count = hf.positive_int(config, "num_experts")
+    chosen = hf.positive_int(config, "top_k_experts")
+    if chosen > count:
+        raise ConfigError(
+            f"config key 'top_k_experts' is {chosen}, and there are {count} experts "
+            "('num_experts'); correct these numbers in config.json"
+        )
+    name = hf.activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    if name not in _EXPERT_ACTIVATIONS:
+        raise ConfigError(
+            f"config key 'hidden_activation' is {name!r}, and experts have only "
+            f"{' or '.join(map(repr, _EXPERT_ACTIVATIONS))}; use another checkpoint"
+        )
+    return ExpertsConfig(
+        count=count,
+        width=hf.positive_int(config, "moe_intermediate_size"),
+        routing=Routing(chosen, renormalised=True),
+        activation=_EXPERT_ACTIVATIONS[name],
+        expert_scale=True,
+    )
+
+
+def _layer_inputs(config: Mapping[str, Any]) -> LayerInputsConfig | None:
+    """The inputs of single layers; null or 0 is none."""
+    key, vocabulary = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    given, tokens = config.get(key, _LAYER_INPUT), hf.positive_int(config, "vocab_size")
+    known = hf.positive_int(config, vocabulary, tokens)
+    if not given:
+        return None
+    if known < tokens:
+        raise ConfigError(
+            f"config key {vocabulary!r} is {known}, and there are {tokens} tokens ('vocab_size'); "
+            "correct these numbers in config.json"
+        )
+    return LayerInputsConfig(
+        width=hf.positive_int(config, key, _LAYER_INPUT),
+        num_layers=hf.positive_int(config, "num_hidden_layers"),
+        norm_eps=hf.positive_float(config, "rms_norm_eps"),
+        num_tokens=known,
+    )
 
 
 def _windows(config: Mapping[str, Any], window: int) -> tuple[int | None, ...]:
@@ -178,16 +298,88 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
 
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
-    specs = list(gqa_param_specs(config, norms=_NORMS))
+    d, inputs = config.hidden_size, config.layer_inputs
+    specs = list(gqa_param_specs(config, norms=_NORMS, experts=_beside_specs, mixers=_shared_specs))
     for i in range(len(config.layers)):
-        specs.extend(_end_specs(f"layers_{i}/", f"model.layers.{i}."))
+        specs.extend(_end_specs(f"layers_{i}/", f"model.layers.{i}.", d, inputs))
+    if inputs is not None:
+        specs.extend(_input_specs(inputs, d))
     return tuple(specs)
 
 
-def _end_specs(path: str, source: str) -> Iterator[ParamSpec]:
-    """The parameters of the end of a layer."""
-    scale = Source(f"{source}layer_scalar", (1,))
-    yield ParamSpec(f"{path}end_scale", ArraySpec((1,), (None,)), (scale,), as_is)
+def _shared_specs(
+    path: str, source: str, mixer: SharedAttentionConfig, width: int, norm_dtype: Any
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.mixers.shared``."""
+    own, heads = mixer.attention, mixer.attention.num_heads * mixer.attention.head_dim
+    linears = (
+        Linear("q", ("self_attn.q_proj",), (width, heads), (None, "heads"), own.qkv_bias),
+        Linear("o", ("self_attn.o_proj",), (heads, width), ("heads", None), own.o_bias),
+    )
+    weights, biases = linear_specs(path, source, linears)
+    yield from (*weights, *biases)
+    norm = (Source(f"{source}self_attn.q_norm.weight", (own.head_dim,)),)
+    array = ArraySpec((1, own.head_dim), (None, None), norm_dtype)
+    yield ParamSpec(f"{path}q_norm", array, norm, stack)
+
+
+def _beside_specs(
+    path: str, source: str, ffn: DenseAndExpertsConfig, width: int
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.ffn.beside``; a layer's experts are stacked in two tensors."""
+    weights, _ = linear_specs(f"{path}dense/", source, dense_linears(ffn.dense, width))
+    yield from weights
+    own = ffn.mixture
+    yield from router_specs(path, source, own, width, _TENSORS)
+    scale = (Source(f"{source}router.per_expert_scale", (own.count,)),)
+    yield ParamSpec(f"{path}expert_scale", ArraySpec((own.count,), (None,)), scale, as_is)
+    axes = ("experts", None, None)
+    for name, rows, inputs in (
+        ("gate_up", 2 * own.width, width),
+        ("down", width, own.width),
+    ):
+        shape = (own.count, rows, inputs)
+        tensor = f"{source}experts.{name}_proj"
+        parts = tuple(Source(tensor, shape, part=i) for i in range(own.count))
+        array = ArraySpec(shape, axes)
+        yield ParamSpec(path + name, array, parts, join, pieces=own.count, matrix="experts")
+    norms = tuple(Source(source + name, (width,)) for name in _FFN_NORMS)
+    yield ParamSpec(f"{path}ffn_norms", ArraySpec((4, width), (None, None)), norms, stack)
+
+
+def _end_specs(
+    path: str, source: str, width: int, inputs: LayerInputsConfig | None
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.layer_inputs.LayerEnd``."""
+    scale = (Source(f"{source}layer_scalar", (1,)),)
+    yield ParamSpec(f"{path}end_scale", ArraySpec((1,), (None,)), scale, as_is)
+    if inputs is None:
+        return
+    axes = (None, None)
+    linears = (
+        Linear("end_gate", ("per_layer_input_gate",), (width, inputs.width), axes, bias=False),
+        Linear(
+            "end_projection", ("per_layer_projection",), (inputs.width, width), axes, bias=False
+        ),
+    )
+    weights, _ = linear_specs(path, source, linears)
+    yield from weights
+    norm = (Source(f"{source}post_per_layer_input_norm.weight", (width,)),)
+    yield ParamSpec(f"{path}end_norm", ArraySpec((1, width), axes), norm, stack)
+
+
+def _input_specs(inputs: LayerInputsConfig, width: int) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.layer_inputs.LayerInputs``."""
+    path, columns = "layer_inputs/", inputs.num_layers * inputs.width
+    table = Source("model.embed_tokens_per_layer.weight", (inputs.num_tokens, columns))
+    array = ArraySpec(table.shape, ("vocab", None))
+    yield ParamSpec(f"{path}embed", array, (table,), as_is, matrix="rows")
+    tensor, axes = "per_layer_model_projection", (None, None)
+    linear = Linear("projection", (tensor,), (width, columns), axes, bias=False)
+    weights, _ = linear_specs(path, "model.", (linear,))
+    yield from weights
+    norm = (Source("model.per_layer_projection_norm.weight", (inputs.width,)),)
+    yield ParamSpec(f"{path}norm", ArraySpec((inputs.width,), (None,)), norm, as_is)
 
 
 FAMILY = ModelFamily(

@@ -32,7 +32,6 @@ from jaxinfer.models.params import (
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
-    ExpertsConfig,
     FeedForwardConfig,
     FeedForwardSpec,
     LayerSpec,
@@ -51,8 +50,8 @@ _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _NORM_TENSORS = MappingProxyType({"rms": ("weight",), "layer": ("weight", "bias")})
-# The parameters of a mixture of experts, of (path, start of tensor names, config, width).
-type ExpertSpecs = Callable[[str, str, ExpertsConfig, int], Iterable[ParamSpec]]
+# The parameters of a network with experts, of (path, start of tensor names, spec, width).
+type ExpertSpecs = Callable[[str, str, Any, int], Iterable[ParamSpec]]
 # The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
 # mixer, width of the stream, dtype of norms).
 type MixerSpecs = Callable[[str, str, Any, int, Any], Iterable[ParamSpec]]
@@ -208,7 +207,7 @@ def gqa_param_specs(
     for i in range(len(config.layers)):
         layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
         specs.extend(_layer_specs(config, i, norms, fused, mixers, interleaved))
-        if isinstance(layer.ffn, ExpertsConfig):
+        if layer.ffn.experts is not None:
             assert experts is not None, "the family has no experts"
             specs.extend(experts(path, source, layer.ffn, d))
     return tuple(specs)

@@ -217,8 +217,9 @@ class ExpertsConfig(FeedForwardSpec):
     """A mixture of experts: ``count`` gated networks of width ``width``, and a router.
 
     ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
-    that the scores by which experts are chosen have them. ``shared`` is a network that every token
-    uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit.
+    that the scores by which experts are chosen have them, ``expert_scale`` that the weights of
+    chosen experts are multiplied by a parameter of each expert. ``shared`` is a network that every
+    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit.
     ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
     ``EngineConfig``.
     """
@@ -230,6 +231,7 @@ class ExpertsConfig(FeedForwardSpec):
     bias: bool = False
     router_bias: bool = False
     choice_bias: bool = False
+    expert_scale: bool = False
     shared: FeedForwardConfig | None = None
     shared_gate: bool = False
     dummy_routing: str = "auto"

@@ -19,12 +19,14 @@ class LayerInputsConfig:
 
     It is the mean, times the square root of 2, of an embedding of the token for this layer, which
     is multiplied by the square root of ``width``, and an RMS norm of a projection of the token's
-    embedding. A ``LayerEndConfig`` with an activation uses it.
+    embedding. A ``LayerEndConfig`` with an activation uses it. ``num_tokens`` is the length of the
+    table of embeddings.
     """
 
     width: int
     num_layers: int
     norm_eps: float
+    num_tokens: int
 
     def module(self) -> nn.Module:
         """The module of all layers' inputs."""

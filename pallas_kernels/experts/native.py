@@ -30,6 +30,8 @@ def supports(args: ExpertsArgs) -> str | None:
         return reason
     if args.x.dtype != jnp.float32:
         return f"tokens are {args.x.dtype}, not float32"
+    if args.activation.kind != "silu":
+        return f"the activation is {args.activation.kind}, not silu"
     for stack in (args.gate_up, args.down):
         if (kind := kind_of(stack)) not in KINDS:
             return f"{kind} weights are not in lanes"

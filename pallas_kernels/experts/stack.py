@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,26 @@ class Activation(NamedTuple):
     """gate * sigmoid(alpha * gate) * (up + shift), of gates up to and ups within the limit.
 
     The default is SwiGLU (Shazeer 2020, arXiv:2002.05202). gpt-oss has limit 7, alpha 1.702 and
-    shift 1 (``GptOssExperts`` of Hugging Face transformers).
+    shift 1 (``GptOssExperts`` of Hugging Face transformers). Of the kind "gelu_tanh" it is
+    GELU(gate) * up, with the approximation by tanh, as in Gemma 4; the other fields do not count.
     """
 
     limit: float | None = None
     alpha: float = 1.0
     shift: float = 0.0
+    kind: Literal["silu", "gelu_tanh"] = "silu"
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The hidden values of gates and ups of any shape."""
+        if self.kind == "gelu_tanh":
+            return jax.nn.gelu(gate, approximate=True) * up
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.shift)
 
 
 SWIGLU = Activation()
+GEGLU = Activation(kind="gelu_tanh")
 
 
 def kind_of(stack: Stack) -> str:

@@ -5,8 +5,8 @@ that are committed); tests read only its output.
 
     python make_golden.py [CASE ...]
 
-Without names all cases are made. Those of olmo2, phi3, gemma4, glm, glm4, stablelm, qwen3_5, qwen3_next, of
-mixtures of experts and the names that end in _rope, _acts or _scales came with 5.24.
+Without names all cases are made. Those of olmo2, phi3, gemma4, glm, glm4, stablelm, qwen3_5,
+qwen3_next, of mixtures of experts and the names that end in _rope, _acts or _scales came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -160,6 +160,19 @@ GEMMA4_KEYS_TOO = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 2,
 }
+GEMMA4_PAIR = ["sliding_attention", "full_attention"]
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 12,
+}
+GEMMA4_INPUTS = {
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 GEMMA4_VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -253,9 +266,35 @@ def cases() -> dict[str, PreTrainedConfig]:
                 **GEMMA4,
                 **GEMMA4_KEYS_TOO,
                 "num_hidden_layers": 2,
-                "layer_types": ["sliding_attention", "full_attention"],
+                "layer_types": GEMMA4_PAIR,
             },
             vision_config=GEMMA4_VISION,
+            audio_config=None,
+        ),
+        "gemma4_experts": Gemma4TextConfig(
+            **GEMMA4 | {"num_hidden_layers": 2, "layer_types": GEMMA4_PAIR},
+            **GEMMA4_KEYS_TOO,
+            **GEMMA4_EXPERTS,
+        ),
+        "gemma4_layer_inputs": Gemma4TextConfig(  # layers 3 and 4 use the keys of 2 and 1
+            **GEMMA4
+            | {"num_hidden_layers": 5}
+            | {"layer_types": [*GEMMA4_PAIR, "sliding_attention", *GEMMA4_PAIR]}
+            | {"vocab_size": 64, "intermediate_size": 16, "num_key_value_heads": 2}
+            | GEMMA4_INPUTS,
+        ),
+        "gemma4_all": Gemma4Config(  # no published model has all parts
+            text_config={
+                **GEMMA4,
+                **GEMMA4_KEYS_TOO,
+                **GEMMA4_EXPERTS,
+                **GEMMA4_INPUTS,
+                "moe_intermediate_size": 4,
+                "vocab_size": 64,
+                "intermediate_size": 12,
+                "attention_bias": True,
+            },
+            vision_config=None,
             audio_config=None,
         ),
         "gemma4_unified": Gemma4UnifiedConfig(

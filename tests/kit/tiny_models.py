@@ -139,6 +139,18 @@ CONFIGS = MappingProxyType(
             **_GEMMA4,
             "architectures": ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"],
         },
+        "gemma4_all": {  # the parts of all published sizes
+            **_GEMMA4,
+            "architectures": ["Gemma4ForCausalLM"],
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
         "gemma4_unified": {
             **{key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
             "architectures": ["Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"],
@@ -235,12 +247,22 @@ NAMES = tuple(CONFIGS)
 # part. llama, mistral and qwen2 have no part that qwen3, gemma3 (windows) and gpt_oss (biases)
 # lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
 # experts, deepseek_v2 has deepseek_v3's attention.
-# Their parts are those of llama, gpt_oss (biases), qwen3_moe, deepseek_v3 and qwen3_5_moe.
+# Their parts are those of llama, gpt_oss (biases), qwen3_moe, deepseek_v3, qwen3_5_moe and
+# gemma4_all.
 LIKE_OTHERS = (
     *("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next"),
-    "gemma4_unified",
+    *("gemma4", "gemma4_unified"),
 )
-OF_EACH_KIND = ("qwen3", "gemma3", "olmo2", "gpt2", "gpt_oss", "deepseek_v3", "qwen3_5")
+OF_EACH_KIND = (
+    "qwen3",
+    "gemma3",
+    "olmo2",
+    "gpt2",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_5",
+    "gemma4_all",
+)
 
 
 @cache

@@ -59,6 +59,7 @@ _COUNTS = {"num_experts", "num_local_experts"}
 READ_BY = {
     "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
     "gemma4": {"final_logit_softcapping"},
+    "gemma4_all": {"final_logit_softcapping", "num_experts", "moe_intermediate_size"},
     "gemma4_unified": {"final_logit_softcapping"},
     "qwen3_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "qwen3_5_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},

@@ -311,7 +311,8 @@ def test_taps_hold_the_activations_of_each_layer(name: str) -> None:
     before, mixed, fed, after = (
         np.stack([taps[f"layers.{i}.{w}"] for i in (0, 1)]) for w in LAYER_TAPS
     )
-    np.testing.assert_allclose(before + mixed + fed, after, atol=TOLERANCE, rtol=TOLERANCE)
+    if model.config.layers[0].end is None:  # which changes the sum
+        np.testing.assert_allclose(before + mixed + fed, after, atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(after[0], before[1], atol=1e-5, rtol=1e-5)
 
 

@@ -24,7 +24,7 @@ from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.step.sampling import SAMPLING_COPIES
-from jaxinfer.models.base import Model, abstract_params
+from jaxinfer.models.base import Model, abstract_params, layer_of
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.weight import matrices
 from pallas_kernels.harness.pins import Pins
@@ -33,6 +33,8 @@ from pallas_kernels.lib.quantised import Quantised
 MB = 1_000_000
 # Quantised matrices that XLA holds dequantised at a time on a GPU, where it runs kernels in order.
 DEQUANTISED_COPIES = 2
+# live arrays of the inputs of layers: the embedding, the projection, the norm in float32, the sum
+LAYER_INPUTS_COPIES = 5
 TAPS_COPIES = 3  # live activations at points: themselves, what is added, the array of all
 # Unplanned memory of a GPU: code and constants of executables, results of steps in flight (among
 # them hidden states of 1,024 tokens), and arguments of calls other than steps.
@@ -323,11 +325,14 @@ def _kv_budget(config: EngineConfig, fixed: MemoryPlan, reserve: int) -> int:
 
 def _layer_width(model: Model) -> int:
     """Elements per token of the inputs and outputs of all matrices of the widest layer, and of
-    further residual streams before and after it.
+    further residual streams before and after it; and the inputs of all layers, while they are made.
     """
-    layers = (layer for layer in abstract_params(model).values() if isinstance(layer, dict))
+    groups, config = abstract_params(model).items(), model.config
+    layers = (layer for name, layer in groups if layer_of(name) is not None)
     widest = max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
-    return widest + 2 * (model.config.stream_width - model.config.hidden_size)
+    inputs = config.layer_inputs
+    made = 0 if inputs is None else LAYER_INPUTS_COPIES * inputs.num_layers * inputs.width
+    return widest + 2 * (config.stream_width - config.hidden_size) + made
 
 
 def _largest_quantised(model: Model) -> int:

@@ -2,7 +2,7 @@
 
 Owns: ``Experts``. Parameters:
 
-    router  [E, D]       router_bias  [E]      choice_bias float32[E]
+    router  [E, D]       router_bias  [E]      choice_bias float32[E]      expert_scale [E]
     gate_up [E, 2F, D]: gate, up               gate_up_bias [E, 2F]
     down    [E, D, F]                          down_bias    [E, D]
     shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
@@ -33,12 +33,19 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, norm: Norm, ctx: StepContext
+        self,
+        stream: Stream,
+        norm: Norm,
+        ctx: StepContext,
+        routed: jax.Array | None = None,  # [T, D]
     ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
-        """The stream with its delta added, and the experts' weighted sum."""
+        """The stream with its delta added, and the experts' weighted sum.
+
+        The router's input is ``routed``, or the experts' if that is None.
+        """
         c = self.config
         stream, h = normalised(stream, norm, ctx)
-        choices, weights = self._routed(h, ctx)
+        choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
         if ctx.axis is not None:  # numbers of this device's experts; others are outside
             own = c.count // jax.lax.axis_size(ctx.axis)
@@ -81,6 +88,8 @@ class Experts(nn.Module):
             routing=c.routing,
         )
         choices, weights = route(args, ctx.pinned("route"))
+        if c.expert_scale:
+            weights = weights * param(self, "expert_scale").astype(jnp.float32)[choices]
         match c.dummy_routing:
             case "uniform":
                 dummy = _shifted(choices, h, c.count)

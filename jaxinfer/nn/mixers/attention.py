@@ -38,6 +38,9 @@ class QKNorm(NamedTuple):
     eps: float  # static
 
 
+NO_NORM = QKNorm(None, 0.0)
+
+
 class Attention(nn.Module):
     """The attention block of a layer, with the norm before it."""
 
@@ -83,11 +86,23 @@ class Attention(nn.Module):
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
             out = _gated(out, own.reshape(out.shape))
-        out = ctx.at("z", out)
-        x = stream.x if only is None else stream.take(only)
-        bias = param(self, "o_bias") if c.o_bias else None
-        out = out.reshape(len(out), -1)
-        return x, linear(out, weight(self, "o"), ctx, bias=bias, partial=True).y, state
+        return *output(self, c, stream, out, ctx, only), state
+
+
+def output(
+    module: nn.Module,
+    config: AttentionConfig,
+    stream: Stream,
+    out: jax.Array,  # [T, N, H]
+    ctx: StepContext,
+    only: jax.Array | None,  # int32[B]
+) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+    """The stream, and the projection of the heads' outputs; with ``only`` these have B tokens."""
+    out = ctx.at("z", out)
+    x = stream.x if only is None else stream.take(only)
+    bias = param(module, "o_bias") if config.o_bias else None
+    out = out.reshape(len(out), -1)
+    return x, linear(out, weight(module, "o"), ctx, bias=bias, partial=True).y
 
 
 def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
@@ -149,11 +164,11 @@ def attend(
     """
     angles = ctx.angles[0] if ctx.angles else None
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only), None
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only)
     pages, d = ctx.pages[0], ctx.num_decodes
     static = {"scale": scale, "window": window}
     if qkv.shape[0] == d:
-        return _decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
+        return decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
@@ -161,13 +176,28 @@ def attend(
     state = {"k": pools[0], "v": pools[1]}
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
+        return decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
+        out, state = decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
         parts.append(out)
+    parts.append(prefill(q, state, ctx, sinks, **static))
+    return jnp.concatenate(parts) if d else parts[0], state
+
+
+def prefill(
+    q: jax.Array,  # [T, N, H]: of prompts
+    state: LayerArrays,
+    ctx: StepContext,
+    sinks: jax.Array | None = None,  # [N]
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:  # [T, N, H]
+    """Attend for the tokens of prompts, whose keys and values are in the pages."""
     assert ctx.rows is not None
+    pages, d = ctx.pages[0], ctx.num_decodes
     args = PrefillArgs(
         q=q,
         k_pages=state["k"],
@@ -179,8 +209,7 @@ def attend(
         scale=scale,
         window=window,
     )
-    parts.append(paged_prefill(args, ctx.pinned("paged_prefill")))
-    return jnp.concatenate(parts) if d else parts[0], state
+    return paged_prefill(args, ctx.pinned("paged_prefill"))
 
 
 def _append(
@@ -205,13 +234,13 @@ def _append(
     return q, (k_pages, v_pages)
 
 
-def _decode(
+def decode(
     qkv: jax.Array,  # [rows, N + 2K, H]
     state: LayerArrays,
     ctx: StepContext,
-    angles: Angles | None,  # of these rows
-    qk_norm: QKNorm,
-    sinks: jax.Array | None,  # [N]
+    angles: Angles | None = None,  # of these rows
+    qk_norm: QKNorm = NO_NORM,
+    sinks: jax.Array | None = None,  # [N]
     *,
     scale: float,
     window: int | None,
@@ -247,14 +276,28 @@ def _dense(
     window: int | None,
     sinks: jax.Array | None,  # [N]
     only: jax.Array | None,  # int32[B]
-) -> jax.Array:  # [T, N, H], or with only [B, N, H]
-    """Causal attention of one whole sequence over itself; supports gradients and vmap."""
+) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
+    """Attention of one whole sequence over itself, and its keys and values [T, K, H]."""
     if ctx.angles:
         cos, sin = ctx.angles[0]
         q, k, v = split_and_rotate(qkv, cos, sin, qk_norm.weights, num_kv_heads, qk_norm.eps)
     else:
         q, k, v = split_heads(qkv, num_kv_heads)
     q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
+    out = dense_attention(q, k, v, ctx, scale, window, sinks)
+    return out if only is None else out[only], {"k": k, "v": v}
+
+
+def dense_attention(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, H]
+    ctx: StepContext,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None = None,  # [N]
+) -> jax.Array:  # [T, N, H]
+    """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     t, n, h = q.shape
     grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
     scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
@@ -268,5 +311,4 @@ def _dense(
         beside = jnp.broadcast_to(sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
         by_head = jnp.concatenate([by_head, beside], axis=-1)
     weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
-    out = jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)
-    return out if only is None else out[only]
+    return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)

@@ -1,0 +1,54 @@
+"""The spec of a mixture of experts beside a dense network; its module is in ``nn.ffn.beside``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig, FeedForwardSpec
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseAndExpertsConfig(FeedForwardSpec):
+    """A dense network and a mixture of experts of the same stream, as in Gemma 4.
+
+    Each has a norm of its own before it and one of its output; the outputs are added. The router
+    has a third norm of the stream, and multiplies its result by D ** -0.5.
+    """
+
+    dense: FeedForwardConfig
+    mixture: ExpertsConfig
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        """See ``FeedForwardSpec``."""
+        return self.mixture
+
+    def with_dummy_routing(self, routing: str) -> DenseAndExpertsConfig:
+        """See ``FeedForwardSpec``."""
+        return replace(self, mixture=self.mixture.with_dummy_routing(routing))
+
+    def share(self, devices: int) -> DenseAndExpertsConfig:
+        """See ``MixerSpec``."""
+        return replace(self, dense=self.dense.share(devices), mixture=self.mixture.share(devices))
+
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``FeedForwardSpec``; those of the dense network."""
+        return self.dense.points()
+
+    def words(self) -> str:
+        """See ``FeedForwardSpec``."""
+        return f"{self.dense.words()} and {self.mixture.words()}"
+
+    def workspace(self, *call: Any) -> int:
+        """See ``FeedForwardSpec``."""
+        return self.mixture.workspace(*call)
+
+    def module(self) -> nn.Module:
+        """See ``FeedForwardSpec``."""
+        return import_module("jaxinfer.nn.ffn.beside").DenseAndExperts(self)
