@@ -38,9 +38,6 @@ class QKNorm(NamedTuple):
     eps: float  # static
 
 
-NO_NORM = QKNorm(None, 0.0)
-
-
 class Attention(nn.Module):
     """The attention block of a layer, with the norm before it."""
 
@@ -168,7 +165,7 @@ def attend(
     pages, d = ctx.pages[0], ctx.num_decodes
     static = {"scale": scale, "window": window}
     if qkv.shape[0] == d:
-        return decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
+        return _decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
@@ -176,11 +173,11 @@ def attend(
     state = {"k": pools[0], "v": pools[1]}
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
+        return _decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
+        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
         parts.append(out)
     parts.append(prefill(q, state, ctx, sinks, **static))
     return jnp.concatenate(parts) if d else parts[0], state
@@ -234,13 +231,13 @@ def _append(
     return q, (k_pages, v_pages)
 
 
-def decode(
+def _decode(
     qkv: jax.Array,  # [rows, N + 2K, H]
     state: LayerArrays,
     ctx: StepContext,
-    angles: Angles | None = None,  # of these rows
-    qk_norm: QKNorm = NO_NORM,
-    sinks: jax.Array | None = None,  # [N]
+    angles: Angles | None,  # of these rows
+    qk_norm: QKNorm,
+    sinks: jax.Array | None,  # [N]
     *,
     scale: float,
     window: int | None,

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
-from jaxinfer.nn.mixers.attention import decode, dense_attention, output, prefill
+from jaxinfer.nn.mixers.attention import dense_attention, output, prefill
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.numerics import rms_norm, rotate
+from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 
 
 class SharedAttention(nn.Module):
@@ -53,7 +54,7 @@ class SharedAttention(nn.Module):
             out = dense_attention(ctx.at("q", q), k, v, ctx, c.scale, c.window)
             out = out if only is None else out[only]
         else:
-            out, state = _paged(q, state, ctx, c, only)
+            out = _paged(q, state, ctx, c, only)
         return *output(self, c, stream, out, ctx, only), state
 
 
@@ -63,31 +64,41 @@ def _paged(
     ctx: StepContext,
     config: AttentionConfig,
     only: jax.Array | None,  # int32[B]
-) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
+) -> jax.Array:  # [T, N, H], or with only [B, N, H]
     """Attention over the pages of the other layer.
 
-    The kernel for single tokens appends their keys and values, so it receives those that the pages
-    already hold, and writes the same bits again.
+    Nothing is written: a write after a read makes XLA copy the pools. So single tokens attend as
+    prompts of one token, and not in ``append_decode``.
     """
-    static = {"scale": config.scale, "window": config.window}
-    slots, d = ctx.pages[0].slot_mapping, ctx.num_decodes
+    d = ctx.num_decodes
     if only is not None:
-        return decode(_with_stored(q[only], state, slots[only]), state, ctx, **static)
-    parts: list[jax.Array] = []
-    if d:
-        out, state = decode(_with_stored(q[:d], state, slots[:d]), state, ctx, **static)
-        parts.append(out)
+        return _single_tokens(q[only], state, ctx, config)
+    parts = [_single_tokens(q[:d], state, ctx, config)] if d else []
     if d < len(q):
-        parts.append(prefill(q[d:], state, ctx, **static))
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0], state
+        parts.append(prefill(q[d:], state, ctx, scale=config.scale, window=config.window))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _with_stored(
-    q: jax.Array,  # [B, N, H]
+def _single_tokens(
+    q: jax.Array,  # [rows, N, H]
     state: LayerArrays,
-    slots: jax.Array,  # int32[B]
-) -> jax.Array:  # [B, N + 2K, H]
-    """Queries with the stored keys and values of their tokens."""
-    pools = (state["k"], state["v"])
-    stored = [pool.reshape(-1, *pool.shape[2:])[slots].astype(q.dtype) for pool in pools]
-    return jnp.concatenate([q, *stored], axis=1)
+    ctx: StepContext,
+    config: AttentionConfig,
+) -> jax.Array:  # [rows, N, H]
+    """Attention of the last token of each of the first rows; zeros for rows without context."""
+    rows, pages = len(q), ctx.pages[0]
+    lens = pages.seq_lens[:rows]
+    is_real = lens > 0
+    args = PrefillArgs(
+        q=q,
+        k_pages=state["k"],
+        v_pages=state["v"],
+        # a prompt has a context: that of padding is the first entry of page 0
+        page_table=jnp.where(is_real[:, None], pages.page_table[:rows], 0),
+        seq_lens=jnp.maximum(lens, 1),
+        query_start_loc=jnp.arange(rows + 1, dtype=jnp.int32),
+        scale=config.scale,
+        window=config.window,
+    )
+    out = paged_prefill(args, ctx.pinned("paged_prefill"))
+    return jnp.where(is_real[:, None, None], out, 0)

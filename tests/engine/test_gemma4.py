@@ -1,0 +1,176 @@
+"""Gemma 4 through the whole engine: two sizes of heads, and layers without keys of their own.
+
+The tokens are those of the dense form, whatever the engine does with the requests: pages of both
+pools are shared, returned behind windows and taken back, and layers that use the keys and values of
+an earlier one have no memory.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.memory_plan import step_bound, workspace_bytes
+from jaxinfer.exec.compile.program import FIRST, Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.models import Model, Params, build_model, forward
+from kit.engines import compiled_for, engine_of, run, tiny_limits
+from kit.tiny_models import VOCAB_SIZE, random_params, tiny_config, tiny_model
+
+LENGTHS = (1, 3, 4, 7, 8, 31, 32, 33, 64, 100)
+LONGEST = 160
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+NAMES = ("gemma4", "gemma4_all")
+PREFIX = 32  # tokens: the end of a chunk, where the pages of windows are held
+
+
+def prompt_of(length: int, seed: int = 1) -> list[int]:
+    """Prompts of one seed share a beginning."""
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
+
+
+@cache
+def expected(name: str, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens of the dense form."""
+    _, params = tiny_model(name)
+    ids = np.zeros(LONGEST, np.int32)
+    ids[: len(prompt)] = prompt
+    for end in range(len(prompt), len(prompt) + max_tokens):
+        ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
+    return tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist())
+
+
+@cache
+def _logits(name: str) -> jax.stages.Wrapped:
+    model, _ = tiny_model(name)
+    return jax.jit(lambda params, ids: forward(model, params, ids))
+
+
+@cache
+def executables(name: str) -> tuple[Program, Executables]:
+    model, _ = tiny_model(name)
+    limits = tiny_limits(
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        num_pages=400,
+        max_model_len=LONGEST,
+        groups=model.state.groups,
+    )
+    buckets = (Bucket(3), Bucket(0, 32, 3), Bucket(3, 32, 3, scores=True))
+    program = Program(model, replace(limits, buckets=buckets))
+    return program, compiled_for(program, extras=False)
+
+
+def engine(name: str, pages: tuple[int, ...] | None = None, *, overlap: bool = True) -> Engine:
+    program, compiled = executables(name)
+    executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
+    limits = program.limits if pages is None else replace(program.limits, num_pages=pages)
+    return engine_of(executor, limits, overlap=overlap)
+
+
+def check(name: str, served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
+    """The tokens are those of the dense form; returns how many of each prompt were reused."""
+    outputs = run(served, prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        found = tuple(output.outputs[0].token_ids)
+        assert found == expected(name, tuple(prompt), params.max_tokens or 0), len(prompt)
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_and_chunked(name: str, overlap: bool) -> None:
+    """The longest prompts have four chunks, next to decode rows."""
+    served = engine(name, overlap=overlap)
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    assert not any(check(name, served, prompts, GREEDY))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_pass_windows_and_prefixes_are_reused(name: str) -> None:
+    served = engine(name)
+    check(name, served, [prompt_of(43)], LONG)
+    assert check(name, served, [prompt_of(42), prompt_of(90)], LONG) == [PREFIX] * 2
+
+
+@pytest.mark.parametrize("pool", range(2))
+def test_preempted_sequences_draw_the_same_tokens(pool: int) -> None:
+    """Either pool may be the one without free pages."""
+    num_pages = [400, 400]
+    num_pages[pool] = 40
+    served = engine("gemma4_all", tuple(num_pages))
+    check("gemma4_all", served, [prompt_of(50, 5), prompt_of(40, 6), prompt_of(30, 7)], LONG)
+    assert served.stats().num_preemptions > 0
+
+
+def test_layers_without_keys_of_their_own_have_no_memory() -> None:
+    """Of four layers the first two have keys and values, of two sizes of heads in two pools."""
+    layout = tiny_model("gemma4_all")[0].state
+    assert [(entry.name, entry.shape) for entry in layout.arrays] == [
+        *(("k", (4, 8)), ("v", (4, 8)), ("k", (2, 16)), ("v", (2, 16))),
+    ]
+    own, of = layout.layers[:2], layout.layers[2:]
+    assert [(place.of, place.groups, place.arrays) for place in of] == [
+        (i, place.groups, place.arrays) for i, place in enumerate(own)
+    ]
+    assert len(layout.groups) == len(layout.bytes_per_entry) == 2
+
+
+def deep_model() -> tuple[Model, Params]:
+    """Eight layers, of which the last four use the keys and values of two."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    config = tiny_config("gemma4_all") | {"num_hidden_layers": 8, "layer_types": kinds}
+    model = build_model({**config, "num_kv_shared_layers": 4}, "float32")
+    return model, random_params(model)
+
+
+def test_a_split_step_draws_the_same_tokens_in_place() -> None:
+    """Its second part reads keys of the first one, and makes the inputs of its layers again; no
+    pool is copied.
+    """
+    model, params = deep_model()
+    limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=model.state.groups)
+    buckets = (Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True))
+    limits = replace(limits, buckets=buckets)
+    pools = {
+        ",".join(map(str, leaf.shape)) for leaf in Program(model, limits, platform="gpu").state()
+    }
+    answers = []
+    for platform in ("gpu", "cpu"):
+        program = Program(model, limits, platform=platform)
+        names = [name for name in program.names() if not name.startswith(("extras", "score"))]
+        assert any(name.endswith(FIRST) for name in names) == (platform == "gpu")
+        compiled = {name: program.trace(name).lower().compile() for name in names}
+        for name in names:
+            if name in {bucket.name for bucket in limits.buckets}:
+                copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", compiled[name].as_text() or "")
+                assert not pools.intersection(copied), name
+        made = Executables(compiled, compiled=0, workspace_bytes=0)
+        executor = Executor(program, made, params, *init_state(program))
+        served = engine_of(executor, limits)
+        answers.append(run(served, [prompt_of(40), prompt_of(9, 3)], GREEDY))
+    assert answers[0] == answers[1]
+
+
+def test_the_memory_plan_knows_the_inputs_of_layers() -> None:
+    """They are wider than everything else in a layer."""
+    config = tiny_config("gemma4_all") | {"hidden_size_per_layer_input": 512, "num_experts": 3}
+    model = build_model(config, "float32")
+    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=64, groups=model.state.groups)
+    bucket = Bucket(0, 64, 1)
+    program = Program(model, replace(limits, buckets=(bucket,)))
+    compiled = program.trace(bucket.name).lower().compile()
+    assert workspace_bytes(compiled) < step_bound(program, bucket)
+    assert step_bound(program, bucket) > 4 * 64 * 4 * 512  # float32[T, L, P]
