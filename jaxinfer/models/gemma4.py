@@ -47,7 +47,8 @@ from pallas_kernels.experts.stack import GEGLU, SWIGLU
 from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
-_HEAD_DIM, _GLOBAL_HEAD_DIM, _PATTERN, _WINDOW, _LAYER_INPUT = 256, 512, 6, 512, 256
+_HEAD_DIM, _GLOBAL_HEAD_DIM, _PATTERN, _WINDOW = 256, 512, 6, 512
+_LAYER_INPUT, _LAYER_INPUT_TOKENS = 256, 262_144
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -207,10 +208,10 @@ def _mixture(config: Mapping[str, Any]) -> ExpertsConfig | None:
 def _layer_inputs(config: Mapping[str, Any]) -> LayerInputsConfig | None:
     """The inputs of single layers; null or 0 is none."""
     key, vocabulary = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
-    given, tokens = config.get(key, _LAYER_INPUT), hf.positive_int(config, "vocab_size")
-    known = hf.positive_int(config, vocabulary, tokens)
-    if not given:
+    if config.get(key, _LAYER_INPUT) in (None, 0):
         return None
+    tokens = hf.positive_int(config, "vocab_size")
+    known = hf.positive_int(config, vocabulary, _LAYER_INPUT_TOKENS)
     if known < tokens:
         raise ConfigError(
             f"config key {vocabulary!r} is {known}, and there are {tokens} tokens ('vocab_size'); "
@@ -242,8 +243,9 @@ def _global_sizes(config: Mapping[str, Any], windows: tuple[int | None, ...]) ->
     kv_heads = hf.positive_int(
         config, "num_key_value_heads", hf.positive_int(config, "num_attention_heads")
     )
-    if hf.flag(config, "attention_k_eq_v", False):
-        kv_heads = hf.positive_int(config, "num_global_key_value_heads", kv_heads)
+    global_heads = hf.positive_int(config, "num_global_key_value_heads", kv_heads)
+    if hf.flag(config, "attention_k_eq_v", False):  # transformers ignores the number without it
+        kv_heads = global_heads
     head_dim = hf.positive_int(config, "global_head_dim", _GLOBAL_HEAD_DIM)
     own = _per_layer_sizes(config, windows)
     if own is not None:

@@ -109,7 +109,7 @@ def test_answers_pass_windows_and_prefixes_are_reused(name: str) -> None:
 def test_preempted_sequences_draw_the_same_tokens(pool: int) -> None:
     """Either pool may be the one without free pages."""
     num_pages = [400, 400]
-    num_pages[pool] = 40
+    num_pages[pool] = (40, 15)[pool]
     served = engine("gemma4_all", tuple(num_pages))
     check("gemma4_all", served, [prompt_of(50, 5), prompt_of(40, 6), prompt_of(30, 7)], LONG)
     assert served.stats().num_preemptions > 0
