@@ -162,7 +162,7 @@ def hidden_states(
     """Run the decoder; with a step's context and state this is the function that serves.
 
     ``only``: index of the last token of each row, if only their hidden states are needed. The last
-    layer then computes only the state of the other tokens.
+    layer with a state of its own then computes only the state of the other tokens.
     """
     module = model.module_on(ctx.axis)
     if isinstance(ctx.points, Points):

@@ -132,6 +132,14 @@ class StepContext:
         inputs = None if self.layer_inputs is None else self.layer_inputs[tokens]
         return replace(self, positions=self.positions[tokens], rows=rows, layer_inputs=inputs)
 
+    def of_rows(self, tokens: jax.Array) -> StepContext:  # int32[B]
+        """The context of the last token of each row alone, as if all rows were decode rows.
+
+        It is for layers that write no state: pages have the slots of the other tokens.
+        """
+        angles = tuple([one.take(tokens) for one in self.angles])
+        return replace(self.of_tokens(tokens), angles=angles, num_decodes=len(tokens))
+
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or changed; see ``nn.points``.
 

@@ -207,10 +207,15 @@ class Decoder(nn.Module):
         ctx: StepContext,
         *,
         layers: range,
-        only: jax.Array | None = None,  # int32[B], for the last layer
+        only: jax.Array | None = None,  # int32[B]
     ) -> tuple[Stream, State | None]:
-        """The stream after these layers, and the new state. Other layers' arrays may be None."""
+        """The stream after these layers, and the new state. Other layers' arrays may be None.
+
+        With ``only`` the result has these tokens alone. The last layer with a state of its own
+        stores that of all tokens; layers after it compute B tokens, as those of decode rows.
+        """
         c = self.spec
+        last = len(c.layers) - 1 if state is None else c.layout.last_with_state
         tables = (Angles(*rope_tables(rope, ctx.positions)) for rope in c.ropes)
         ctx = replace(ctx, angles=tuple(tables))
         dense: dict[int | None, LayerArrays | None] = {}  # what layers without state return
@@ -218,7 +223,11 @@ class Decoder(nn.Module):
             rope, place = c.layers[i].mixer.rope, c.layout.layers[i]
             own = place.take(state) if state is not None else dense.get(place.of)
             rotation = None if rope is None else c.ropes.index(rope)
-            own_only = only if i == len(c.layers) - 1 else None
+            if only is not None and i > last:
+                x = stream.total()
+                stream = Stream(x if i > layers.start else take_rows(x, only))
+                ctx, only = ctx.of_rows(only), None
+            own_only = only if i == last else None
             own_ctx = ctx.of_layer(i, place.groups, rotation)
             if self.dense and i in self.apart:
                 assert isinstance(ctx.points, Points)

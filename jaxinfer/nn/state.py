@@ -160,6 +160,11 @@ class StateLayout:
     align: int = 1  # the least common multiple of the layers'
 
     @property
+    def last_with_state(self) -> int:
+        """The last layer with arrays of its own; later ones only read those of others."""
+        return max(i for i, place in enumerate(self.layers) if place.of is None)
+
+    @property
     def bytes_per_entry(self) -> tuple[int, ...]:
         """Bytes of one entry in a page of each pool, over all its arrays."""
         num_pools = 1 + max((group.pool for group in self.groups), default=-1)

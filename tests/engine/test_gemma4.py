@@ -128,19 +128,21 @@ def test_layers_without_keys_of_their_own_have_no_memory() -> None:
     assert len(layout.groups) == len(layout.bytes_per_entry) == 2
 
 
-def deep_model() -> tuple[Model, Params]:
-    """Eight layers, of which the last four use the keys and values of two."""
+def deep_model(shared: int) -> tuple[Model, Params]:
+    """Eight layers, of which the last ones use the keys and values of two."""
     kinds = ["sliding_attention", "full_attention"] * 4
     config = tiny_config("gemma4_all") | {"num_hidden_layers": 8, "layer_types": kinds}
-    model = build_model({**config, "num_kv_shared_layers": 4}, "float32")
+    model = build_model({**config, "num_kv_shared_layers": shared}, "float32")
     return model, random_params(model)
 
 
-def test_a_split_step_draws_the_same_tokens_in_place() -> None:
-    """Its second part reads keys of the first one, and makes the inputs of its layers again; no
-    pool is copied.
+@pytest.mark.parametrize("shared", [4, 6])
+def test_a_split_step_draws_the_same_tokens_in_place(shared: int) -> None:
+    """Its second part reads keys of the first one, of two layers, and makes the inputs of its
+    layers again; with six shared layers it has only the last token of each prompt. No pool is
+    copied.
     """
-    model, params = deep_model()
+    model, params = deep_model(shared)
     limits = tiny_limits(max_num_seqs=2, max_num_batched_tokens=16, groups=model.state.groups)
     buckets = (Bucket(2), Bucket(0, 16, 2), Bucket(2, 16, 2, scores=True))
     limits = replace(limits, buckets=buckets)
@@ -152,6 +154,7 @@ def test_a_split_step_draws_the_same_tokens_in_place() -> None:
         program = Program(model, limits, platform=platform)
         names = [name for name in program.names() if not name.startswith(("extras", "score"))]
         assert any(name.endswith(FIRST) for name in names) == (platform == "gpu")
+        assert len(program.parts) == 2 and program.parts[1].layers.start == 2
         compiled = {name: program.trace(name).lower().compile() for name in names}
         for name in names:
             if name in {bucket.name for bucket in limits.buckets}:

@@ -244,7 +244,7 @@ class StepFunction:
 
     @property
     def _ends_with_last_tokens(self) -> bool:
-        """True if the last layer computes only the last token of each row.
+        """True if the last layers compute only the last token of each row (``run_layers``).
 
         Prompts need no other outputs, unless the bucket scores or all tokens are pooled. Edits are
         of all tokens.
