@@ -36,9 +36,9 @@ type Programs = dict[ArraySpec, Future[jax.stages.Compiled]]
 def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Progress) -> Params:
     """Random parameters that are a function of the seed.
 
-    Norms are 1, biases 0, and other floats uniform with standard deviation 0.02. Integers are
-    uniform over their dtype's range, with scales and offsets that give weights that deviation.
-    Random arrays are made on the devices, so host memory holds none of them.
+    Norms and other factors are 1, biases 0, and other floats uniform with standard deviation 0.02.
+    Integers are uniform over their dtype's range, with scales and offsets that give weights that
+    deviation. Random arrays are made on the devices, so host memory holds none of them.
     """
     params: dict[str, jax.Array] = {}
     arrays = model.arrays
@@ -127,7 +127,7 @@ def _constant(path: str, names: Mapping[str, None]) -> Any:
         return _DEVIATION / _DEVIATIONS["int8"]
     if name.endswith("bias"):
         return 0
-    return 1 if "norm" in name else None
+    return 1 if "norm" in name or name.endswith("_scale") else None
 
 
 def _factor(name: str, kind: str, others: Collection[str]) -> Any:

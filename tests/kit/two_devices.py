@@ -45,6 +45,7 @@ from kit.tiny_models import random_params, tiny_config
 
 CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
 EXPERTS = {**tiny_config("gpt_oss"), "num_local_experts": 4}
+GEMMA4 = {**tiny_config("gemma4_all"), "num_experts": 4}
 LATENT = {**tiny_config("deepseek_v2"), "n_routed_experts": 8}
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
 # by name: what one of two devices holds of the whole array; of others each has all
@@ -140,8 +141,8 @@ def check_state(placement: Placement) -> None:
 def check_steps(placement: Placement, config: HFConfig) -> None:
     """Steps that are divided draw the tokens that steps on one device draw."""
     model = build_model(config, "float32")
-    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=8)
-    limits = msgspec.structs.replace(limits, groups=model.state.groups)
+    groups = model.state.groups
+    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=8, groups=groups)
     weights = by_path(random_params(model))
     sampling = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0, 1)]
     # the executables beside the step are divided too, though not the state of slots
@@ -244,7 +245,7 @@ def main(folder: Path) -> None:
     check_stacks(placement, folder)
     check_state(placement)
     # OLMo 2 has norms over all devices' heads
-    for config in (CONFIG, tiny_olmo2_config(), EXPERTS, LATENT):
+    for config in (CONFIG, tiny_olmo2_config(), EXPERTS, LATENT, GEMMA4):
         check_steps(placement, config)
     check_refusals()
     check_research(folder)

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import NoProgress
 from jaxinfer.models import build_model
 from jaxinfer.models.experts import unused_parameters
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import text_config
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
+from jaxinfer.nn.placement import default_placement
+from jaxinfer.weights.dummy import dummy_params
 from kit.tiny_models import tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -135,6 +139,14 @@ def test_the_last_layer_never_has_a_window() -> None:
     assert build_model({**config, "layer_types": kinds}, "float32") == build_model(
         config, "float32"
     )
+
+
+def test_random_weights_keep_factors_at_1() -> None:
+    """Else the stream would vanish in some layers, each of which multiplies it."""
+    model = build_model(tiny_config("gemma4_all"), "float32")
+    params = dummy_params(model, placement=default_placement(), seed=0, progress=NoProgress())
+    factors = {path: array for path, array in by_path(params).items() if path.endswith("_scale")}
+    assert len(factors) == 8 and all((array == 1).all() for array in factors.values())
 
 
 def test_the_text_part_of_a_config_with_images_and_audio() -> None:
