@@ -80,7 +80,8 @@ def tiny_executor(limits: Limits, model_name: str = "llama") -> Executor:
     """A real executor over a tiny model."""
     model, params = tiny_model(model_name)
     # a smaller pool and no prefix caching only concern the scheduler: the executables are shared
-    program = Program(model, replace(limits, num_pages=(MAX_PAGES,), enable_prefix_caching=True))
+    pages = (MAX_PAGES,) * max(len(model.state.bytes_per_entry), 1)
+    program = Program(model, replace(limits, num_pages=pages, enable_prefix_caching=True))
     by_name = {name: _compiled(_program_of(name, program), name) for name in program.names()}
     executables = Executables(by_name, compiled=0, workspace_bytes=0)
     return Executor(program, executables, params, *init_state(program))
@@ -134,8 +135,9 @@ def tiny_engine(
     tokenizer: bool = True,
 ) -> Engine:
     """An engine over a tiny model."""
-    groups = tiny_model(model_name)[0].state.groups
-    limits = replace(limits or tiny_limits(), groups=groups)
+    layout, limits = tiny_model(model_name)[0].state, limits or tiny_limits()
+    pages = limits.num_pages[:1] * len(layout.bytes_per_entry)
+    limits = replace(limits, groups=layout.groups, num_pages=pages)
     executor = tiny_executor(limits, model_name)
     name = f"tiny-{model_name}"
     return engine_of(executor, limits, name=name, overlap=overlap, tokenizer=tokenizer)
