@@ -497,10 +497,10 @@ def test_sequences_whose_state_fits(large_state: Model, snapshots: bool, chosen:
     device, config = DeviceMemory(16 << 30, 16 << 30), EngineConfig()
 
     def program(count: int) -> Program:
-        return program_of(large_state, count, count if snapshots else 0)
+        return program_of(large_state, count, 2 * count if snapshots else 0)
 
     fitting = fitting_seqs(config, program(512), device, chosen=chosen)
-    rows = fitting * (2 if snapshots else 1)
+    rows = fitting * (3 if snapshots else 1)
     budget = 0.92 * (16 << 30)
     if chosen:
         assert 0.93 < rows * STATE_BYTES / budget < 1

@@ -179,11 +179,12 @@ def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
 
 
 def snapshots_for(max_num_seqs: int) -> int:
-    """The number of layer state snapshots for an engine: one per sequence, and at least a few.
+    """The number of layer state snapshots for an engine: two per sequence, and at least a few.
 
-    The minimum is for prefix reuse between prompts that are served one at a time.
+    One is of a sequence's prompt, one of its answer (``Limits.saves_answers``). The minimum is for
+    prefix reuse between prompts that are served one at a time.
     """
-    return max(max_num_seqs, MIN_SNAPSHOTS)
+    return max(2 * max_num_seqs, MIN_SNAPSHOTS)
 
 
 def fitting_seqs(
