@@ -1,0 +1,350 @@
+"""delta_prefill in Triton: what needs no state for all chunks in parallel, then a scan over them.
+
+With the names of ``delta_prefill.xla``, the first kernel stores for each chunk and value head the
+sums of log decays, (1 + A)^-1 beta, and q.k times the decay between the two tokens. A CTA of the
+second one has a part of a value head's state [Dk, values] in registers and passes over the chunks
+of a row: three GEMMs after each other in each chunk, u = (1 + A)^-1 beta (v - exp(c) k S), then
+the new state. The keys are used as they are, not multiplied by the inverse, which is 64 x 64: so
+less is stored between the kernels than with the chunked form of the paper (section 3.3), and keys
+need no rounding.
+
+A step may follow thousands of others, so states are as exact as in float32: an operand of a GEMM
+that is not an argument is split into a number of the arguments' dtype and the rest, in the same
+dtype. Only what goes to the outputs alone is rounded.
+
+Row r has the chunks from query_start_loc[r] // CHUNK + r on: at least as many as it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.delta_prefill import launch
+from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.lib.numerics import power_of_two
+
+
+@triton.jit
+def _row_of_chunk(
+    chunk,
+    query_start_loc,  # int32[R + 1]
+    num_tokens,  # T
+    num_starts,  # R + 1
+    STARTS_TILE: tl.constexpr,  # at least R + 1
+    CHUNK: tl.constexpr,
+):
+    """The row of a chunk and its end, and the chunk's first token. The padding is one more row."""
+    rows = tl.arange(0, STARTS_TILE)
+    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
+    owned = (starts // CHUNK + rows <= chunk) & (rows < num_starts)
+    row = tl.sum(owned.to(tl.int32), 0) - 1
+    row_start = tl.load(query_start_loc + row)
+    row_end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
+    return row, row_end, row_start + (chunk - row_start // CHUNK - row) * CHUNK
+
+
+@triton.jit
+def _halves(x, like):
+    """float32 as a number of another dtype, and the rest in that dtype; 0 if it is float32."""
+    high = x.to(like)
+    return high, (x - high.to(tl.float32)).to(like)
+
+
+@triton.jit
+def _times_exact(a, b, total, dtype: tl.constexpr):
+    """``total`` plus a @ b, of an argument and a float32 operand."""
+    if dtype == tl.float32:
+        return tl.dot(a, b, total, input_precision="tf32x3")
+    high, low = _halves(b, dtype)  # type: ignore[misc]
+    return tl.dot(a, low, tl.dot(a, high, total))
+
+
+@triton.jit
+def _times(a_high, a_low, b, total, dtype: tl.constexpr):
+    """``total`` plus a @ b, of float32 operands, the first one split."""
+    if dtype == tl.float32:
+        return tl.dot(a_high, b, total, input_precision="tf32x3")
+    high, low = _halves(b, dtype)  # type: ignore[misc]
+    return tl.dot(a_high, high, tl.dot(a_high, low, tl.dot(a_low, high, total)))
+
+
+@triton.jit
+def _merged(
+    inverse, lower, dtype: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr
+):
+    """Inverses of blocks of twice the size, from those of SIZE on the diagonal."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    corner = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
+    zeros = tl.zeros((CHUNK, CHUNK), tl.float32)
+    high, low = _halves(inverse, dtype)  # type: ignore[misc]
+    below = _times(high, low, tl.where(corner, lower, 0.0), zeros, dtype)
+    high, low = _halves(below, dtype)  # type: ignore[misc]
+    return inverse - _times(high, low, inverse, zeros, dtype)
+
+
+@triton.jit
+def _unit_inverse(lower, dtype: tl.constexpr, CHUNK: tl.constexpr):
+    """The inverse of 1 + ``lower`` [CHUNK, CHUNK], which is strictly lower triangular.
+
+    Blocks of 16 on the diagonal by elimination, all at once; from these, larger ones as in
+    ``delta_prefill.xla.unit_inverse``.
+    """
+    BLOCK: tl.constexpr = 16
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    blocks = tl.arange(0, BLOCKS)
+    at = tl.arange(0, BLOCK)
+    diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
+    tiles = tl.where(diagonal, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0)
+    tiles = tl.sum(tiles, 2)  # [BLOCKS, BLOCK, BLOCK]
+    inverses = tl.where((at[:, None] == at[None, :])[None], 1.0, tl.zeros_like(tiles))
+    for step in range(BLOCK - 1):
+        column = tl.sum(tl.where((at == step)[None, None, :], tiles, 0.0), 2)
+        row = tl.sum(tl.where((at == step)[None, :, None], inverses, 0.0), 1)
+        inverses -= column[:, :, None] * row[:, None, :]
+    inverse = tl.where(diagonal, inverses[:, :, None, :], 0.0)
+    inverse = tl.reshape(inverse, (CHUNK, CHUNK))
+    inverse = _merged(inverse, lower, dtype, CHUNK, BLOCK)
+    return _merged(inverse, lower, dtype, CHUNK, 2 * BLOCK)
+
+
+@triton.jit
+def _chunks(
+    q,  # [T, K, Dk]
+    k,  # [T, K, Dk]
+    log_decay,  # float32[T, V]
+    beta,  # float32[T, V]
+    query_start_loc,  # int32[R + 1]
+    sums,  # float32[N, V, CHUNK]
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    scores,  # [N, V, CHUNK, CHUNK]
+    out,  # [T, V, Dv]: zeros for tokens of no row
+    num_tokens,  # T; this and the next are not constexpr, so all buckets share a kernel
+    num_starts,  # R + 1
+    STARTS_TILE: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row, row_end, first = _row_of_chunk(  # type: ignore[misc]
+        chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
+    )
+    if first >= row_end:
+        return
+    at = tl.arange(0, CHUNK)
+    token = first.to(tl.int64) + at
+    inside = token < row_end
+    if row + 1 == num_starts:
+        at_out = out + (token * HEADS + head)[:, None] * VALUE_DIM
+        at_out += tl.arange(0, VALUE_DIM)[None, :]
+        zeros = tl.zeros((CHUNK, VALUE_DIM), out.dtype.element_ty)
+        tl.store(at_out, zeros, mask=inside[:, None])
+        return
+    dtype: tl.constexpr = k.dtype.element_ty
+    at_chunk = (chunk * HEADS + head).to(tl.int64)
+    at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
+    at_key += tl.arange(0, KEY_DIM)[None, :]
+    keys = tl.load(k + at_key, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + at_key, mask=inside[:, None], other=0.0)
+    decay = tl.load(log_decay + token * HEADS + head, mask=inside, other=0.0)
+    strength = tl.load(beta + token * HEADS + head, mask=inside, other=0.0)
+    decay = tl.cumsum(decay, 0)
+    tl.store(sums + at_chunk * CHUNK + at, decay)
+
+    # masked before exp: a difference above the diagonal is positive and may overflow
+    seen = at[:, None] >= at[None, :]
+    between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
+    at_square = at[:, None] * CHUNK + at[None, :]
+    within = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * between
+    tl.store(scores + at_chunk * (CHUNK * CHUNK) + at_square, within.to(dtype))
+    lower = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * strength[:, None]
+    lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
+    inverse = _unit_inverse(lower, dtype, CHUNK) * strength[None, :]
+    high, low = _halves(inverse, dtype)  # type: ignore[misc]
+    at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+    tl.store(at_inverse, high)
+    if HALVES == 2:
+        tl.store(at_inverse + CHUNK * CHUNK, low)
+
+
+@triton.jit
+def _scan(
+    q,  # [T, K, Dk]
+    k,  # [T, K, Dk]
+    v,  # [T, V, Dv]
+    sums,  # float32[N, V, CHUNK]
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    scores,  # [N, V, CHUNK, CHUNK]
+    query_start_loc,  # int32[R + 1]
+    begins,  # int32[R]
+    reads,  # int32[R]
+    writes,  # int32[R]
+    save_tokens,  # int32[R, NUM_SAVES]
+    save_rows,  # int32[R, NUM_SAVES]
+    out,  # [T, V, Dv]
+    states,  # float32[P, V, Dk, Dv]
+    NUM_SAVES: tl.constexpr,
+    SAVES_TILE: tl.constexpr,  # at least NUM_SAVES
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr,  # of a CTA
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    PARTS: tl.constexpr = VALUE_DIM // VALUES
+    head = tl.program_id(0) // PARTS
+    row = tl.program_id(1)
+    start = tl.load(query_start_loc + row)
+    end = tl.load(query_start_loc + row + 1)
+    if start >= end:
+        return
+    dtype: tl.constexpr = k.dtype.element_ty
+    at = tl.arange(0, CHUNK)
+    components = tl.arange(0, KEY_DIM)
+    values = tl.program_id(0) % PARTS * VALUES + tl.arange(0, VALUES)
+    at_state = states + head * (KEY_DIM * VALUE_DIM)
+    at_state += components[:, None] * VALUE_DIM + values[None, :]
+    STATE: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
+    at_read = at_state + tl.load(reads + row).to(tl.int64) * STATE  # offsets exceed int32
+    is_old = (components >= 0)[:, None] & (tl.load(begins + row) > 0)
+    state = tl.load(at_read, mask=is_old, other=0.0)
+    if NUM_SAVES > 0:
+        saves = tl.arange(0, SAVES_TILE)
+        at_saves = row * NUM_SAVES + saves
+        counts = tl.load(save_tokens + at_saves, mask=saves < NUM_SAVES, other=0)
+
+    at_square = at[:, None] * CHUNK + at[None, :]
+    first_chunk = start // CHUNK + row
+    for number in range(0, tl.cdiv(end - start, CHUNK)):
+        token = start.to(tl.int64) + number * CHUNK + at
+        inside = (token < end)[:, None]
+        at_chunk = ((first_chunk + number) * HEADS + head).to(tl.int64)
+        at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
+        at_key += components[None, :]
+        at_value = (token * HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+        at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+        keys = tl.load(k + at_key, mask=inside, other=0.0)
+        queries = tl.load(q + at_key, mask=inside, other=0.0)
+        value = tl.load(v + at_value, mask=inside, other=0.0)
+        high = tl.load(at_inverse)
+        low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+        within = tl.load(scores + at_chunk * (CHUNK * CHUNK) + at_square)
+        decay = tl.load(sums + at_chunk * CHUNK + at)
+        total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
+
+        zeros = tl.zeros((CHUNK, VALUES), tl.float32)
+        since = tl.exp(decay)[:, None]
+        of_keys = _times_exact(keys, state, zeros, dtype)
+        result = tl.dot(queries, state.to(dtype), input_precision="tf32x3") * since
+        rest = value.to(tl.float32) - since * of_keys
+        changes = _times(high, low, rest, zeros, dtype)
+        result = tl.dot(within, changes.to(dtype), result, input_precision="tf32x3")
+        tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
+        changes *= tl.exp(total - decay)[:, None]
+        state = _times_exact(tl.trans(keys), changes, state * tl.exp(total), dtype)
+        if NUM_SAVES > 0:
+            found = tl.max(tl.where(counts == (number + 1) * CHUNK, saves, -1), 0)
+            is_saved = (components >= 0)[:, None] & (found >= 0)
+            to = tl.load(save_rows + row * NUM_SAVES + found, mask=found >= 0, other=0)
+            tl.store(at_state + to.to(tl.int64) * STATE, state, mask=is_saved)
+    tl.store(at_state + tl.load(writes + row).to(tl.int64) * STATE, state)
+
+
+def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
+    """See ``delta_prefill.api``."""
+    return launch_with(launch.choose_config(args), args)
+
+
+def launch_with(
+    config: launch.TritonConfig, args: DeltaPrefillArgs
+) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
+    """``delta_prefill`` with a given configuration."""
+    sizes = _sizes(args)
+    sums, inverses, scores, out = of_chunks(config, args)
+    # jax-triton updates a Ref in place
+    out, states = jax.new_ref(out), jax.new_ref(args.states)
+    saves, num_saves = (args.writes, args.writes), 0  # no more than arguments, without saves
+    if args.save_tokens is not None and args.save_rows is not None:
+        saves, num_saves = (args.save_tokens, args.save_rows), args.save_tokens.shape[1]
+    jt.triton_call(
+        args.q,
+        args.k,
+        args.v,
+        sums,
+        inverses,
+        scores,
+        args.query_start_loc,
+        args.begins,
+        args.reads,
+        args.writes,
+        *saves,
+        out,
+        states,
+        kernel=_scan,
+        out_type=(),
+        grid=(sizes["HEADS"] * (sizes["VALUE_DIM"] // config.values), len(args.begins)),
+        num_warps=config.scan_warps,
+        num_stages=config.scan_stages,
+        NUM_SAVES=num_saves,
+        SAVES_TILE=power_of_two(max(num_saves, 1)),
+        VALUES=config.values,
+        **sizes,
+    )
+    return jax.freeze(out), jax.freeze(states)
+
+
+def of_chunks(
+    config: launch.TritonConfig, args: DeltaPrefillArgs
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row."""
+    num_starts, sizes = len(args.query_start_loc), _sizes(args)
+    shape = (len(args.q) // CHUNK + num_starts, sizes["HEADS"])
+    square = (CHUNK, CHUNK)
+    return jt.triton_call(
+        args.q,
+        args.k,
+        args.log_decay,
+        args.beta,
+        args.query_start_loc,
+        kernel=_chunks,
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, sizes["HALVES"], *square), args.k.dtype),
+            jax.ShapeDtypeStruct((*shape, *square), args.k.dtype),
+            jax.ShapeDtypeStruct(args.v.shape, args.v.dtype),
+        ),
+        grid=shape[::-1],
+        num_warps=config.chunk_warps,
+        num_stages=1,
+        num_tokens=len(args.q),
+        num_starts=num_starts,
+        STARTS_TILE=max(launch.STARTS_TILE, power_of_two(num_starts)),
+        **sizes,
+    )
+
+
+def _sizes(args: DeltaPrefillArgs) -> dict[str, Any]:
+    """Constants of both kernels."""
+    _, key_heads, key_dim = args.k.shape
+    _, heads, value_dim = args.v.shape
+    return {
+        "KEY_HEADS": key_heads,
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "CHUNK": CHUNK,
+        "HALVES": 1 if args.k.dtype == jnp.float32 else 2,
+    }
