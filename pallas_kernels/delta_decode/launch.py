@@ -11,7 +11,7 @@ from pallas_kernels.lib.numerics import power_of_two
 
 MIN_DIM, MAX_DIM = 16, 256
 MAX_STATE = 128 * 256  # elements of a head's state, which are in the registers of a CTA
-STATE_OF_THREAD = 64  # elements
+STATE_OF_THREAD = 128  # elements
 MAX_WIDTH = 8  # taps of a convolution, whose loop is unrolled
 
 

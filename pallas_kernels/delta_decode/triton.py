@@ -23,7 +23,7 @@ def _silu(x):
 
 
 @triton.jit
-def _convolved(
+def _taps(
     qkv,  # [C], of the row
     conv,  # [W, C]
     convs,  # [W, C], of the row's sequence
@@ -33,10 +33,10 @@ def _convolved(
     WIDTH: tl.constexpr,  # W
     WIDTH_TILE: tl.constexpr,
 ):
-    """Channels of the token after convolution and SiLU, float32[D]; stores them before it.
+    """The taps of channels, float32[WIDTH_TILE, D], whose sum is the convolution; and the token.
 
-    All taps are one tile: of vectors with fewer elements than the CTA has threads, Triton loads
-    all elements that a thread needs of them in the layout of the state, up to 16.
+    They are one tile, since Triton loads vectors with fewer elements than the CTA has threads in
+    the layout of the state, of which each thread has many rows.
     """
     back = tl.arange(0, WIDTH_TILE)[:, None]  # tokens before this one
     at_input = convs + (position + WIDTH - back) % WIDTH * CHANNELS + channel[None, :]
@@ -44,11 +44,25 @@ def _convolved(
     token = tl.load(at_token, mask=back == 0, other=0.0)
     # a sequence has no inputs before its first token
     is_input = (back > 0) & (back < WIDTH) & (back <= position)
-    found = tl.load(at_input, mask=is_input, other=0.0).to(tl.float32) + token.to(tl.float32)
+    found = tl.load(at_input, mask=is_input, other=0.0)
     at_weight = conv + (WIDTH - 1 - back) * CHANNELS + channel[None, :]
     weight = tl.load(at_weight, mask=back < WIDTH, other=0.0)
-    tl.store(at_input, token.to(convs.dtype.element_ty), mask=back == 0)
-    return _silu(tl.sum(found * weight.to(tl.float32), 0))
+    return (found.to(tl.float32) + token.to(tl.float32)) * weight.to(tl.float32), token
+
+
+@triton.jit
+def _store_token(
+    convs,  # [W, C], of the row's sequence
+    token,  # [WIDTH_TILE, D], in the first row
+    channel,  # int32[D]
+    position,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_TILE: tl.constexpr,
+):
+    back = tl.arange(0, WIDTH_TILE)[:, None]
+    at_token = convs + position % WIDTH * CHANNELS + back * 0 + channel[None, :]
+    tl.store(at_token, token.to(convs.dtype.element_ty), mask=back == 0)
 
 
 @triton.jit
@@ -94,27 +108,35 @@ def _decode(
     at_q = head // (HEADS // KEY_HEADS) * KEY_DIM + keys
     at_k = KEY_HEADS * KEY_DIM + at_q
     at_v = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
-    q = _unit(_convolved(qkv, conv, convs, at_q, position, CHANNELS, WIDTH, WIDTH_TILE))  # type: ignore[misc]
-    k = _unit(_convolved(qkv, conv, convs, at_k, position, CHANNELS, WIDTH, WIDTH_TILE))  # type: ignore[misc]
-    v = _convolved(qkv, conv, convs, at_v, position, CHANNELS, WIDTH, WIDTH_TILE)
-    q *= KEY_DIM**-0.5
+    # all loads come before the first sum over threads, so that they are in flight together
+    q, q_token = _taps(qkv, conv, convs, at_q, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
+    k, k_token = _taps(qkv, conv, convs, at_k, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
+    v, v_token = _taps(qkv, conv, convs, at_v, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
     at_gate = gates + row * (2 * HEADS) + head
-    beta = tl.sigmoid(tl.load(at_gate).to(tl.float32))
+    beta = tl.load(at_gate).to(tl.float32)
     step = tl.load(at_gate + HEADS).to(tl.float32) + tl.load(decay + HEADS + head)
+    rate = tl.load(decay + head)
+    at_out = (row * HEADS + head) * VALUE_DIM + values
+    scale = tl.load(norm + values).to(tl.float32)
+    gate = tl.load(z + at_out).to(tl.float32)
+
+    q = _unit(_silu(tl.sum(q, 0))) * KEY_DIM**-0.5
+    k = _unit(_silu(tl.sum(k, 0)))
+    v = _silu(tl.sum(v, 0))
     softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
-    kept = tl.exp(-tl.exp(tl.load(decay + head)) * softplus)
+    kept = tl.exp(-tl.exp(rate) * softplus)
 
     # Both products with the state before the change, so that their sums are one reduction apart
     # from each other; the change adds (q . k) times itself to the output.
     of_k = tl.sum(state * k[:, None], 0) * kept
     of_q = tl.sum(state * q[:, None], 0) * kept
-    change = (v - of_k) * beta
+    change = (v - of_k) * tl.sigmoid(beta)
     result = of_q + tl.sum(q * k, 0) * change
     tl.store(at_state, state * kept + k[:, None] * change[None, :])
-
-    at_out = (row * HEADS + head) * VALUE_DIM + values
-    result *= tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + EPS)
-    result *= tl.load(norm + values).to(tl.float32) * _silu(tl.load(z + at_out).to(tl.float32))
+    _store_token(convs, q_token, at_q, position, CHANNELS, WIDTH, WIDTH_TILE)
+    _store_token(convs, k_token, at_k, position, CHANNELS, WIDTH, WIDTH_TILE)
+    _store_token(convs, v_token, at_v, position, CHANNELS, WIDTH, WIDTH_TILE)
+    result *= tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + EPS) * scale * _silu(gate)
     tl.store(out + at_out, result.to(out.dtype.element_ty))
 
 

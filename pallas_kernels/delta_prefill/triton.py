@@ -50,43 +50,62 @@ def _row_of_chunk(
 
 
 @triton.jit
-def _halves(x, like):
+def _halves(x, dtype: tl.constexpr):
     """float32 as a number of another dtype, and the rest in that dtype; 0 if it is float32."""
-    high = x.to(like)
-    return high, (x - high.to(tl.float32)).to(like)
+    if dtype == tl.bfloat16:  # by bits: a conversion there and back takes 8 cycles
+        high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        high = x.to(dtype).to(tl.float32)
+    return high.to(dtype), (x - high).to(dtype)
 
 
 @triton.jit
-def _times_exact(a, b, total, dtype: tl.constexpr):
-    """``total`` plus a @ b, of an argument and a float32 operand."""
-    if dtype == tl.float32:
-        return tl.dot(a, b, total, input_precision="tf32x3")
-    high, low = _halves(b, dtype)  # type: ignore[misc]
-    return tl.dot(a, low, tl.dot(a, high, total))
+def _split(x, dtype: tl.constexpr):
+    """float32[K, N] as an operand [K, 2N]: each column's halves. float32 is not split."""
+    if dtype != tl.float32:
+        high, low = _halves(x, dtype)  # type: ignore[misc]
+        x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
+    return x
 
 
 @triton.jit
-def _times(a_high, a_low, b, total, dtype: tl.constexpr):
-    """``total`` plus a @ b, of float32 operands, the first one split."""
-    if dtype == tl.float32:
-        return tl.dot(a_high, b, total, input_precision="tf32x3")
-    high, low = _halves(b, dtype)  # type: ignore[misc]
-    return tl.dot(a_high, high, tl.dot(a_high, low, tl.dot(a_low, high, total)))
+def _joined(product, dtype: tl.constexpr):
+    """A product with a split operand: the sum of each column's halves."""
+    if dtype != tl.float32:
+        halves = tl.reshape(product, (product.shape[0], product.shape[1] // 2, 2))
+        product = tl.sum(halves, 2)
+    return product
 
 
 @triton.jit
-def _merged(
-    inverse, lower, dtype: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr
-):
+def _times(a_high, a_low, b, dtype: tl.constexpr):
+    """a @ b of float32 operands, the first one in halves."""
+    b = _split(b, dtype)
+    product = tl.dot(a_high, b, input_precision="tf32x3")
+    if dtype != tl.float32:
+        product = tl.dot(a_low, b, product)
+    return _joined(product, dtype)
+
+
+@triton.jit
+def _times_square(a, b, dtype: tl.constexpr):
+    """a @ b of float32 operands. The product of the lower halves is less than an error."""
+    high, low = _halves(a, dtype)  # type: ignore[misc]
+    b_high, b_low = _halves(b, dtype)  # type: ignore[misc]
+    product = tl.dot(high, b_high, input_precision="tf32x3")
+    if dtype != tl.float32:
+        product = tl.dot(high, b_low, tl.dot(low, b_high, product))
+    return product
+
+
+@triton.jit
+def _merged(inverse, lower, dtype: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr):
     """Inverses of blocks of twice the size, from those of SIZE on the diagonal."""
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     corner = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
-    zeros = tl.zeros((CHUNK, CHUNK), tl.float32)
-    high, low = _halves(inverse, dtype)  # type: ignore[misc]
-    below = _times(high, low, tl.where(corner, lower, 0.0), zeros, dtype)
-    high, low = _halves(below, dtype)  # type: ignore[misc]
-    return inverse - _times(high, low, inverse, zeros, dtype)
+    below = _times_square(inverse, tl.where(corner, lower, 0.0), dtype)
+    return inverse - _times_square(below, inverse, dtype)
 
 
 @triton.jit
@@ -245,16 +264,17 @@ def _scan(
         decay = tl.load(sums + at_chunk * CHUNK + at)
         total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
 
-        zeros = tl.zeros((CHUNK, VALUES), tl.float32)
         since = tl.exp(decay)[:, None]
-        of_keys = _times_exact(keys, state, zeros, dtype)
-        result = tl.dot(queries, state.to(dtype), input_precision="tf32x3") * since
-        rest = value.to(tl.float32) - since * of_keys
-        changes = _times(high, low, rest, zeros, dtype)
+        before = _split(state, dtype)
+        of_keys = _joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
+        of_queries = _joined(tl.dot(queries, before, input_precision="tf32x3"), dtype)
+        changes = _times(high, low, value.to(tl.float32) - since * of_keys, dtype)
+        result = of_queries * since
         result = tl.dot(within, changes.to(dtype), result, input_precision="tf32x3")
         tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
-        changes *= tl.exp(total - decay)[:, None]
-        state = _times_exact(tl.trans(keys), changes, state * tl.exp(total), dtype)
+        changes = _split(changes * tl.exp(total - decay)[:, None], dtype)
+        added = _joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
+        state = state * tl.exp(total) + added
         if NUM_SAVES > 0:
             found = tl.max(tl.where(counts == (number + 1) * CHUNK, saves, -1), 0)
             is_saved = (components >= 0)[:, None] & (found >= 0)
