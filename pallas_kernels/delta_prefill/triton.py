@@ -53,7 +53,8 @@ def _row_of_chunk(
 def _halves(x, dtype: tl.constexpr):
     """float32 as a number of another dtype, and the rest in that dtype; 0 if it is float32."""
     if dtype == tl.bfloat16:  # by bits: a conversion there and back takes 8 cycles
-        high = (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
+        high = bits.to(tl.float32, bitcast=True)
     else:
         high = x.to(dtype).to(tl.float32)
     return high.to(dtype), (x - high).to(dtype)
@@ -162,22 +163,23 @@ def _chunks(
     if first >= row_end:
         return
     at = tl.arange(0, CHUNK)
-    token = first.to(tl.int64) + at
-    inside = token < row_end
+    inside = at < row_end - first
+    base = first.to(tl.int64)  # offsets exceed int32, but not within a chunk
     if row + 1 == num_starts:
-        at_out = out + (token * HEADS + head)[:, None] * VALUE_DIM
-        at_out += tl.arange(0, VALUE_DIM)[None, :]
+        at_out = out + (base * HEADS + head) * VALUE_DIM
+        at_out += at[:, None] * (HEADS * VALUE_DIM) + tl.arange(0, VALUE_DIM)[None, :]
         zeros = tl.zeros((CHUNK, VALUE_DIM), out.dtype.element_ty)
         tl.store(at_out, zeros, mask=inside[:, None])
         return
     dtype: tl.constexpr = k.dtype.element_ty
     at_chunk = (chunk * HEADS + head).to(tl.int64)
-    at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
-    at_key += tl.arange(0, KEY_DIM)[None, :]
-    keys = tl.load(k + at_key, mask=inside[:, None], other=0.0)
-    queries = tl.load(q + at_key, mask=inside[:, None], other=0.0)
-    decay = tl.load(log_decay + token * HEADS + head, mask=inside, other=0.0)
-    strength = tl.load(beta + token * HEADS + head, mask=inside, other=0.0)
+    of_key = (base * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    at_key = at[:, None] * (KEY_HEADS * KEY_DIM) + tl.arange(0, KEY_DIM)[None, :]
+    keys = tl.load(k + of_key + at_key, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + of_key + at_key, mask=inside[:, None], other=0.0)
+    of_gate = base * HEADS + head
+    decay = tl.load(log_decay + of_gate + at * HEADS, mask=inside, other=0.0)
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
     decay = tl.cumsum(decay, 0)
     tl.store(sums + at_chunk * CHUNK + at, decay)
 
@@ -248,7 +250,7 @@ def _scan(
     at_square = at[:, None] * CHUNK + at[None, :]
     first_chunk = start // CHUNK + row
     for number in range(0, tl.cdiv(end - start, CHUNK)):
-        token = start.to(tl.int64) + number * CHUNK + at
+        token = start.to(tl.int64) + number * CHUNK + at  # offsets exceed int32
         inside = (token < end)[:, None]
         at_chunk = ((first_chunk + number) * HEADS + head).to(tl.int64)
         at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
