@@ -18,7 +18,7 @@ STARTS_TILE = 512
 
 @dataclass(frozen=True)
 class TritonConfig:
-    """Launch parameters: of the kernel over chunks, and of the scan over them."""
+    """Launch parameters of the kernel over chunks, and of the scan over them."""
 
     values: int  # components of the values of a CTA of the scan
     chunk_warps: int
@@ -35,8 +35,12 @@ def supports(args: DeltaPrefillArgs) -> str | None:
 
 
 def choose_config(args: DeltaPrefillArgs) -> TritonConfig:
-    """A scan is bound by its latency, so the values of a head are split over CTAs."""
-    if args.k.dtype.itemsize > 2:
+    """The values of a head are split over CTAs: the scan is bound by the latency of a chunk.
+
+    One layer of Qwen3.5-4B, 8,192 tokens of one row, H200, us of the scan: 270 with 32 values, 4
+    warps and 3 stages; 468 with 16 values, 429 with 8 warps, over 600 with 64 values, and 510 (of
+    an earlier version) with 2 stages.
+    """
+    if args.k.dtype.itemsize > 2:  # larger tiles would spill registers
         return TritonConfig(MIN_DIM, chunk_warps=4, scan_warps=4, scan_stages=1)
-    values = min(args.v.shape[2], 32)
-    return TritonConfig(values, chunk_warps=4, scan_warps=4, scan_stages=2)
+    return TritonConfig(min(args.v.shape[2], 32), chunk_warps=4, scan_warps=4, scan_stages=3)
