@@ -49,13 +49,14 @@ class BlockSpec(Protocol):
         self,
         params: Mapping[str, Any],
         x: jax.ShapeDtypeStruct,  # [T, D]
+        num_prompts: int,
         platform: str,
         pins: Pins,
     ) -> int:
         """A bound on the bytes that a step with tokens ``x`` needs in this block, in addition to
         the inputs and outputs of its matrices. The default is 0.
 
-        ``params`` are the abstract parameters of the layer.
+        ``params`` are the abstract parameters of the layer, ``num_prompts`` the prefill rows.
         """
-        del params, x, platform, pins
+        del params, x, num_prompts, platform, pins
         return 0

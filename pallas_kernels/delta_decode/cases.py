@@ -40,6 +40,7 @@ CASES = (
     DecodeCase("tiny_edges", (0, 1, 2, 3, 4, 63, 64, 1000), padding=2),
     DecodeCase("tiny_one_row", (5,)),
     DecodeCase("tiny_kept", (63, 5, 127, 191, 0), padding=1, kept=True),
+    DecodeCase("tiny_rows_bf16", (0, 2, 77), padding=2, dtype="bfloat16"),
     DecodeCase(
         "qwen3_5_4b_bf16",
         (0, 2, 77),
