@@ -14,8 +14,14 @@ OP = KernelOp(
     name="delta_prefill",
     ref=ref.delta_prefill,
     impls=(
-        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
-        Impl("xla", xla.delta_prefill),
+        Impl(
+            "triton",
+            _triton,
+            ("gpu",),
+            launch.supports,
+            workspace=launch.workspace_bytes,
+        ),
+        Impl("xla", xla.delta_prefill, workspace=xla.workspace_bytes),
     ),
     cases=cases.CASES,
     build=cases.build,

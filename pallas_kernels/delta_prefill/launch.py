@@ -5,9 +5,10 @@ Does not import Triton, so it works where Triton is not installed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
+from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
 from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.lib.numerics import power_of_two
 
@@ -32,6 +33,16 @@ def supports(args: DeltaPrefillArgs) -> str | None:
         if power_of_two(size) != size or not MIN_DIM <= size <= MAX_DIM:
             return f"{name} have {size} components, not a power of two from {MIN_DIM} to {MAX_DIM}"
     return unfit_for_triton(args.k, args.v)
+
+
+def workspace_bytes(args: DeltaPrefillArgs) -> int:
+    """The arrays between the two kernels: of each chunk and head sums, inverses (with the rest that
+    16 bits lose) and scores; and the outputs.
+    """
+    num_rows, heads, item = args.begins.shape[0], args.v.shape[1], args.k.dtype.itemsize
+    chunks = args.q.shape[0] // CHUNK + num_rows + 1
+    of_chunk = CHUNK * 4 + 3 * CHUNK * CHUNK * item
+    return chunks * heads * of_chunk + math.prod(args.v.shape) * args.v.dtype.itemsize
 
 
 def choose_config(args: DeltaPrefillArgs) -> TritonConfig:
