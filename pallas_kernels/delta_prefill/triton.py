@@ -205,7 +205,10 @@ def _chunks(
     lower = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * strength[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
     inner: tl.constexpr = dtype if dtype == tl.float32 else tl.float16
-    inverse = _unit_inverse(lower, inner, CHUNK) * strength[None, :]
+    inverse = _unit_inverse(lower, inner, CHUNK)
+    # again, since it would be in 16 registers of each thread from the first use on
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
+    inverse *= strength[None, :]
     high, low = _halves(inverse, dtype)  # type: ignore[misc]
     at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
     tl.store(at_inverse, high)
