@@ -87,9 +87,7 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     assert isinstance(spec.arrays, ArraySpec), spec.path
     if spec.pieces is not None:
         return _kept_stack(spec, forms, arrangement)
-    sources = tuple(source._replace(form=forms.get(source.name)) for source in spec.sources)
-    for source in sources:
-        _check_rows(source)
+    sources = tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
     axes = _axes_of_parts(outputs, [sum(_size(one, spec)[0] for one in own) for _, own in parts])
@@ -102,17 +100,11 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     return replace(spec, arrays=tree_of_parts(arrays), sources=sources, build=build, finish=finish)
 
 
-def _check_rows(source: Source) -> None:
-    """Raise ``CheckpointError`` if rows would leave the block with which they share scales."""
-    if source.form is None or source.rows is None or source.form.block_outputs == 1:
-        return
-    order, block = source.rows.order(source.shape[0]), source.form.block_outputs
-    whole = np.pad(order, (0, -len(order) % block), mode="linear_ramp").reshape(-1, block)
-    if len(order) % block or (whole != whole[:, :1] // block * block + np.arange(block)).any():
-        raise CheckpointError(
-            f"tensor {source.name} cannot be kept as {source.form}: heads that rotate in part, or "
-            "that have gates, need blocks of whole heads; use a checkpoint without such blocks"
-        )
+def _with_form(source: Source, form: Form | None) -> Source:
+    """The source in a form, or with ``rows`` in that of its ordered outputs."""
+    if form is not None and source.rows is not None:
+        form = form.ordered(source.rows.order(source.shape[0]))
+    return source._replace(form=form)
 
 
 def _kept_stack(
