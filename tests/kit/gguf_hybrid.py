@@ -17,7 +17,6 @@ from kit.checkpoints import HFConfig, random_hf_tensors, tiny_llama_config, writ
 TOKEN_IDS = np.random.default_rng(0).integers(3, 95, 100).astype(np.int32)  # int32[100]
 # Three value heads of each of two key heads. Widths are equal, as llama.cpp requires.
 _HYBRID = {
-    "head_dim": 32,
     "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -27,7 +26,7 @@ _HYBRID = {
     "partial_rotary_factor": 0.75,
     "rms_norm_eps": 1e-6,
 }
-_SECTIONS = {"rope_type": "default", "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+_SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 2], "mrope_interleaved": True}
 _EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,

@@ -52,6 +52,8 @@ def qwen3_next_config(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 def _hybrid(meta: ArchitectureMetadata, *, dense: bool) -> dict[str, Any]:
+    meta.only("tensor_data_layout", "reference")
+    meta.only("attention.sliding_window", 0)
     config = decoder_config(meta, partial=True, dense=dense)
     if meta.architecture != "qwen3next":
         # Frequencies whose position is the time, height and width of an image, in turn: equal for
