@@ -155,7 +155,7 @@ def test_types_that_differ_by_tensor_are_kept(tmp_path: Path) -> None:
         "0.linear_attn.in_proj_qkv": Type.Q5_K,
         "0.linear_attn.in_proj_z": Type.Q4_K,
         "0.linear_attn.in_proj_a": Type.Q8_0,
-        "0.linear_attn.out_proj": Type.Q5_K,
+        "0.linear_attn.out_proj": Type.Q4_K,
         "1.self_attn.q_proj": Type.Q4_K,
         "1.self_attn.k_proj": Type.Q4_K,
         "1.self_attn.v_proj": Type.Q6_K,
