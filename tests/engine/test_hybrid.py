@@ -108,6 +108,18 @@ def test_prefixes_are_reused_up_to_a_border() -> None:
     assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
 
 
+def test_the_next_turn_starts_near_the_end_of_the_answer() -> None:
+    """States are saved at multiples of 64 while answers are decoded, also of several rows."""
+    served = engine("qwen3_5")
+    turns = [prompt_of(60, 21), prompt_of(100, 22)]
+    check("qwen3_5", served, turns, LONG)
+    following = [
+        [*turn, *expected("qwen3_5", tuple(turn), LONG.max_tokens or 0), *prompt_of(20, 30 + i)]
+        for i, turn in enumerate(turns)
+    ]
+    assert check("qwen3_5", served, following, GREEDY) == [128, 128]
+
+
 def test_preempted_sequences_draw_the_same_tokens() -> None:
     served = engine("qwen3_5", num_pages=90)
     check("qwen3_5", served, [prompt_of(100, 5), prompt_of(110, 6), prompt_of(64, 7)], LONG)

@@ -179,11 +179,12 @@ def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
 
 
 def snapshots_for(max_num_seqs: int) -> int:
-    """The number of layer state snapshots for an engine: one per sequence, and at least a few.
+    """The number of layer state snapshots for an engine: two per sequence, and at least a few.
 
-    The minimum is for prefix reuse between prompts that are served one at a time.
+    One is of a sequence's prompt, one of its answer (``Limits.saves_answers``). The minimum is for
+    prefix reuse between prompts that are served one at a time.
     """
-    return max(max_num_seqs, MIN_SNAPSHOTS)
+    return max(2 * max_num_seqs, MIN_SNAPSHOTS)
 
 
 def fitting_seqs(
@@ -265,18 +266,19 @@ def step_bound(program: Program, bucket: Bucket) -> int:
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
-    blocks = block_bytes(model, bucket.num_tokens, program.platform, program.pins)
+    blocks = block_bytes(model, bucket, program.platform, program.pins)
     if program.limits.pooling:
         logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
     return logits + activations * config.dtype.itemsize + blocks
 
 
-def block_bytes(model: Model, num_tokens: int, platform: str, pins: Pins) -> int:
-    """A bound on what a mixer or a feed-forward network needs for so many tokens in addition to the
-    inputs and outputs of its matrices, at most of all layers.
+def block_bytes(model: Model, bucket: Bucket, platform: str, pins: Pins) -> int:
+    """A bound on what a mixer or a feed-forward network needs in a step of this bucket in addition
+    to the inputs and outputs of its matrices, at most of all layers.
     """
-    x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), model.config.dtype)
-    return max(block.workspace(params, x, platform, pins) for block, params in model.blocks)
+    x = jax.ShapeDtypeStruct((bucket.num_tokens, model.config.hidden_size), model.config.dtype)
+    step = (x, bucket.num_prefills, platform, pins)
+    return max(block.workspace(params, *step) for block, params in model.blocks)
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:
