@@ -90,7 +90,7 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     sources = tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
-    axes = _axes_of_parts(outputs, parts)
+    axes = _axes_of_parts(outputs, [sum(_size(one, spec)[0] for one in own) for _, own in parts])
     arrays = [
         _arrays(part, spec, axis, inputs, arrangement)
         for part, axis in zip(parts, axes, strict=True)
@@ -175,14 +175,17 @@ def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
     return (second, first) if spec.matrix in ("in_out", "experts_in_out") else (first, second)
 
 
-def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:
-    """The logical axis of each part's outputs."""
-    if not isinstance(axis, Fused) or len(parts) == 1:
-        return [axis] * len(parts)
+def _axes_of_parts(axis: Axis, totals: Sequence[int]) -> list[Axis]:
+    """The logical axis of the outputs of each part, which has so many."""
+    if not isinstance(axis, Fused) or len(totals) == 1:
+        return [axis] * len(totals)
     widths, axes = list(axis.widths), []
-    for _, members in parts:
-        axes.append(Fused(axis.name, tuple(widths[: len(members)])))
-        del widths[: len(members)]
+    for total in totals:
+        own: list[int] = []
+        while sum(own) < total:  # a source may have several of the axis's widths
+            own.append(widths.pop(0))
+        assert sum(own) == total, f"a part of {total} outputs of {axis}"
+        axes.append(Fused(axis.name, tuple(own)))
     return axes
 
 

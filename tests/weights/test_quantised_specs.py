@@ -126,6 +126,19 @@ def test_blocks_of_outputs_that_are_not_whole_heads_are_refused_where_rows_are_o
         specs(head_dim=256)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "phi3"])
+def test_axes_of_parts_of_several_forms_have_their_outputs(name: str) -> None:
+    """A tensor may have several parts of an axis: the queries and gates, or q, k and v."""
+    model = build_model(tiny_config(name), "float32")
+    kinds = ("k_proj", "v_proj", "gate_proj", "in_proj_z", "in_proj_b")
+    tensors = {s.name for spec in model.declared_specs for s in spec.sources}
+    chosen = [name for name in tensors if name.endswith(tuple(f"{kind}.weight" for kind in kinds))]
+    forms = tuple((name, Form("int8", 16, "float16")) for name in chosen)
+    for array in replace(model, forms=forms).arrays.values():
+        for axis, length in zip(array.axes, array.shape, strict=True):
+            assert not isinstance(axis, Fused) or sum(axis.widths) == length
+
+
 def test_sizes_by_form() -> None:
     sizes = sizes_by_form(MODEL.param_specs, FLOAT32)
     assert sizes["fp8 128x128"] == (2 * WIDTH * WIDTH, 2 * WIDTH * WIDTH + 2 * 4 * 4)
