@@ -178,12 +178,15 @@ def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
     return fewest_pages(limits, [1 + count for count in needed]), what
 
 
-def snapshots_for(max_num_seqs: int) -> int:
-    """The number of layer state snapshots for an engine: two per sequence, and at least a few.
+def snapshots_for(config: EngineConfig, max_num_seqs: int) -> int:
+    """The number of layer state snapshots for an engine: by default two per sequence, and at least
+    a few.
 
     One is of a sequence's prompt, one of its answer (``Limits.saves_answers``). The minimum is for
     prefix reuse between prompts that are served one at a time.
     """
+    if config.num_snapshots is not None:
+        return config.num_snapshots
     return max(2 * max_num_seqs, MIN_SNAPSHOTS)
 
 
@@ -204,7 +207,7 @@ def fitting_seqs(
     budget = budget - fixed.bytes_of(split_pages(limits, needed)) if chosen else budget // 2
 
     def state_bytes(count: int) -> int:
-        num_snapshots = snapshots_for(count) if limits.num_snapshots else 0
+        num_snapshots = snapshots_for(config, count) if limits.num_snapshots else 0
         return (count + 1 + num_snapshots) * state.bytes_per_slot
 
     return bisect_right(range(1, limits.max_num_seqs + 1), budget, key=state_bytes)
