@@ -205,6 +205,13 @@ def test_bad_configs_are_one_sentence(change: dict[str, Any], message: str) -> N
     assert "\n" not in str(error.value)
 
 
+def test_gates_are_never_quantised() -> None:
+    model = build_model(tiny_config("qwen3_5"), "float32")
+    quantised = {s.name for spec in model.param_specs if spec.is_linear for s in spec.sources}
+    kinds = {name.rpartition("linear_attn.")[2] for name in quantised if "linear_attn" in name}
+    assert kinds == {f"{name}.weight" for name in ("in_proj_qkv", "in_proj_z", "out_proj")}
+
+
 def test_names_of_a_model_with_images() -> None:
     family = build_model(tiny_config("qwen3_5"), "float32").family
     for name in ("layers.0.linear_attn.A_log", "embed_tokens.weight", "norm.weight"):
