@@ -47,8 +47,9 @@ def configs() -> dict[str, dict[str, Any]]:
     made |= {name: {**llama, **_sizes(of)} for name, of in LIKE_LLAMA.items()}
     made["glm-4-9b"] |= GLM
     made["glm-small"] = {**made["glm-4-9b"], "intermediate_size": 6144}
-    oss = found["gpt-oss-20b"]
-    oss["layer_types"] = oss["layer_types"][:LAYERS]
+    for config in found.values():
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:LAYERS]
     small = {"num_hidden_layers": LAYERS, "vocab_size": 32064}
     tokens = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
     return {name: {**config, **small, **tokens} for name, config in {**found, **made}.items()}

@@ -218,13 +218,20 @@ def devices(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, s
 
 def spec_types(modules: dict[str, Module]) -> set[str]:
     """The names of the types of specs: the classes of ``nn`` that end so."""
-    return {
+    classes = (
         node.name
         for module in modules.values()
         if module.folder == "jaxinfer.nn"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef) and node.name.endswith(("Config", "Spec"))
-    }
+        for node in module.tree.body
+        if isinstance(node, ast.ClassDef)
+    )
+    return {name for name in classes if name.endswith(("Config", "Spec"))}
+
+
+def names_in(nodes: list[ast.expr]) -> set[str]:
+    parts = [part for node in nodes for part in ast.walk(node)]
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    return names | {part.attr for part in parts if isinstance(part, ast.Attribute)}
 
 
 def specs(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str]]:
@@ -233,15 +240,15 @@ def specs(module: Module, modules: dict[str, Module]) -> Iterator[tuple[int, str
         return
     types = spec_types(modules)
     for node in ast.walk(module.tree):
-        asked: list[ast.AST] = []
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
-            asked = [*node.args[1:]]
+        asked: set[str] = set()
+        if isinstance(node, ast.Call) and names_in([node.func]) & {"isinstance", "issubclass"}:
+            asked = names_in(node.args[1:])
         elif isinstance(node, ast.MatchClass):
-            asked = [node.cls]
-        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node):
-            asked = [node.left, *node.comparators]
-        names = {ast.unparse(part).split(".")[-1] for one in asked for part in ast.walk(one)}
-        if found := names & types:
+            asked = names_in([node.cls])
+        elif isinstance(node, ast.Compare):
+            compared = names_in([node.left, *node.comparators])
+            asked = compared if "type" in compared else set()
+        if found := asked & types:
             yield node.lineno, f"asks for the type {min(found)}; use a member of the spec"
 
 

@@ -45,6 +45,7 @@ class Costs:
     pair_flops: int  # in attention, for one query and one key, over all layers without a window
     expert_bytes: int = 0  # of all experts of all layers
     expert_share: float = 0.0  # of a layer's experts that a token uses
+    state_bytes: int = 0  # of a sequence's state, which a step reads and writes
 
     def bytes_of_weights(self, tokens: float, distinct: float | None = None) -> float:
         """Bytes of the weights that a step with so many tokens reads.
@@ -91,6 +92,7 @@ def costs_of(model: Model) -> Costs:
         pair_flops=sum(map(_pair_flops, whole_context)),
         expert_bytes=expert_bytes,
         expert_share=share,
+        state_bytes=model.state.bytes_per_slot,
     )
 
 
@@ -101,7 +103,12 @@ def _named(params: Params) -> Iterator[tuple[str, Any]]:
 
 
 def _pair_flops(mixer: Any) -> int:
-    """Operations of one query and one key; of latent attention in its expanded form."""
+    """Operations of one query and one key; of latent attention in its expanded form.
+
+    A recurrent mixer has no pairs; the operations of its state are few beside its matrices.
+    """
+    if not hasattr(mixer, "head_dim"):
+        return 0
     value_dim = getattr(mixer, "value_dim", mixer.head_dim)
     return 2 * mixer.num_heads * (mixer.head_dim + value_dim)
 
@@ -144,5 +151,6 @@ class Floor:
 
 
 def decode_bytes(costs: Costs, batch: int, context: float, distinct: float | None = None) -> float:
-    """Bytes that a decode step reads; ``distinct``: see ``Costs.bytes_of_weights``."""
-    return costs.bytes_of_weights(batch, distinct) + batch * context * costs.kv_bytes
+    """Bytes that a decode step moves; ``distinct``: see ``Costs.bytes_of_weights``."""
+    of_rows = batch * (context * costs.kv_bytes + 2 * costs.state_bytes)
+    return costs.bytes_of_weights(batch, distinct) + of_rows

@@ -42,6 +42,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "kv_cache_memory_bytes": "half the weights on a CPU, 368 MiB to 1 GiB; what "
         "--gpu-memory-utilization leaves on a GPU",
         "num_gpu_blocks_override": "as many as fit, or as all sequences can fill",
+        "num_snapshots": "two for each sequence, of models with a state for each",
         "block_size": f"{DEFAULT_PAGE_SIZE}",
         "prefill_first": "off",
         "tap_points": "none",

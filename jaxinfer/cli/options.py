@@ -54,6 +54,7 @@ MEMORY = Group(
         Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
         Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
         Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),
+        Setting("num_snapshots", size, "Saved states of recurrent models, for prefixes."),
         Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
         Setting("enable_prefix_caching", boolean, "Reuse the KV cache of equal prefixes."),
         Setting("prefill_first", boolean, "Prompts before running answers: for batches."),

@@ -68,6 +68,9 @@ class EngineConfig:
     ``prefill_first``: if all requests fit at once, all prompts are computed before the first row
     decodes, which suits a batch but stalls a stream. None is True for ``LLM``, False for a server.
     ``num_pages``: of all pools together (``exec.compile.page_pools``), padding pages included.
+    ``num_snapshots``: of a model with a state for each sequence (Qwen3.5), the rows in which states
+    are saved, so that prompts with the same beginning start from them; each takes the bytes of a
+    sequence. None is two a sequence. Answers are saved, too, if there are two a sequence.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
@@ -121,6 +124,7 @@ class EngineConfig:
     prefill_bucket_factor: int | None = None
     mixed_bucket_start: int | None = None
     num_pages: int | None = None
+    num_snapshots: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     kernels: str | None = None

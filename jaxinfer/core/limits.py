@@ -68,6 +68,16 @@ class Limits(msgspec.Struct, frozen=True, dict=True):  # a dict for cached prope
         tokens = self.page_size * lcm(*[group.tokens_per_entry for group in self.groups])
         return lcm(tokens, self.align) // self.page_size
 
+    @cached_property  # used for each row
+    def save_step(self) -> int:
+        """Tokens between the borders at which states of sequences are saved; 0 if none are."""
+        return self.page_size * self.reuse_step if self.num_snapshots else 0
+
+    @cached_property  # used for each row
+    def saves_answers(self) -> bool:
+        """True if there are snapshots for the answer of every sequence besides those of prompts."""
+        return 0 < 2 * self.max_num_seqs <= self.num_snapshots
+
     def tokens_per_page(self, group: PageGroup) -> int:
         """Tokens of context that a page of a group covers."""
         return self.page_size * group.tokens_per_entry
@@ -96,8 +106,7 @@ class Limits(msgspec.Struct, frozen=True, dict=True):  # a dict for cached prope
             return whole
         chunk = self.max_num_batched_tokens if prefills else 0
         # pages for a snapshot stay until its step ends: see ``sched.state.Sequence.saving``
-        since_saved = self.page_size * self.reuse_step if self.num_snapshots else 0
-        new = max(chunk, since_saved + MAX_STEPS_IN_FLIGHT * self.query_tokens)
+        new = max(chunk, self.save_step + MAX_STEPS_IN_FLIGHT * self.query_tokens)
         span = group.window - 1 + min(new, self.max_model_len)
         return min(cdiv(span, tokens_per_page) + 1, whole)
 

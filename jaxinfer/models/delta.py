@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -102,7 +103,8 @@ def _specs(
     ]
     linears.append(Linear("o", ("out_proj",), (c.values, width), ("heads", None), bias=False))
     weights, _ = linear_specs(path, own, linears)
-    yield from weights
+    # a decay to the power of the tokens is sensitive, so that the gates are never quantised
+    yield from (replace(w, matrix=None) if w.path == f"{path}ba" else w for w in weights)
     yield from _small_specs(path, own, c, norm_dtype)
 
 

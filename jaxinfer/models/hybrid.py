@@ -45,6 +45,8 @@ def hybrid_config(
     key.
     """
     hf.supported_only(config, "attn_output_gate", True)
+    hf.supported_only(config, "output_gate_type", "swish", "silu")
+    hf.supported_only(config, "hidden_act", "silu", "swish")  # also after the convolution
     bias, kinds = hf.flag(config, "attention_bias", False), _layer_kinds(config)
     decoder = gqa_config(
         config,

@@ -87,12 +87,10 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     assert isinstance(spec.arrays, ArraySpec), spec.path
     if spec.pieces is not None:
         return _kept_stack(spec, forms, arrangement)
-    sources = tuple(source._replace(form=forms.get(source.name)) for source in spec.sources)
-    for source in sources:
-        _check_rows(source)
+    sources = tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
     parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
     outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
-    axes = _axes_of_parts(outputs, parts)
+    axes = _axes_of_parts(outputs, [sum(_size(one, spec)[0] for one in own) for _, own in parts])
     arrays = [
         _arrays(part, spec, axis, inputs, arrangement)
         for part, axis in zip(parts, axes, strict=True)
@@ -102,17 +100,11 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     return replace(spec, arrays=tree_of_parts(arrays), sources=sources, build=build, finish=finish)
 
 
-def _check_rows(source: Source) -> None:
-    """Raise ``CheckpointError`` if rows would leave the block with which they share scales."""
-    if source.form is None or source.rows is None or source.form.block_outputs == 1:
-        return
-    order, block = source.rows.order(source.shape[0]), source.form.block_outputs
-    whole = np.pad(order, (0, -len(order) % block), mode="linear_ramp").reshape(-1, block)
-    if len(order) % block or (whole != whole[:, :1] // block * block + np.arange(block)).any():
-        raise CheckpointError(
-            f"tensor {source.name} cannot be kept as {source.form}: heads that rotate in part, or "
-            "that have gates, need blocks of whole heads; use a checkpoint without such blocks"
-        )
+def _with_form(source: Source, form: Form | None) -> Source:
+    """The source in a form, or with ``rows`` in that of its ordered outputs."""
+    if form is not None and source.rows is not None:
+        form = form.ordered(source.rows.order(source.shape[0]))
+    return source._replace(form=form)
 
 
 def _kept_stack(
@@ -183,14 +175,17 @@ def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
     return (second, first) if spec.matrix in ("in_out", "experts_in_out") else (first, second)
 
 
-def _axes_of_parts(axis: Axis, parts: Sequence[Part]) -> list[Axis]:
-    """The logical axis of each part's outputs."""
-    if not isinstance(axis, Fused) or len(parts) == 1:
-        return [axis] * len(parts)
+def _axes_of_parts(axis: Axis, totals: Sequence[int]) -> list[Axis]:
+    """The logical axis of the outputs of each part, which has so many."""
+    if not isinstance(axis, Fused) or len(totals) == 1:
+        return [axis] * len(totals)
     widths, axes = list(axis.widths), []
-    for _, members in parts:
-        axes.append(Fused(axis.name, tuple(widths[: len(members)])))
-        del widths[: len(members)]
+    for total in totals:
+        own: list[int] = []
+        while sum(own) < total:  # a source may have several of the axis's widths
+            own.append(widths.pop(0))
+        assert sum(own) == total, f"a part of {total} outputs of {axis}"
+        axes.append(Fused(axis.name, tuple(own)))
     return axes
 
 

@@ -1,4 +1,4 @@
-"""What mixers and feed-forward networks have in common as specs; see ``decoder_config``."""
+"""Members that the specs of mixers and of feed-forward networks have in common."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def part(count: int, devices: int, what: str) -> int:
 class BlockSpec(Protocol):
     """A mixer or a feed-forward network as data. Hashable.
 
-    Specs inherit the members that have a default. The engine knows of a block what these say: its
-    type matters in ``nn`` and ``models`` only (``tests/test_floors.py`` checks that).
+    Specs inherit the members that have a default. Code outside ``nn`` and ``models`` reads these
+    members and never asks for a block's type (``tests/test_floors.py`` checks that).
     """
 
     def module(self) -> nn.Module:
@@ -41,28 +41,30 @@ class BlockSpec(Protocol):
         raise ConfigError(f"{type(self).__name__} cannot be divided among {devices} devices")
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
-        """The points within the block that its step has, in the order of the pass, and the shapes
-        of a token's activations there. By default none.
+        """The points within the block that steps have, in the order of the pass, and the shapes of
+        a token's activations there. The default is none.
 
-        Names are of ``core.points.IN_LAYER``. The inputs and outputs of blocks are points anyway.
+        Names are those of ``core.points.IN_LAYER``. Inputs and outputs of every block are points,
+        too, which ``nn/decoder.py`` passes.
         """
         return {}
 
     def words(self) -> str:
-        """The sizes of the block, in a description of a model. By default nothing."""
+        """The sizes of the block, in a description of a model. The default is no words."""
         return ""
 
     def workspace(
         self,
         params: Mapping[str, Any],
         x: jax.ShapeDtypeStruct,  # [T, D]
+        num_prompts: int,
         platform: str,
         pins: Pins,
     ) -> int:
         """A bound on the bytes that a step with tokens ``x`` needs in this block, in addition to
-        the inputs and outputs of its matrices. By default 0.
+        the inputs and outputs of its matrices. The default is 0.
 
-        ``params`` are the abstract parameters of the layer.
+        ``params`` are the abstract parameters of the layer, ``num_prompts`` the prefill rows.
         """
-        del params, x, platform, pins
+        del params, x, num_prompts, platform, pins
         return 0

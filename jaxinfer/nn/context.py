@@ -47,7 +47,10 @@ class Rows(NamedTuple):
     begins: jax.Array  # int32[B]: position of each row's first token; 0 for a new sequence
     last_tokens: jax.Array  # int32[B]: index of each row's last token in the step
     query_start_loc: jax.Array  # int32[R + 1]: start of each prefill row among the prefill tokens
-    # of models with state for each sequence, in steps with prompts (``nn.state.read_states``)
+    # of models with state for each sequence: where the state of each decode row goes besides its
+    # slot, or its slot if it is not saved
+    keeps: jax.Array | None = None  # int32[num_decodes]
+    # and in steps with prompts (``nn.state.read_states``)
     reads: jax.Array | None = None  # int32[B]: the state row that each row starts from; None: slots
     saves: Saves | None = None  # what prefill rows save
 
@@ -60,6 +63,7 @@ class Rows(NamedTuple):
             slots=self.slots[d:],
             begins=self.begins[d:],
             last_tokens=self.last_tokens[d:] - d,
+            keeps=None,
             reads=None if self.reads is None else self.reads[d:],
         )
 

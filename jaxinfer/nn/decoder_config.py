@@ -41,11 +41,11 @@ class MixerSpec(BlockSpec, Protocol):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rope config whose rotation tables the layer uses. By default None."""
+        """The rope config whose rotation tables the layer uses. The default is None."""
         return None
 
     def for_context(self, length: int) -> Self:
-        """The mixer for an engine with context length ``length``. By default the same."""
+        """The mixer for an engine with context length ``length``. The default is itself."""
         del length
         return self
 

@@ -111,6 +111,8 @@ def stored_states(
 ) -> jax.Array:
     """The array with the state of each row in its slot, and those that are saved in snapshots."""
     array = array.at[rows.slots].set(last)
+    if rows.keeps is not None:
+        array = array.at[rows.keeps].set(last[: len(rows.keeps)])
     if rows.saves is None:
         return array
     assert saved is not None, "rows.saves are stored"

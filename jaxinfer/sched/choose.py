@@ -147,7 +147,12 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
             if request_id not in running:
                 break
             held = extend_pages(pages, held, end, limits)
-        rows.append(ScheduledSeq(request_id, seq.epoch, seq.slot, position, num_tokens, held))
+        saves: tuple[tuple[int, int], ...] = ()
+        if limits.saves_answers and end % limits.save_step == 0:
+            seq, saves = _with_saved_answer(draft, seq, end)
+        rows.append(
+            ScheduledSeq(request_id, seq.epoch, seq.slot, position, num_tokens, held, saves=saves)
+        )
         running[request_id] = msgspec.structs.replace(
             seq,
             pages=held,
@@ -155,6 +160,22 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
             num_in_flight_tokens=seq.num_in_flight_tokens + num_tokens,
         )
     return rows, preempted
+
+
+def _with_saved_answer(
+    draft: Draft, seq: Sequence, end: int
+) -> tuple[Sequence, tuple[tuple[int, int], ...]]:
+    """``seq``, which decodes up to a border, and the snapshot of its state there, if a row is left.
+
+    It replaces the one before (``Sequence.tail``), so that a sequence has one of its answer: when
+    the step is reported, or at once if no row is free.
+    """
+    if not draft.snapshots.free and seq.tail is not None:
+        draft.snapshots = draft.snapshots.forget(seq.tail)
+    snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has, draft.restored)
+    if snapshot is None:
+        return seq, ()
+    return msgspec.structs.replace(seq, saving=end), ((1, snapshot),)
 
 
 def _num_query_tokens(seq: Sequence, limits: Limits) -> int:

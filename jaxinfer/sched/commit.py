@@ -109,6 +109,10 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
         draft.snapshots = draft.snapshots.register(snapshot, page_hash)
         if border == seq.saving:
             seq = msgspec.structs.replace(seq, saving=None)
+        if row.token_ids is None:
+            if seq.tail is not None and seq.tail != page_hash:
+                draft.snapshots = draft.snapshots.forget(seq.tail)
+            seq = msgspec.structs.replace(seq, tail=page_hash)
     if drawn or output.is_of_tokens or reason is not None:
         draft.events.append(
             TokenEvent(

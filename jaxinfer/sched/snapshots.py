@@ -2,9 +2,10 @@
 
 A layer with state for each sequence (``LayerState.per_slot``) keeps only its newest value, so a
 prefix can be reused only at page borders where that value was saved. A snapshot is a row of the
-device's arrays, after the rows of the slots. The step whose chunk passes a border saves it. Its key
-is the hash of the page that ends at its border (``sched.prefix``). A row is in exactly one of three
-states:
+device's arrays, after the rows of the slots. The step whose chunk passes a border saves it, and so
+does one that decodes up to a border: the next turn of a chat, or the sequence after a preemption,
+starts near the end of the answer. Its key is the hash of the page that ends at its border
+(``sched.prefix``). A row is in exactly one of three states:
 
 - free;
 - pending: a step in flight saves a state in it (``ScheduledSeq.saves``); when the step is reported,
@@ -81,6 +82,13 @@ class SnapshotPool(msgspec.Struct, frozen=True):
             return self
         free = tuple([other for other in self.free if other != row])
         return replace(self._put(page_hash, row), free=free)
+
+    def forget(self, page_hash: bytes) -> SnapshotPool:
+        """Free the row of this hash, if one has it."""
+        if page_hash not in self.by_hash:
+            return self
+        row, _ = self.by_hash[page_hash]
+        return replace(self, free=(*self.free, row), by_hash=self.by_hash.delete(page_hash))
 
     def _put(self, page_hash: bytes, row: int) -> SnapshotPool:
         known = self.by_hash.set(page_hash, (row, self.clock))

@@ -57,7 +57,9 @@ class Sequence(msgspec.Struct, frozen=True, gc=False):
     num_delivered: int = 0
     # positions of page borders whose state a later chunk saves in a snapshot, ascending
     borders: tuple[int, ...] = ()
-    saving: int | None = None  # the last of them, while the step that saves it is in flight
+    # the last of them, or a border that it decodes up to, while the step that saves it is in flight
+    saving: int | None = None
+    tail: bytes | None = None  # the page hash of the newest snapshot that was saved while decoding
 
     @property
     def request_id(self) -> str:
@@ -363,7 +365,7 @@ class Draft:
             )
         plan, self.in_flight = self.in_flight[0], self.in_flight[1:]
         if self.limits.num_snapshots:
-            saves = (snapshot for row in plan.prefills for _, snapshot in row.saves)
+            saves = (snapshot for row in plan.rows for _, snapshot in row.saves)
             self.snapshots = self.snapshots.release(saves)
         return plan
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.delta_decode import cases, ref, xla
+from pallas_kernels.delta_decode import cases, launch, ref, xla
 from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
-from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.delta_decode.triton", "delta_decode")
 
 OP = KernelOp(
     name="delta_decode",
     ref=ref.delta_decode,
-    impls=(Impl("xla", xla.delta_decode),),
+    impls=(
+        Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("xla", xla.delta_decode),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -17,11 +17,14 @@ _WIDTH = 4
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """Rows at these positions, and ``padding`` rows behind."""
+    """Rows at these positions, and ``padding`` rows behind. With ``kept`` every third row saves its
+    states.
+    """
 
     name: str
     positions: tuple[int, ...]
     padding: int = 0
+    kept: bool = False
     heads: DeltaHeads = TINY
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
@@ -36,6 +39,8 @@ class DecodeCase:
 CASES = (
     DecodeCase("tiny_edges", (0, 1, 2, 3, 4, 63, 64, 1000), padding=2),
     DecodeCase("tiny_one_row", (5,)),
+    DecodeCase("tiny_kept", (63, 5, 127, 191, 0), padding=1, kept=True),
+    DecodeCase("tiny_rows_bf16", (0, 2, 77), padding=2, dtype="bfloat16"),
     DecodeCase(
         "qwen3_5_4b_bf16",
         (0, 2, 77),
@@ -67,7 +72,8 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     real, num_rows = len(case.positions), len(case.positions) + case.padding
     positions = np.zeros(num_rows, np.int32)
     positions[:real] = case.positions
-    places = rng.permutation(real + 2).astype(np.int32)  # one is the sink, one is a spare
+    # one is the sink, one is a spare
+    places = rng.permutation(real + 2 + real * case.kept).astype(np.int32)
     rows = np.full(num_rows, places[-1], np.int32)
     rows[:real] = places[:real]
 
@@ -99,6 +105,9 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "positions": positions,
         "rows": rows,
     }
+    if case.kept:
+        args["keeps"] = rows.copy()
+        args["keeps"][:real:3] = places[real : real + len(range(0, real, 3))]
     return Inputs((DeltaDecodeArgs(**args, eps=1e-6),))
 
 

@@ -30,6 +30,8 @@ class DeltaDecodeArgs:
     convs: jax.Array  # [P, W, C]
     positions: jax.Array  # int32[B]: of the token; at 0 the state is zeros
     rows: jax.Array  # int32[B]: where the states of its sequence are, which are replaced
+    # where they are stored besides, all inputs of the convolution, too; the same row: nowhere
+    keeps: jax.Array | None = None  # int32[B]
     eps: float = field(metadata=STATIC)
 
     @property
@@ -67,6 +69,8 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
         states[own], o = step(state, q * key_dim**-0.5, k, v, log_decay, beta)
         o = o / np.sqrt(np.mean(o**2, axis=-1, keepdims=True) + args.eps) * norm
         out[row] = o.reshape(-1) * _silu(z[row])
+        if args.keeps is not None:
+            states[args.keeps[row]], convs[args.keeps[row]] = states[own], convs[own]
     return (
         jnp.asarray(out, args.qkv.dtype),
         jnp.asarray(states, args.states.dtype),

@@ -27,7 +27,24 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
     out = jnp.einsum("BVkd,BVk->BVd", state, q, precision="highest")
     out = gated_norm(out, args.z.reshape(v.shape), args.norm, args.eps)
     states = args.states.at[args.rows].set(state)
+    if args.keeps is not None:  # few steps save anything, and a scatter moves all states
+        is_kept = jnp.any(args.keeps != args.rows)
+        states, convs = jax.lax.cond(is_kept, _with_kept, _as_they_are, args, state, states, convs)
     return out.reshape(rows, -1).astype(args.qkv.dtype), states, convs
+
+
+def _with_kept(
+    args: DeltaDecodeArgs, state: jax.Array, states: jax.Array, convs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The states, and the inputs of convolutions, with those that rows save."""
+    return states.at[args.keeps].set(state), convs.at[args.keeps].set(convs[args.rows])
+
+
+def _as_they_are(
+    args: DeltaDecodeArgs, state: jax.Array, states: jax.Array, convs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del args, state
+    return states, convs
 
 
 def _convolved(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array]:  # float32[B, C], [P, W, C]

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.delta_prefill import cases, ref, xla
+from pallas_kernels.delta_prefill import cases, launch, ref, xla
 from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
-from pallas_kernels.harness.registry import Impl, KernelOp, dispatch
+from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+
+_triton = imported_when_called("pallas_kernels.delta_prefill.triton", "delta_prefill")
 
 OP = KernelOp(
     name="delta_prefill",
     ref=ref.delta_prefill,
-    impls=(Impl("xla", xla.delta_prefill),),
+    impls=(
+        Impl(
+            "triton",
+            _triton,
+            ("gpu",),
+            launch.supports,
+            workspace=launch.workspace_bytes,
+        ),
+        Impl("xla", xla.delta_prefill, workspace=xla.workspace_bytes),
+    ),
     cases=cases.CASES,
     build=cases.build,
     cost=cases.cost,

@@ -66,6 +66,8 @@ CASES = (
     DeltaCase("tiny_one_token", (1,), starts=(192,)),
     DeltaCase("tiny_only_padding", (0,), padding=16, tags=("full",)),
     DeltaCase("tiny_repeated", (200,), repeated=True),
+    DeltaCase("tiny_same_key_bf16", (200,), repeated=True, dtype="bfloat16"),
+    DeltaCase("tiny_saves_bf16", (130, 40), starts=(64, 0), saves=(64,), dtype="bfloat16"),
     DeltaCase(
         "qwen3_5_4b_bf16",
         (70, 200, 0, 64),

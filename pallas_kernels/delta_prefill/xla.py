@@ -40,6 +40,15 @@ def chunks_of(query_start_loc: jax.Array, num_tokens: int) -> Chunks:
     return Chunks(row, number, jnp.minimum(tokens, num_tokens - 1), is_token, first)
 
 
+def workspace_bytes(args: DeltaPrefillArgs) -> int:
+    """A bound on the memory that a call allocates: of each chunk and head some 6 matrices of chunk
+    by chunk, 8 of keys and 4 of values in float32; the states are updated in place.
+    """
+    (num_tokens, _, key_dim), (_, heads, value_dim) = args.q.shape, args.v.shape
+    chunks = num_tokens // CHUNK + args.begins.shape[0]
+    return 4 * chunks * heads * CHUNK * (6 * CHUNK + 8 * key_dim + 4 * value_dim)
+
+
 @jax.jit  # one trace serves every layer
 def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
     """See ``delta_prefill.api``."""

@@ -81,6 +81,16 @@ class Form:
             made["supers"] = ((o, k // self.super_group, 1 + self.offsets), "float16")
         return made
 
+    def ordered(self, order: np.ndarray) -> Form:
+        """The form of a matrix with its outputs in this order, ``Quantised.rows``.
+
+        Each output has scales of its own if some leave the block with which they share them.
+        """
+        block = self.block_outputs
+        if block == 1 or whole_blocks(order, block) is not None:
+            return self
+        return replace(self, block_outputs=1)
+
     def __str__(self) -> str:
         """The form as users see it, such as "int4 g128" or "fp8 128x128"."""
         groups = "per row" if self.group is None else f"g{self.group}"
@@ -152,22 +162,26 @@ class Quantised:
         )
 
     def rows(self, order: np.ndarray) -> Quantised:
-        """The matrix with its outputs in this order.
-
-        Raises ValueError if an output leaves the block of outputs with which it shares scales.
-        """
-        if self.block_outputs == 1:
-            return Quantised(
-                self.kind, *(None if part is None else part[order] for part in self.arrays)
-            )
-        if np.any(order // self.block_outputs != np.arange(len(order)) // self.block_outputs):
-            raise ValueError(f"outputs leave their blocks of {self.block_outputs}")
-        return replace(self, values=self.values[order])
+        """The matrix with its outputs in this order, in the form ``Form.ordered``."""
+        block = self.block_outputs
+        if block > 1:
+            blocks = whole_blocks(order, block)
+            scales = self.scales[order // block if blocks is None else blocks]
+            return replace(self, values=self.values[order], scales=scales)
+        return Quantised(
+            self.kind, *(None if part is None else part[order] for part in self.arrays)
+        )
 
     def tree(self) -> dict[str, Any]:
         """The dict that ``quantised`` reads."""
         parts = {name: getattr(self, name) for name in _PARTS}
         return {self.kind: self.values} | {n: part for n, part in parts.items() if part is not None}
+
+
+def whole_blocks(order: np.ndarray, block: int) -> np.ndarray | None:  # int[O / block]
+    """The order of blocks, if an order of outputs keeps those of a block together; else None."""
+    owners = order.reshape(-1, block) // block
+    return owners[:, 0] if (owners == owners[:, :1]).all() else None
 
 
 def is_matrix(tree: Mapping[str, Any]) -> bool:

@@ -46,6 +46,7 @@ class QuantisedCase:
     tiled: bool = False  # arranged for the Hopper kernels
     wide: bool = False  # a float32 result, as of an LM head
     lanes: bool = False  # arranged for the native kernel
+    super_group: int = 256  # inputs of a super; fewer where parts of GGUF's blocks were moved
 
     @property
     def kind(self) -> str:
@@ -115,6 +116,15 @@ CASES = (
         for form, group in _TILED_FORMS
         for tokens in (1, 16, 136)
     ),
+    *(
+        QuantisedCase(f"{form}_supers_of_128_t{t}", form, t, 512, 64, 32, super_group=128, **more)
+        for form, t, more in (
+            ("q4_k", 2, {"lanes": True}),
+            ("q5_k", 5, {}),
+            ("q4_k", 8, _TILED),
+            ("q4_k", 136, _TILED),
+        )
+    ),
     QuantisedCase("gate_up_tiles_t3", "int4", 3, 512, 128, 128, swiglu=True, **_TILED),
     QuantisedCase("gate_up_tiles_t200", "q4_k", 200, 512, 128, 32, swiglu=True, **_TILED),
     QuantisedCase("down_tiles_t64", "int4", 64, 1536, 128, 128, split=True, **_TILED),
@@ -142,7 +152,7 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     """Random values; scales make results of about the magnitude of the input."""
     rng = np.random.default_rng(seed)
     outer, inner = case.outer * (1 + case.swiglu), case.inner
-    w = random_matrix(rng, case.form, outer, inner, case.group or inner)
+    w = random_matrix(rng, case.form, outer, inner, case.group or inner, case.super_group)
     w = arrange(w) if case.tiled else LANES.arrange(w) if case.lanes else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
     args: Any = {"x": x, "w": w}
@@ -151,7 +161,12 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
 
 
 def random_matrix(
-    rng: np.random.Generator, form: str, outer: int, inner: int, group: int
+    rng: np.random.Generator,
+    form: str,
+    outer: int,
+    inner: int,
+    group: int,
+    super_group: int = 256,
 ) -> Quantised:
     """A random matrix of this form; numpy arrays."""
     groups = (outer, inner // group)
@@ -161,7 +176,7 @@ def random_matrix(
         return (rng.uniform(0.5, 1.5, groups) * scale).astype(np.float16)
 
     def supers(*means: float) -> np.ndarray:
-        shape = (outer, max(1, inner // 256), len(means))
+        shape = (outer, max(1, inner // super_group), len(means))
         return (rng.uniform(0.5, 1.5, shape) * means).astype(np.float16)
 
     if form in ("fp8", "fp8_blocks"):

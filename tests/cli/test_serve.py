@@ -84,6 +84,7 @@ SET: dict[str, dict[str, Any]] = {
     "--max-num-seqs 64": {"max_num_seqs": 64},
     "--max-num-batched-tokens 2k": {"max_num_batched_tokens": 2000},
     "--max-num-mixed-tokens 1K": {"max_num_mixed_tokens": 1024},
+    "--num-snapshots 12": {"num_snapshots": 12},
     "--max-num-queued-reqs 5 --max-num-queued-tokens 1k": {
         "max_num_queued_reqs": 5,
         "max_num_queued_tokens": 1000,

@@ -25,8 +25,8 @@ from jaxinfer.models import forward
 from kit.engines import compiled_for, engine_of, run, tiny_limits
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
-LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200)
-LONGEST, SNAPSHOTS, ANSWER = 256, 8, 6
+LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513)
+SNAPSHOTS, ANSWER = 8, 6
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
 NAMES = ("qwen3_5", "qwen3_5_moe")
@@ -41,7 +41,7 @@ def prompt_of(length: int, seed: int = 1) -> list[int]:
 def expected(name: str, prompt: tuple[int, ...], max_tokens: int = ANSWER) -> tuple[int, ...]:
     """Greedy tokens of the dense form."""
     model, params = tiny_model(name)
-    ids = np.zeros(LONGEST, np.int32)
+    ids = np.zeros(256 if len(prompt) < 180 else 576, np.int32)  # a trace for each length
     ids[: len(prompt)] = prompt
     for end in range(len(prompt), len(prompt) + max_tokens):
         ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
@@ -58,7 +58,7 @@ def _logits(name: str) -> jax.stages.Wrapped:
 def executables(name: str) -> tuple[Program, Executables]:
     model, _ = tiny_model(name)
     limits = replace(
-        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, num_pages=240, max_model_len=288),
+        tiny_limits(max_num_seqs=3, max_num_batched_tokens=128, num_pages=360, max_model_len=576),
         buckets=(Bucket(3), Bucket(0, 128, 3), Bucket(3, 128, 3, scores=True)),
         groups=model.state.groups,
         num_snapshots=SNAPSHOTS,
@@ -106,6 +106,18 @@ def test_prefixes_are_reused_up_to_a_border() -> None:
     # where prompts part a state is saved for the next one
     assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 0]
     assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
+
+
+def test_the_next_turn_starts_near_the_end_of_the_answer() -> None:
+    """States are saved at multiples of 64 while answers are decoded, also of several rows."""
+    served = engine("qwen3_5")
+    turns = [prompt_of(60, 21), prompt_of(100, 22)]
+    check("qwen3_5", served, turns, LONG)
+    following = [
+        [*turn, *expected("qwen3_5", tuple(turn), LONG.max_tokens or 0), *prompt_of(20, 30 + i)]
+        for i, turn in enumerate(turns)
+    ]
+    assert check("qwen3_5", served, following, GREEDY) == [128, 128]
 
 
 def test_preempted_sequences_draw_the_same_tokens() -> None:

@@ -40,7 +40,7 @@ def test_a_short_repr(m: LanguageModel, folder: Path) -> None:
     assert lines[0] == f"LanguageModel of {folder}" and len(lines) == 3
     assert lines[1] == (
         "  LlamaForCausalLM: 2 layers of width 64, 4 query heads and 2 kv heads of 16, "
-        "feed-forward 128, vocabulary 512"
+        "feed-forward 128, vocabulary 261"
     )
     count = sum(array.size for array in jax.tree.leaves(m.params))
     assert lines[2] == f"  {count:,} parameters: {count:,} float32; activations float32"

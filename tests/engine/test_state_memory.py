@@ -61,14 +61,14 @@ def planned(folder: Path, **settings: Any) -> tuple[EnginePlan, list[str]]:
 def test_fewer_sequences_by_default(folder: Path) -> None:
     made, said = planned(folder)
     assert said == [
-        "32 sequences need 2.60 GB of layer state (40.0 MB for each of 32 slots, the padding slot "
-        "and 32 snapshots); serving 6, set max_num_seqs to choose another number"
+        "32 sequences need 3.88 GB of layer state (40.0 MB for each of 32 slots, the padding slot "
+        "and 64 snapshots); serving 4, set max_num_seqs to choose another number"
     ]
-    assert made.program.limits.max_num_seqs == made.config.max_num_seqs == 6
-    assert made.program.limits.num_snapshots == 6 and made.program.limits.enable_prefix_caching
-    assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 6
+    assert made.program.limits.max_num_seqs == made.config.max_num_seqs == 4
+    assert made.program.limits.num_snapshots == 8 and made.program.limits.enable_prefix_caching
+    assert max(bucket.num_decodes for bucket in made.program.limits.buckets) == 4
     assert made.memory.state_bytes == 13 * STATE_BYTES
-    assert made.bundle_settings["max_num_seqs"] == 6
+    assert made.bundle_settings["max_num_seqs"] == 4
 
 
 def test_without_prefix_caching_there_are_no_snapshots(folder: Path) -> None:
@@ -83,21 +83,31 @@ def test_the_scheduler_keeps_to_the_grid_of_the_layers(folder: Path) -> None:
 
 
 def test_more_memory(folder: Path) -> None:
-    made, said = planned(folder, kv_cache_memory_bytes=6 << 30)
+    made, said = planned(folder, kv_cache_memory_bytes=8 << 30)
     assert made.program.limits.max_num_seqs == 32 and not said
 
 
 def test_a_chosen_number_that_fits(folder: Path) -> None:
     """State may take more than half, as the user has said what to serve."""
-    made, said = planned(folder, max_num_seqs=12)
-    assert made.program.limits.max_num_seqs == made.program.limits.num_snapshots == 12 and not said
+    made, said = planned(folder, max_num_seqs=8)
+    limits = made.program.limits
+    assert (limits.max_num_seqs, limits.num_snapshots) == (8, 16) and not said
+    assert limits.saves_answers
+
+
+def test_a_chosen_number_of_snapshots(folder: Path) -> None:
+    """Fewer leave memory for more sequences, whose answers are not saved then."""
+    made, said = planned(folder, max_num_seqs=16, num_snapshots=8)
+    limits = made.program.limits
+    assert (limits.max_num_seqs, limits.num_snapshots) == (16, 8) and not said
+    assert not limits.saves_answers and made.bundle_settings["num_snapshots"] == 8
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_num_seqs": 16}, r"16 sequences need 1.32 GB .* and 12 fit; set max_num_seqs to 12"),
-        ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 2.60 GB .* and not one fits"),
+        ({"max_num_seqs": 16}, r"16 sequences need 1.96 GB .* and 8 fit; set max_num_seqs to 8"),
+        ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 3.88 GB .* and not one fits"),
         (
             {"max_num_batched_tokens": 63},
             r"in multiples of 64 tokens, and no step holds 31 decodes and 1 prefills of 64 tokens "
@@ -112,3 +122,10 @@ def test_a_chosen_number_that_fits(folder: Path) -> None:
 def test_refused(folder: Path, settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(folder, **settings)
+
+
+def test_snapshots_of_a_model_without_state_are_refused(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, tiny_llama_config())
+    message = "num_snapshots is 4, and LlamaForCausalLM has no state"
+    with pytest.raises(ConfigError, match=message):
+        planned(tmp_path, num_snapshots=4)

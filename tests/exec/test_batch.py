@@ -94,22 +94,23 @@ def test_every_index_of_a_batch_is_in_range(
 
 
 @pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
-def test_only_prompts_of_an_engine_with_snapshots_have_state_rows(bucket: Bucket) -> None:
+def test_only_rows_of_an_engine_with_snapshots_have_state_rows(bucket: Bucket) -> None:
     groups = (GroupTable(MAX_PAGES, PageGroup()),)
     plain, own = (BatchLayout(bucket, groups, SLOTS, PAGE_SIZE, has) for has in (False, True))
     assert plain.sizes().state_rows == 0
-    assert (own.size > plain.size) == bool(bucket.num_prefills)
+    assert own.sizes().state_rows > 0 and own.size > plain.size
     flat = jnp.asarray(pack(StepPlan(0, bucket, (), (), ()), plain))
     slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
     rows = unpack(flat, plain, slots).rows
-    assert rows.reads is None and rows.saves is None
+    assert rows.reads is None and rows.saves is None and rows.keeps is None
 
 
 def test_state_rows() -> None:
     """Two decode rows, a prompt that starts from a snapshot, one that saves two, and padding."""
     bucket, sink = Bucket(3, 64, 4), SLOTS
     layout = BatchLayout(bucket, (GroupTable(MAX_PAGES, PageGroup()),), SLOTS, PAGE_SIZE, True)
-    decodes = _row(9, 40, 1, decode=True), _row(8, 41, 1, decode=True)
+    second = replace(_row(8, 47, 1, decode=True), saves=((1, 2),))
+    decodes = _row(9, 40, 1, decode=True), second
     prefills = replace(_row(7, 32, 5), reads=3), replace(_row(6, 0, 40), saves=((16, 4), (32, 0)))
     slots = init_slots(SLOTS, MAX_PAGES * PAGE_SIZE, jax.ShapeDtypeStruct((0,), jnp.float32))
     flat = pack(StepPlan(0, bucket, (), decodes, prefills), layout)
@@ -117,6 +118,7 @@ def test_state_rows() -> None:
     assert rows.reads is not None and rows.saves is not None
     assert rows.reads.tolist() == [9, 8, sink, sink + 4, 6, sink, sink]
     assert rows.slots.tolist() == [9, 8, sink, 7, 6, sink, sink]
+    assert rows.keeps is not None and rows.keeps.tolist() == [9, sink + 1 + 2, sink]
     assert rows.saves.num_tokens.tolist() == [[0, 0], [16, 32], [0, 0], [0, 0]]
     rest = [[sink, sink]]
     assert rows.saves.state_rows.tolist() == [*rest, [sink + 5, sink + 1], *rest, *rest]

@@ -1,4 +1,4 @@
-"""Makes what llama.cpp says for each GGUF file of ``kit.gguf_rope`` or of ``kit.gguf_experts``.
+"""Makes what llama.cpp says for each GGUF file of ``kit.gguf_rope`` or another such module.
 
 A tool, run by hand in an environment of its own with llama-cpp-python (0.3.36 made the files that
 are committed); tests read only its output. The GGUF files come from the project's environment:

@@ -146,6 +146,14 @@ LAUNCHES = {
     "swiglu_q4_k": (_case("q4_k", 32, 64, swiglu=True), TiledConfig(64, 128, 2, 2)),
     "swiglu_q6_k": (_case("q6_k", 16, 24, swiglu=True), TiledConfig(24, 128, 2, 2)),
     "two_tiles_of_tokens": (replace(PLAIN, tokens=72), TiledConfig(64, 128, 2, 2)),
+    "supers_of_128": (
+        replace(_case("q4_k", 32, 16, split=True), super_group=128),
+        TiledConfig(16, 128, 2, 2, split_k=2),
+    ),
+    "supers_of_128_q6_k": (
+        replace(_case("q6_k", 16, 8), super_group=128),
+        TiledConfig(8, 128, 2, 2),
+    ),
     "group_of_several_steps": (
         replace(PLAIN, group=512, inner=1024),
         TiledConfig(8, 64, 2, 2),
@@ -167,6 +175,7 @@ LARGE = {
     "swiglu_cluster": (replace(MANY, swiglu=True), 2),
     "zeros": (replace(MANY, form="int4_zeros"), 2),
     "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
+    "supers_of_128": (replace(MANY, form="q4_k", group=32, super_group=128), 1),
     "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
     "int8": (replace(MANY, form="int8", group=32, tokens=72), 1),
     "int8_offsets": (replace(MANY, form="int8_offsets", group=32, tokens=72), 1),

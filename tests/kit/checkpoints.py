@@ -25,10 +25,12 @@ from jaxinfer.models.base import Model
 from jaxinfer.models.params import by_path
 from kit.gguf_layouts import (
     ARCHITECTURES,
+    FLOAT32,
     converted,
     rope_factors,
     write_experts_config,
     write_heads_config,
+    write_hybrid_config,
 )
 
 type Tensors = dict[str, np.ndarray]
@@ -300,13 +302,16 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], older: boo
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     write_heads_config(writer, config, older)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     write_experts_config(writer, config)
+    if "linear_num_key_heads" in config:
+        write_hybrid_config(writer, config)
 
 
 def _write_tokenizer(
@@ -352,6 +357,6 @@ def _add_tensor(
     writer: gguf.GGUFWriter, name: str, tensor: np.ndarray, kind: gguf.GGMLQuantizationType
 ) -> None:
     tensor = np.ascontiguousarray(tensor)
-    if tensor.ndim == 1 or name.endswith(".bias"):  # llama.cpp keeps vectors in float32
+    if tensor.ndim == 1 or name.endswith(FLOAT32):  # llama.cpp keeps vectors in float32
         kind = gguf.GGMLQuantizationType.F32
     writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)

@@ -1,6 +1,6 @@
 """GGUF files of several architectures, as llama.cpp's converter writes them.
 
-Source: ``conversion/{deepseek,gpt_oss,phi,glm,base}.py`` of ggml-org/llama.cpp; the names of
+Source: ``conversion/{deepseek,gpt_oss,phi,glm,qwen,base}.py`` of ggml-org/llama.cpp; the names of
 tensors are those of the ``gguf`` package.
 """
 
@@ -28,7 +28,12 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
+# The ends of names of tensors that are never quantised, besides vectors.
+FLOAT32 = (".bias", "ssm_conv1d.weight", "ffn_gate_inp_shexp.weight")
 
 
 def converted(
@@ -36,8 +41,12 @@ def converted(
 ) -> Tensors:
     """The tensors, with names that ``gguf`` knows, that a tensor of Hugging Face becomes.
 
-    ``older``: as before DeepSeek's attention was computed over latents.
+    ``older``: as before DeepSeek's attention was computed over latents, and with Qwen3-Next's
+    inputs of the delta rule in one tensor.
     """
+    if "linear_num_key_heads" in config:
+        yield from _of_hybrid(name, tensor, config, older)
+        return
     if name.endswith("kv_b_proj.weight") and not older:
         heads = tensor.reshape(config["num_attention_heads"], -1, tensor.shape[-1])
         keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
@@ -51,6 +60,53 @@ def converted(
         yield from _stack_of_gpt_oss(name, tensor)
     else:
         yield name, tensor
+
+
+def _of_hybrid(name: str, tensor: np.ndarray, config: Mapping[str, Any], older: bool) -> Tensors:
+    """A tensor of Qwen3.5, whose value heads are tiled, or of Qwen3-Next, where they are not."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    k_dim, v_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    stem, each = name.rpartition("linear_attn.")[2], values // keys
+    if stem in ("in_proj_qkvz.weight", "in_proj_ba.weight"):
+        if older or stem == "in_proj_ba.weight":
+            yield name, tensor
+            return
+        of_head = tensor.reshape(keys, -1, tensor.shape[1])
+        parts = np.split(of_head, np.cumsum((k_dim, k_dim, each * v_dim)), axis=1)
+        q, k, v, z = (part.reshape(-1, tensor.shape[1]) for part in parts)
+        yield name.replace("qkvz", "qkv"), np.concatenate([q, k, v])
+        yield name.replace("qkvz", "z"), z
+        return
+    if config["model_type"] != "qwen3_next":
+        tensor = _with_tiled_heads(stem, tensor, (keys, each), 2 * keys * k_dim)
+    if stem == "A_log":
+        tensor = -np.exp(tensor)
+    elif stem == "dt_bias":
+        name = name.replace("dt_bias", "dt_proj.bias")
+    elif stem == "conv1d.weight":
+        tensor = tensor.squeeze()
+    elif name.endswith("norm.weight") and stem != "norm.weight":
+        tensor = tensor + 1
+    yield name, tensor
+
+
+def _with_tiled_heads(
+    stem: str, tensor: np.ndarray, heads: tuple[int, int], num_keys: int
+) -> np.ndarray:
+    """The tensor with the first value head of each of the key heads, then the second of each, ...
+
+    ``heads``: key heads, and value heads of each; ``num_keys``: rows of queries and keys.
+    """
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(*heads, -1).swapaxes(0, 1).reshape(rows.shape)
+
+    if stem in ("in_proj_qkv.weight", "conv1d.weight"):
+        return np.concatenate([tensor[:num_keys], tiled(tensor[num_keys:])])
+    if stem == "out_proj.weight":
+        return tiled(tensor.T).T
+    of_heads = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
+    return tiled(tensor) if stem in of_heads else tensor
 
 
 def _stack_of_gpt_oss(name: str, tensor: np.ndarray) -> Tensors:
@@ -95,6 +151,25 @@ def write_experts_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> 
         writer.add_expert_gating_func(gating.SIGMOID if is_sigmoid else gating.SOFTMAX)
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def write_hybrid_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """The keys of decoders with the gated delta rule."""
+    values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(values * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    if "layer_types" in config:
+        is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_recurrent)
+    if "mrope_section" in (config.get("rope_scaling") or {}):
+        writer.add_rope_dimension_sections([*config["rope_scaling"]["mrope_section"], 0])
+    if "shared_expert_intermediate_size" in config:
+        width = config["shared_expert_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(width)
 
 
 def write_heads_config(

@@ -81,7 +81,7 @@ def _check_snapshots(state: SchedulerState) -> None:
     A registered row may outlive the page of its hash.
     """
     pool = state.snapshots
-    rows = [row for plan in state.in_flight for row in plan.prefills]
+    rows = [row for plan in state.in_flight for row in plan.rows]
     pending = [snapshot for row in rows for _, snapshot in row.saves]
     known = [row for row, _ in pool.by_hash.values()]
     if sorted([*pool.free, *known, *pending]) != list(range(state.limits.num_snapshots)):

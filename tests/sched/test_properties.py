@@ -105,7 +105,9 @@ def traces(draw: st.DrawFn, *, in_order: bool = False) -> Trace:
     query_tokens = draw(st.sampled_from((1, 1, 2, 5)))
     enable_prefix_caching = draw(st.booleans())
     num_snapshots = (
-        draw(st.sampled_from((0, 0, 1, 2, 5))) if enable_prefix_caching and query_tokens == 1 else 0
+        draw(st.sampled_from((0, 0, 1, 2, 5, 12)))
+        if enable_prefix_caching and query_tokens == 1
+        else 0
     )
     limits = make_limits(
         max_num_batched_tokens=max_num_batched_tokens,

@@ -235,6 +235,28 @@ def test_the_snapshot_of_an_aborted_or_failed_prefill_is_freed(how: str) -> None
     assert one.endings()["r"].finish_reason is reason
 
 
+def test_an_answer_keeps_its_newest_state() -> None:
+    """The next turn of a chat goes on where the answer had its last border."""
+    one = drive(max_num_seqs=2)
+    first = make_request("first", PROMPT, max_tokens=21)
+    one.arrive(first)
+    one.finish()
+    ends = [row.num_computed_tokens + 1 for plan in one.plans for row in plan.decodes if row.saves]
+    assert ends == [24, 28, 32, 36, 40]
+    known = one.state.snapshots.by_hash
+    assert len(known) == 2, "one of the prompt, one of the answer"
+    turn = (*PROMPT, *one.tokens()["first"], 7, 8, 9)
+    one.arrive(make_request("second", turn, arrival=1, max_tokens=2))
+    one.finish()
+    assert one.endings()["second"].num_cached_tokens == 40
+
+
+def test_answers_save_nothing_where_snapshots_are_few() -> None:
+    one = drive(max_num_seqs=3)
+    run_each(one, PROMPT)
+    assert not any(row.saves for plan in one.plans for row in plan.decodes)
+
+
 def test_a_preempted_sequence_starts_from_its_snapshot() -> None:
     one = drive(num_pages=17, max_num_seqs=2)
     requests = [

@@ -24,6 +24,7 @@ from pallas_kernels.lib import arrangements
 from pallas_kernels.lib.arrangements import ARRANGEMENTS, rows_of
 from pallas_kernels.lib.quantised import KINDS, Form, dequantised, is_matrix, quantised
 from pallas_kernels.native import library
+from pallas_kernels.quantised_gemm.cases import random_matrix
 
 MODEL, CHECKPOINT = quantised_tensors()
 FLOAT32 = np.dtype(np.float32)
@@ -112,18 +113,48 @@ def test_rows_of_quantised_matrices_are_ordered_with_their_scales(form: Form) ->
     np.testing.assert_array_equal(source.unordered(np.asarray(ordered)), stored)
 
 
-def test_blocks_of_outputs_that_are_not_whole_heads_are_refused_where_rows_are_ordered() -> None:
+def test_blocks_of_outputs_whose_rows_part_get_scales_of_their_own() -> None:
     fp8 = Form("fp8", 128, "float32", block_outputs=128)
     config = {**tiny_config("glm4"), "hidden_size": 128}
 
-    def specs(**heads: int) -> object:
+    def form(**heads: int) -> Form | None:
         model = build_model({**config, **heads}, "float32")
         forms = (("model.layers.0.self_attn.q_proj.weight", fp8),)
-        return replace(model, forms=forms).param_specs
+        specs = replace(model, forms=forms).param_specs
+        (found,) = (
+            source.form
+            for spec in specs
+            for source in spec.sources
+            if source.name == "model.layers.0.self_attn.q_proj.weight"
+        )
+        return found
 
-    assert specs(head_dim=64, num_attention_heads=2)  # a block is two heads
-    with pytest.raises(CheckpointError, match=r"q_proj.weight cannot be kept .* heads of 256 that"):
-        specs(head_dim=256)
+    assert form(head_dim=64, num_attention_heads=2) == fp8  # a block is two heads
+    assert form(head_dim=256) == replace(fp8, block_outputs=1)
+
+
+def test_rows_of_blocks() -> None:
+    """Of whole blocks their scales move; else each row has those of its block."""
+    rng = np.random.default_rng(0)
+    w = random_matrix(rng, "fp8_blocks", 512, 256, 128)
+    for order in (np.arange(512).reshape(4, 128)[::-1].ravel(), rng.permutation(512)):
+        ordered = w.rows(order)
+        assert ordered.form == w.form.ordered(order)
+        np.testing.assert_array_equal(dequantised(ordered), np.asarray(dequantised(w))[order])
+    assert ordered.block_outputs == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "phi3"])
+def test_axes_of_parts_of_several_forms_have_their_outputs(name: str) -> None:
+    """A tensor may have several parts of an axis: the queries and gates, or q, k and v."""
+    model = build_model(tiny_config(name), "float32")
+    kinds = ("k_proj", "v_proj", "gate_proj", "in_proj_z", "in_proj_b")
+    tensors = {s.name for spec in model.declared_specs for s in spec.sources}
+    chosen = [name for name in tensors if name.endswith(tuple(f"{kind}.weight" for kind in kinds))]
+    forms = tuple((name, Form("int8", 16, "float16")) for name in chosen)
+    for array in replace(model, forms=forms).arrays.values():
+        for axis, length in zip(array.axes, array.shape, strict=True):
+            assert not isinstance(axis, Fused) or sum(axis.widths) == length
 
 
 def test_sizes_by_form() -> None:

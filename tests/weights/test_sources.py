@@ -31,6 +31,7 @@ from kit.checkpoints import (
     write_hf_folder,
     write_wheel,
 )
+from kit.gguf_hybrid import tiny_qwen3_5_config, tiny_qwen3_5_moe_config
 from kit.model_sources import resolve
 from kit.tokenizers import TINY_BOS_ID, TINY_EOS_ID, tiny_tokenizer_json
 
@@ -44,6 +45,8 @@ CONFIGS = {
     "glm4": tiny_glm4_config(),
     "gpt2": tiny_gpt2_config(),
     "qwen3moe": tiny_qwen3_moe_config(),
+    "qwen35": tiny_qwen3_5_config(rope_scaling=None),
+    "qwen35moe": tiny_qwen3_5_moe_config(rope_scaling=None),
 }
 
 

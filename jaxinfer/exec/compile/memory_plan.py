@@ -180,12 +180,16 @@ def _min_pages(config: EngineConfig, limits: Limits) -> tuple[int, str]:
     return fewest_pages(limits, [1 + count for count in needed]), what
 
 
-def snapshots_for(max_num_seqs: int) -> int:
-    """The number of layer state snapshots for an engine: one per sequence, and at least a few.
+def snapshots_for(config: EngineConfig, max_num_seqs: int) -> int:
+    """The number of layer state snapshots for an engine: by default two per sequence, and at least
+    a few.
 
-    The minimum is for prefix reuse between prompts that are served one at a time.
+    One is of a sequence's prompt, one of its answer (``Limits.saves_answers``). The minimum is for
+    prefix reuse between prompts that are served one at a time.
     """
-    return max(max_num_seqs, MIN_SNAPSHOTS)
+    if config.num_snapshots is not None:
+        return config.num_snapshots
+    return max(2 * max_num_seqs, MIN_SNAPSHOTS)
 
 
 def fitting_seqs(
@@ -205,7 +209,7 @@ def fitting_seqs(
     budget = budget - fixed.bytes_of(split_pages(limits, needed)) if chosen else budget // 2
 
     def state_bytes(count: int) -> int:
-        num_snapshots = snapshots_for(count) if limits.num_snapshots else 0
+        num_snapshots = snapshots_for(config, count) if limits.num_snapshots else 0
         return (count + 1 + num_snapshots) * state.bytes_per_slot
 
     return bisect_right(range(1, limits.max_num_seqs + 1), budget, key=state_bytes)
@@ -267,18 +271,19 @@ def step_bound(program: Program, bucket: Bucket) -> int:
     logits = 4 * SAMPLING_COPIES * bucket.num_draws * config.vocab_size
     hidden = config.hidden_size * bucket.num_prefill_tokens if bucket.scores else 0
     activations = _layer_width(model) * bucket.num_tokens + hidden
-    blocks = block_bytes(model, bucket.num_tokens, program.platform, program.pins)
+    blocks = block_bytes(model, bucket, program.platform, program.pins)
     if program.limits.pooling:
         logits = 4 * config.hidden_size * (2 * bucket.num_tokens + 3 * bucket.num_seqs)
     return logits + activations * config.dtype.itemsize + blocks
 
 
-def block_bytes(model: Model, num_tokens: int, platform: str, pins: Pins) -> int:
-    """A bound on what a mixer or a feed-forward network needs for so many tokens in addition to the
-    inputs and outputs of its matrices, at most of all layers.
+def block_bytes(model: Model, bucket: Bucket, platform: str, pins: Pins) -> int:
+    """A bound on what a mixer or a feed-forward network needs in a step of this bucket in addition
+    to the inputs and outputs of its matrices, at most of all layers.
     """
-    x = jax.ShapeDtypeStruct((num_tokens, model.config.hidden_size), model.config.dtype)
-    return max(block.workspace(params, x, platform, pins) for block, params in model.blocks)
+    x = jax.ShapeDtypeStruct((bucket.num_tokens, model.config.hidden_size), model.config.dtype)
+    step = (x, bucket.num_prefills, platform, pins)
+    return max(block.workspace(params, *step) for block, params in model.blocks)
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:

@@ -127,6 +127,11 @@ def _with_pages(config: EngineConfig, program: Program, device: DeviceMemory | N
 
 def _limits(config: EngineConfig, model: Model) -> Limits:
     """The limits for a model, without pages."""
+    if config.num_snapshots is not None and not model.state.bytes_per_slot:
+        raise ConfigError(
+            f"num_snapshots is {config.num_snapshots}, and {model.architecture} has no state for "
+            "each sequence, whose pages are reused without snapshots; leave it out"
+        )
     state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
     return limits_of(
         config,
@@ -181,7 +186,7 @@ def limits_of(
         enable_prefix_caching=reuses,
         prefill_first=bool(config.prefill_first),
         groups=groups,
-        num_snapshots=snapshots_for(max_num_seqs) if snapshots else 0,
+        num_snapshots=snapshots_for(config, max_num_seqs) if snapshots else 0,
         align=align,
         points=points,
         pooling=config.pooling or "",

@@ -21,7 +21,7 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import TAPS, Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
-from jaxinfer.exec.step.state_rows import NUM_STATE_ROWS, pack_state_rows, with_state_rows
+from jaxinfer.exec.step.state_rows import num_state_rows, pack_state_rows, with_state_rows
 from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA passes the address of a section to a kernel, and kernels are compiled
@@ -81,7 +81,7 @@ class Fields[A](NamedTuple):
     token_ids: A  # [Tp]
     query_lens: A  # [D]: tokens of each decode row; empty if they have one
     steered: A  # [B]: whether the row is steered; empty if the bucket does not tap
-    state_rows: A  # [R * NUM_STATE_ROWS]: see ``state_rows``; empty if the engine has no snapshots
+    state_rows: A  # [R * NUM_STATE_ROWS + D]: see ``state_rows``; empty without snapshots
     first_pages: A  # [B] for each group with a window: the number of the first page in its table
     page_tables: A  # [B * M] for each group
 
@@ -141,7 +141,7 @@ class BatchLayout:
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if TAPS in self.bucket.variants else 0,
-            state_rows=self.bucket.num_prefills * NUM_STATE_ROWS if self.has_snapshots else 0,
+            state_rows=num_state_rows(self.bucket) if self.has_snapshots else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(own.width for own in self.groups),
         )
@@ -218,7 +218,7 @@ def pack(
         prefills = steered[len(plan.decodes) :]
         wire.steered[bucket.num_decodes : bucket.num_decodes + len(prefills)] = prefills
     if wire.state_rows.size:
-        pack_state_rows(wire.state_rows, plan.prefills, layout.sink_slot)
+        pack_state_rows(wire.state_rows, plan, layout.sink_slot)
     start = 0
     for index, row in enumerate(plan.prefills):
         end = start + row.num_scheduled_tokens
@@ -297,8 +297,8 @@ def unpack(
         # rows with drafts attend as prompts do
         query_starts = jnp.concatenate((jnp.arange(d, dtype=jnp.int32) * q, d * q + starts))
     step_rows = Rows(rows, real, wire.seq_slots, begins, last, query_starts)
-    if layout.has_snapshots and bucket.num_prefills:
-        step_rows = with_state_rows(step_rows, wire.state_rows)
+    if layout.has_snapshots:
+        step_rows = with_state_rows(step_rows, wire.state_rows, d)
     return DeviceBatch(
         token_ids=token_ids,
         positions=positions,

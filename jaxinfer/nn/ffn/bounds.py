@@ -19,10 +19,12 @@ def experts_bytes(
     config: ExpertsConfig,
     params: Mapping[str, Any],
     x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
     platform: str,
     pins: Pins,
 ) -> int:
     """See ``BlockSpec.workspace``: the bound of the implementation that runs these tokens."""
+    del num_prompts
     of, pairs = jax.ShapeDtypeStruct, (x.shape[0], config.routing.chosen)
     abstract: dict[str, Any] = {
         "x": x,

@@ -79,6 +79,7 @@ class Delta(nn.Module):
                 convs=state["conv"],
                 positions=ctx.positions[:d],
                 rows=ctx.rows.slots[:d],
+                keeps=ctx.rows.keeps,
                 eps=c.norm_eps,
             )
             out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))

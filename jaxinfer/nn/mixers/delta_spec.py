@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -78,6 +78,10 @@ class DeltaConfig(MixerSpec):
         """See ``MixerSpec``."""
         keys, values = f"{self.num_k_heads} key heads of {self.k_dim}", f"of {self.v_dim}"
         return f"the gated delta rule, {keys} and {self.num_v_heads} value heads {values}"
+
+    def workspace(self, *call: Any) -> int:
+        """See ``MixerSpec``."""
+        return import_module("jaxinfer.nn.mixers.bounds").delta_bytes(self, *call)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

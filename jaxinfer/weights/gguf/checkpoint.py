@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor
+from jaxinfer.weights.gguf.hybrid import DeltaHeads, hybrid_tensors
 from jaxinfer.weights.gguf.keys import check_file_kind
-from jaxinfer.weights.gguf.names import NAME_TABLES, ROPE_TENSORS, Joined, map_name
+from jaxinfer.weights.gguf.names import ROPE_TENSORS, Joined, map_name, table_of
 from jaxinfer.weights.gguf.parts import read_whole
 from jaxinfer.weights.gguf.stored import (
     ExpertStack,
@@ -64,7 +66,9 @@ class GGUFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self.forms: dict[str, Form] = {}
         self._stored: dict[str, Stored] = {}
-        table, is_left_out = NAME_TABLES[hf_config["model_type"]], _prediction_tensors(hf_config)
+        table = table_of(str(header.metadata.get("general.architecture")), hf_config["model_type"])
+        delta = DeltaHeads.of(hf_config, tiled=table.tiled) if table.layouts else None
+        is_left_out = _prediction_tensors(hf_config)
         # whether tensors of prediction layers are left out
         self.has_predictions = any(map(is_left_out, header.tensors))
         parts: dict[tuple[str, Joined], dict[str, GGUFTensor]] = {}
@@ -76,6 +80,10 @@ class GGUFCheckpoint:
             check_type(header.path, gguf_name, tensor.type)
             if joined is not None:
                 parts.setdefault((name, joined), {})[gguf_name] = tensor
+            elif delta is not None and stem in table.layouts:
+                layout = table.layouts[stem]
+                for own, stored in hybrid_tensors(layout, name, gguf_name, tensor, delta):
+                    self._add(own, stored)
             elif "{}" in name:
                 _check_rank(header, gguf_name, tensor, 3)
                 num_experts += tensor.shape[0]
@@ -91,10 +99,12 @@ class GGUFCheckpoint:
 
     def _add(self, name: str, stored: Stored) -> None:
         types = dict.fromkeys(tensor.type for tensor in stored.tensors)
+        nbytes = sum(tensor.nbytes for tensor in stored.tensors)
+        count = sum(math.prod(tensor.shape) for tensor in stored.tensors)
         self.tensors[name] = TensorInfo(
             stored.shape,
             " and ".join(kind.name for kind in types),
-            sum(tensor.nbytes for tensor in stored.tensors),
+            nbytes * math.prod(stored.shape) // max(count, 1),  # it may hold other tensors as well
             readable=True,
         )
         self._stored[name] = stored

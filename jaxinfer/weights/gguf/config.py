@@ -16,10 +16,16 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchitectureError
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
+from jaxinfer.weights.gguf.decoder import decoder_config
 from jaxinfer.weights.gguf.header import GGUFHeader
+from jaxinfer.weights.gguf.hybrid_config import (
+    qwen3_5_config,
+    qwen3_5_moe_config,
+    qwen3_next_config,
+)
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
-from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, rope_scaling, scaling_with_factors
+from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, scaling_with_factors
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
 # llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
@@ -110,42 +116,6 @@ def _special_id(header: GGUFHeader, role: str) -> int | None:
         raise CheckpointError(f"{header.path}: {error}") from error
 
 
-def _decoder(meta: ArchitectureMetadata, *, partial: bool = False) -> dict[str, Any]:
-    """The keys of decoders whose heads have keys and values of their own width.
-
-    With ``partial`` heads may rotate in part.
-    """
-    heads = meta.count("attention.head_count")
-    hidden_size = meta.count("embedding_length")
-    if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
-        raise UnknownArchitectureError(
-            f"{meta.header.path} is a mixture of experts, which no known family covers"
-        )
-    head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
-    for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
-        meta.only(key, head_dim)
-    meta.only("attention.scale", 0, head_dim**-0.5)
-    meta.only("hidden_activation", "silu", "swish")
-    rotated = meta.count("rope.dimension_count", head_dim) if partial else head_dim
-    if rotated > head_dim or rotated % 2:
-        words = f"must be an even number up to {head_dim}, the width of a head"
-        meta.refuse("rope.dimension_count", rotated, words)
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": meta.count("feed_forward_length"),
-        "num_hidden_layers": meta.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": meta.count("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(meta, rotated),
-        "hidden_act": "silu",
-        **({"partial_rotary_factor": rotated / head_dim} if partial else {}),
-    }
-
-
 def _window(meta: ArchitectureMetadata) -> int | None:
     """The attention window of every layer in tokens; None without one."""
     window, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
@@ -165,7 +135,7 @@ def _llama(meta: ArchitectureMetadata) -> dict[str, Any]:
         return _mixtral(meta)
     window = _window(meta)
     windowed = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return _decoder(meta) | {
+    return decoder_config(meta) | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **({} if window is None else windowed),
@@ -178,7 +148,7 @@ def _mixtral(meta: ArchitectureMetadata) -> dict[str, Any]:
     """llama.cpp renormalises the weights of the chosen experts."""
     meta.only("expert_gating_func", 0, 1)  # softmax
     meta.only("expert_feed_forward_length", 0, meta.count("feed_forward_length"))
-    return _decoder(meta) | {
+    return decoder_config(meta) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": meta.count("expert_count"),
@@ -192,7 +162,7 @@ def _qwen(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("tensor_data_layout", "reference")
     window = _window(meta)
     windowed = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    return _decoder(meta) | {
+    return decoder_config(meta) | {
         "architectures": [f"{meta.architecture.capitalize()}ForCausalLM"],
         "model_type": meta.architecture,
         **({} if window is None else windowed),
@@ -234,7 +204,7 @@ def _gpt_oss(meta: ArchitectureMetadata) -> dict[str, Any]:
     # The first layer has a window, the second has none, and so on.
     alternating = [i % 2 == 0 for i in range(meta.num_layers)]
     meta.only("attention.sliding_window_pattern", 2, alternating)
-    config = _decoder(meta)
+    config = decoder_config(meta)
     meta.only("rope.freq_base_swa", config["rope_theta"])
     # OpenAI's code does not round the bounds of YaRN's ramp, which llama.cpp does.
     scaling = config["rope_scaling"] or {"rope_type": "default"}
@@ -315,7 +285,7 @@ def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
 def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("tensor_data_layout", "reference")
     meta.only("attention.sliding_window", 0)  # OLMo 3 has windows, under the same architecture
-    return _decoder(meta) | {
+    return decoder_config(meta) | {
         "architectures": ["Olmo2ForCausalLM"],
         "model_type": "olmo2",
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
@@ -326,7 +296,7 @@ def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
     meta.only("tensor_data_layout", "reference")
     window = _window(meta)
-    return _decoder(meta, partial=True) | {
+    return decoder_config(meta, partial=True) | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         "sliding_window": window,
@@ -336,7 +306,7 @@ def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
 def _glm4(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("tensor_data_layout", "reference")
     meta.only("attention.sliding_window", 0)
-    return _decoder(meta, partial=True) | {
+    return decoder_config(meta, partial=True) | {
         "architectures": ["Glm4ForCausalLM"],
         "model_type": "glm4",
         "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
@@ -380,5 +350,8 @@ _BUILDERS = MappingProxyType(
         "phi3": _phi3,
         "glm4": _glm4,
         "gpt2": _gpt2,
+        "qwen35": qwen3_5_config,
+        "qwen35moe": qwen3_5_moe_config,
+        "qwen3next": qwen3_next_config,
     }
 )

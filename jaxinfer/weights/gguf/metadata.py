@@ -72,6 +72,14 @@ class ArchitectureMetadata:
             self.refuse(key, value, "must be true or false")
         return bool(value)
 
+    def flags(self, key: str) -> list[bool] | None:
+        """A list of truth values; None if the key is absent."""
+        stored = self._stored(key)
+        known = isinstance(stored, list) and all(isinstance(one, bool) for one in stored)
+        if stored is not None and not known:
+            self.refuse(key, stored, "must be a list of true or false")
+        return stored
+
     def only(self, key: str, *values: Any) -> None:
         """Refuse a value other than ``values``; the key may be absent."""
         stored = self._stored(key)

@@ -16,11 +16,17 @@ import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 
-_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(weight|bias))?")
 # Tensors that are no weights of the model: ``rope`` makes a config of them.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+
+
+# Layouts of decoders with the gated delta rule, see ``hybrid``.
+type Layout = Literal[
+    "norm", "rates", "heads", "values", "qkv", "taps", "outputs", "row", "gates", "inputs"
+]
 
 
 class Joined(NamedTuple):
@@ -47,6 +53,10 @@ class NameTable:
     # of a layer's tensors without ".weight" and ".bias" in Hugging Face's names, by full names
     bare: Mapping[str, str] = MappingProxyType({})
     joined: tuple[Joined, ...] = ()
+    # of the tensors that ``hybrid`` reads, by stems
+    layouts: Mapping[str, Layout] = MappingProxyType({})
+    # whether value heads are in the order that ``hybrid.DeltaHeads`` describes
+    tiled: bool = False
 
 
 _NORMS_BEFORE = ("attn_norm", "ffn_norm")
@@ -182,8 +192,62 @@ _GPT2 = NameTable(
     layer_prefix="transformer.h.",
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
+_HYBRID_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        **dict.fromkeys(("attn_norm", "post_attention_norm", "output_norm"), "norm"),
+        **dict.fromkeys(("attn_q_norm", "attn_k_norm"), "norm"),
+        "ssm_a": "rates",
+        "ssm_dt": "heads",
+        "ssm_alpha": "heads",
+        "ssm_beta": "heads",
+        "attn_gate": "values",
+        "attn_qkv": "qkv",
+        "ssm_conv1d": "taps",
+        "ssm_out": "outputs",
+    }
+)
+_QWEN3_5 = replace(
+    _DECODER,
+    layer={
+        **{stem: name for stem, name in _DECODER.layer.items() if stem != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    bare={"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"},
+    layouts=_HYBRID_LAYOUTS,
+    tiled=True,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    layer={
+        **_QWEN3_5.layer,
+        **_EXPERTS,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    layouts={**_HYBRID_LAYOUTS, "ffn_gate_inp_shexp": "row"},
+)
+# With Qwen3.5's names: see ``hybrid_config.qwen3_next_config``.
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    layer={
+        **_QWEN3_5_MOE.layer,
+        "ssm_ba": "linear_attn.in_proj_{}",
+        "ssm_in": "linear_attn.in_proj_{}",  # of older files
+    },
+    layouts={**_QWEN3_5_MOE.layouts, "ssm_ba": "gates", "ssm_in": "inputs"},
+    tiled=False,
+)
 # by the model_type of config.json
-NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
+_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
         "llama": _LLAMA,
         "qwen2": _DECODER,
@@ -197,8 +261,15 @@ NAME_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "phi3": _PHI3,
         "glm4": _GLM4,
         "gpt2": _GPT2,
+        "qwen3_5": _QWEN3_5,
+        "qwen3_5_moe": _QWEN3_5_MOE,
     }
 )
+
+
+def table_of(architecture: str, model_type: str) -> NameTable:
+    """The table of a GGUF architecture whose config.json has this model_type."""
+    return _QWEN3_NEXT if architecture == "qwen3next" else _TABLES[model_type]
 
 
 class Place(NamedTuple):
@@ -218,13 +289,14 @@ def map_name(table: NameTable, gguf_name: str) -> Place:
     index, stem, kind = match.groups() if match else (None, "", "")
     prefix = "" if index is None else f"{table.layer_prefix}{index}."
     stems = table.model if index is None else table.layer
-    in_layer = f"{stem}.{kind}" if index is not None else ""
+    own = stem if kind is None else f"{stem}.{kind}"
+    in_layer = own if index is not None else ""
     if in_layer in table.bare:
         return Place(prefix + table.bare[in_layer], stem)
     for joined in table.joined:
         if in_layer in joined.parts:
             return Place(prefix + joined.name, stem, joined)
-    if stem not in stems:
+    if stem not in stems or kind is None:
         raise CheckpointError(
             f"tensor {gguf_name} has no place in this architecture; the file was made for a "
             "variant that jaxinfer does not support"

@@ -83,7 +83,7 @@ class Plain(NamedTuple):
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is None, "only stacks have parts"
-        made = _converted(self.tensor)
+        made = converted(self.tensor)
         if self.interleaved_heads:
             made = {n: undo_interleave(part, self.interleaved_heads) for n, part in made.items()}
         return quantised(made)
@@ -154,7 +154,7 @@ class ExpertStack(NamedTuple):
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is not None, "a stack is read expert by expert"
-        members = [_converted(_expert(tensor, part)) for tensor in self.tensors]
+        members = [converted(_expert(tensor, part)) for tensor in self.tensors]
         return quantised({name: _in_turn([one[name] for one in members]) for name in members[0]})
 
 
@@ -188,7 +188,7 @@ def read_tensor(tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]
     return values.reshape(tensor.shape)
 
 
-def _converted(tensor: GGUFTensor) -> dict[str, np.ndarray]:
+def converted(tensor: GGUFTensor) -> dict[str, np.ndarray]:
     """The arrays of a quantised matrix, converted a few rows at a time."""
     outputs, inputs = tensor.shape
     row_bytes = tensor.nbytes // outputs

@@ -1,0 +1,50 @@
+"""The keys of config.json that most decoders share, from GGUF metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.core.errors import UnknownArchitectureError
+from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
+from jaxinfer.weights.gguf.rope import rope_scaling
+
+
+def decoder_config(
+    meta: ArchitectureMetadata, *, partial: bool = False, dense: bool = True
+) -> dict[str, Any]:
+    """The keys of config.json of decoders whose heads have keys and values of their own width.
+
+    With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
+    dense networks. Raises ``CheckpointError`` for a value that is not supported, and
+    ``UnknownArchitectureError`` for experts, if no key of theirs was read before.
+    """
+    heads = meta.count("attention.head_count")
+    hidden_size = meta.count("embedding_length")
+    if not meta.is_read("expert_count") and meta.number_if_set("expert_count"):
+        raise UnknownArchitectureError(
+            f"{meta.header.path} is a mixture of experts, which no known family covers"
+        )
+    head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
+    for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
+        meta.only(key, head_dim)
+    meta.only("attention.scale", 0, head_dim**-0.5)
+    meta.only("hidden_activation", "silu", "swish")
+    rotated = meta.count("rope.dimension_count", head_dim) if partial else head_dim
+    if rotated > head_dim or rotated % 2:
+        words = f"must be an even number up to {head_dim}, the width of a head"
+        meta.refuse("rope.dimension_count", rotated, words)
+    width = "feed_forward_length"
+    return {
+        "hidden_size": hidden_size,
+        **({"intermediate_size": meta.count(width)} if dense or meta.has(width) else {}),
+        "num_hidden_layers": meta.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": meta.count("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "rope_scaling": rope_scaling(meta, rotated),
+        "hidden_act": "silu",
+        **({"partial_rotary_factor": rotated / head_dim} if partial else {}),
+    }

@@ -1,0 +1,389 @@
+"""delta_prefill in Triton: what needs no state for all chunks in parallel, then a scan over them.
+
+With the names of ``delta_prefill.xla``, the first kernel stores for each chunk and value head the
+sums of log decays, (1 + A)^-1 beta, and q.k times the decay between the two tokens. A CTA of the
+second one has a part of a value head's state [Dk, values] in registers and passes over the chunks
+of a row: three GEMMs after each other in each chunk, u = (1 + A)^-1 beta (v - exp(c) k S), then
+the new state. The keys are used as they are, not multiplied by the inverse, which is 64 x 64: so
+less is stored between the kernels than with the chunked form of the paper (section 3.3), and keys
+need no rounding.
+
+The error of a state stays for all later tokens, so an operand of a GEMM that is not an argument is
+split into a number of the arguments' dtype and the rest in the same dtype, 16 bits together for
+bfloat16. States then differ from the definition's by 4e-6, and by 1e-4 where one key is repeated
+and nothing decays, which cancels most of each product. Only what outputs alone depend on is
+rounded.
+
+Row r has the chunks from query_start_loc[r] // CHUNK + r on: at least as many as it needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.delta_prefill import launch
+from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.lib.numerics import power_of_two
+
+
+@triton.jit
+def _row_of_chunk(
+    chunk,
+    query_start_loc,  # int32[R + 1]
+    num_tokens,  # T
+    num_starts,  # R + 1
+    STARTS_TILE: tl.constexpr,  # at least R + 1
+    CHUNK: tl.constexpr,
+):
+    """The row of a chunk and its end, and the chunk's first token. The padding is one more row."""
+    rows = tl.arange(0, STARTS_TILE)
+    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
+    owned = (starts // CHUNK + rows <= chunk) & (rows < num_starts)
+    row = tl.sum(owned.to(tl.int32), 0) - 1
+    row_start = tl.load(query_start_loc + row)
+    row_end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
+    return row, row_end, row_start + (chunk - row_start // CHUNK - row) * CHUNK
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """float32 as a number of another dtype, and the rest in that dtype; 0 if it is float32."""
+    if dtype == tl.bfloat16:  # by bits: a conversion there and back takes 8 cycles
+        bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
+        high = bits.to(tl.float32, bitcast=True)
+    else:
+        high = x.to(dtype).to(tl.float32)
+    return high.to(dtype), (x - high).to(dtype)
+
+
+@triton.jit
+def _split(x, dtype: tl.constexpr):
+    """float32[K, N] as an operand [K, 2N]: each column's halves. float32 is not split."""
+    if dtype != tl.float32:
+        high, low = _halves(x, dtype)  # type: ignore[misc]
+        x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
+    return x
+
+
+@triton.jit
+def _joined(product, dtype: tl.constexpr):
+    """A product with a split operand: the sum of each column's halves."""
+    if dtype != tl.float32:
+        halves = tl.reshape(product, (product.shape[0], product.shape[1] // 2, 2))
+        product = tl.sum(halves, 2)
+    return product
+
+
+@triton.jit
+def _times(a_high, a_low, b, dtype: tl.constexpr):
+    """a @ b of float32 operands, the first one in halves."""
+    b = _split(b, dtype)
+    product = tl.dot(a_high, b, input_precision="tf32x3")
+    if dtype != tl.float32:
+        product = tl.dot(a_low, b, product)
+    return _joined(product, dtype)
+
+
+@triton.jit
+def _corners(lower, dtype: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr):
+    """The lower left quarters of blocks of 2 * SIZE on the diagonal, and zeros."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    inside = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
+    return tl.where(inside, lower, 0.0).to(dtype)
+
+
+@triton.jit
+def _merged(inverse, corners):
+    """Inverses of blocks of twice the size, from those on the diagonal."""
+    rounded = inverse.to(corners.dtype)
+    below = tl.dot(rounded, corners, input_precision="tf32x3").to(corners.dtype)
+    return inverse - tl.dot(below, rounded, input_precision="tf32x3")
+
+
+@triton.jit
+def _unit_inverse(lower, inner: tl.constexpr, CHUNK: tl.constexpr):
+    """The inverse of 1 + ``lower`` [CHUNK, CHUNK], which is strictly lower triangular.
+
+    Blocks on the diagonal by elimination, all at once; from these, larger ones as in
+    ``delta_prefill.xla.unit_inverse``, but rounded to ``inner``: float16, which products of keys of
+    length 1 do not overflow. With X the rounded result and E = 1 - X (1 + ``lower``), the inverse
+    is (1 + E + E^2 + ...) X; E was below 0.01 for all keys that were tried. Right operands of GEMMs
+    are in shared memory: those that depend on ``lower`` come first, so that it is not in registers
+    later, and an SM has four CTAs, not two.
+    """
+    BLOCK: tl.constexpr = CHUNK // 8
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    high, low = _halves(lower, inner)  # type: ignore[misc]
+    corners = _corners(lower, inner, CHUNK, BLOCK)
+    corners2 = _corners(lower, inner, CHUNK, 2 * BLOCK)
+    corners4 = _corners(lower, inner, CHUNK, 4 * BLOCK)
+    blocks = tl.arange(0, BLOCKS)
+    at = tl.arange(0, BLOCK)
+    diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
+    tiles = tl.where(diagonal, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0)
+    tiles = tl.sum(tiles, 2)  # [BLOCKS, BLOCK, BLOCK]
+    inverses = tl.where((at[:, None] == at[None, :])[None], 1.0, tl.zeros_like(tiles))
+    for step in range(BLOCK - 1):
+        column = tl.sum(tl.where((at == step)[None, None, :], tiles, 0.0), 2)
+        row = tl.sum(tl.where((at == step)[None, :, None], inverses, 0.0), 1)
+        inverses -= column[:, :, None] * row[:, None, :]
+    inverse = tl.where(diagonal, inverses[:, :, None, :], 0.0)
+    inverse = tl.reshape(inverse, (CHUNK, CHUNK))
+    inverse = _merged(_merged(_merged(inverse, corners), corners2), corners4)
+    if inner != tl.float32:
+        rounded = inverse.to(inner)
+        one = tl.where(tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :], 1.0, 0.0)
+        error = one - tl.dot(rounded, high, tl.dot(rounded, low, rounded.to(tl.float32)))
+        first = error.to(inner)
+        error = tl.dot(first, first, error).to(inner)
+        inverse = tl.dot(error, rounded, rounded.to(tl.float32))
+    return inverse
+
+
+@triton.jit
+def _chunks(
+    q,  # [T, K, Dk]
+    k,  # [T, K, Dk]
+    log_decay,  # float32[T, V]
+    beta,  # float32[T, V]
+    query_start_loc,  # int32[R + 1]
+    sums,  # float32[N, V, CHUNK]
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    scores,  # [N, V, CHUNK, CHUNK]
+    out,  # [T, V, Dv]: zeros for tokens of no row
+    num_tokens,  # T; this and the next are not constexpr, so all buckets share a kernel
+    num_starts,  # R + 1
+    STARTS_TILE: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row, row_end, first = _row_of_chunk(  # type: ignore[misc]
+        chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
+    )
+    if first >= row_end:
+        return
+    at = tl.arange(0, CHUNK)
+    inside = at < row_end - first
+    base = first.to(tl.int64)  # offsets exceed int32, but not within a chunk
+    if row + 1 == num_starts:
+        at_out = out + (base * HEADS + head) * VALUE_DIM
+        at_out += at[:, None] * (HEADS * VALUE_DIM) + tl.arange(0, VALUE_DIM)[None, :]
+        zeros = tl.zeros((CHUNK, VALUE_DIM), out.dtype.element_ty)
+        tl.store(at_out, zeros, mask=inside[:, None])
+        return
+    dtype: tl.constexpr = k.dtype.element_ty
+    at_chunk = (chunk * HEADS + head).to(tl.int64)
+    of_key = (base * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    at_key = at[:, None] * (KEY_HEADS * KEY_DIM) + tl.arange(0, KEY_DIM)[None, :]
+    keys = tl.load(k + of_key + at_key, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + of_key + at_key, mask=inside[:, None], other=0.0)
+    of_gate = base * HEADS + head
+    decay = tl.load(log_decay + of_gate + at * HEADS, mask=inside, other=0.0)
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
+    decay = tl.cumsum(decay, 0)
+    tl.store(sums + at_chunk * CHUNK + at, decay)
+
+    # masked before exp: a difference above the diagonal is positive and may overflow
+    seen = at[:, None] >= at[None, :]
+    between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
+    at_square = at[:, None] * CHUNK + at[None, :]
+    within = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * between
+    tl.store(scores + at_chunk * (CHUNK * CHUNK) + at_square, within.to(dtype))
+    lower = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * strength[:, None]
+    lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
+    inner: tl.constexpr = dtype if dtype == tl.float32 else tl.float16
+    inverse = _unit_inverse(lower, inner, CHUNK)
+    # again, since it would be in 16 registers of each thread from the first use on
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
+    inverse *= strength[None, :]
+    high, low = _halves(inverse, dtype)  # type: ignore[misc]
+    at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+    tl.store(at_inverse, high)
+    if HALVES == 2:
+        tl.store(at_inverse + CHUNK * CHUNK, low)
+
+
+@triton.jit
+def _scan(
+    q,  # [T, K, Dk]
+    k,  # [T, K, Dk]
+    v,  # [T, V, Dv]
+    sums,  # float32[N, V, CHUNK]
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    scores,  # [N, V, CHUNK, CHUNK]
+    query_start_loc,  # int32[R + 1]
+    begins,  # int32[R]
+    reads,  # int32[R]
+    writes,  # int32[R]
+    save_tokens,  # int32[R, NUM_SAVES]
+    save_rows,  # int32[R, NUM_SAVES]
+    out,  # [T, V, Dv]
+    states,  # float32[P, V, Dk, Dv]
+    NUM_SAVES: tl.constexpr,
+    SAVES_TILE: tl.constexpr,  # at least NUM_SAVES
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr,  # of a CTA
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    PARTS: tl.constexpr = VALUE_DIM // VALUES
+    head = tl.program_id(0) // PARTS
+    row = tl.program_id(1)
+    start = tl.load(query_start_loc + row)
+    end = tl.load(query_start_loc + row + 1)
+    if start >= end:
+        return
+    dtype: tl.constexpr = k.dtype.element_ty
+    at = tl.arange(0, CHUNK)
+    components = tl.arange(0, KEY_DIM)
+    values = tl.program_id(0) % PARTS * VALUES + tl.arange(0, VALUES)
+    at_state = states + head * (KEY_DIM * VALUE_DIM)
+    at_state += components[:, None] * VALUE_DIM + values[None, :]
+    STATE: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
+    at_read = at_state + tl.load(reads + row).to(tl.int64) * STATE  # offsets exceed int32
+    is_old = (components >= 0)[:, None] & (tl.load(begins + row) > 0)
+    state = tl.load(at_read, mask=is_old, other=0.0)
+    if NUM_SAVES > 0:
+        saves = tl.arange(0, SAVES_TILE)
+        at_saves = row * NUM_SAVES + saves
+        counts = tl.load(save_tokens + at_saves, mask=saves < NUM_SAVES, other=0)
+
+    at_square = at[:, None] * CHUNK + at[None, :]
+    first_chunk = start // CHUNK + row
+    for number in range(0, tl.cdiv(end - start, CHUNK)):
+        token = start.to(tl.int64) + number * CHUNK + at  # offsets exceed int32
+        inside = (token < end)[:, None]
+        at_chunk = ((first_chunk + number) * HEADS + head).to(tl.int64)
+        at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
+        at_key += components[None, :]
+        at_value = (token * HEADS + head)[:, None] * VALUE_DIM + values[None, :]
+        at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+        keys = tl.load(k + at_key, mask=inside, other=0.0)
+        queries = tl.load(q + at_key, mask=inside, other=0.0)
+        value = tl.load(v + at_value, mask=inside, other=0.0)
+        high = tl.load(at_inverse)
+        low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+        within = tl.load(scores + at_chunk * (CHUNK * CHUNK) + at_square)
+        decay = tl.load(sums + at_chunk * CHUNK + at)
+        total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
+
+        since = tl.exp(decay)[:, None]
+        before = _split(state, dtype)
+        of_keys = _joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
+        of_queries = _joined(tl.dot(queries, before, input_precision="tf32x3"), dtype)
+        changes = _times(high, low, value.to(tl.float32) - since * of_keys, dtype)
+        result = of_queries * since
+        result = tl.dot(within, changes.to(dtype), result, input_precision="tf32x3")
+        tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
+        changes = _split(changes * tl.exp(total - decay)[:, None], dtype)
+        added = _joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
+        state = state * tl.exp(total) + added
+        if NUM_SAVES > 0:
+            found = tl.max(tl.where(counts == (number + 1) * CHUNK, saves, -1), 0)
+            is_saved = (components >= 0)[:, None] & (found >= 0)
+            to = tl.load(save_rows + row * NUM_SAVES + found, mask=found >= 0, other=0)
+            tl.store(at_state + to.to(tl.int64) * STATE, state, mask=is_saved)
+    tl.store(at_state + tl.load(writes + row).to(tl.int64) * STATE, state)
+
+
+def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
+    """See ``delta_prefill.api``."""
+    return launch_with(launch.choose_config(args), args)
+
+
+def launch_with(
+    config: launch.TritonConfig, args: DeltaPrefillArgs
+) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
+    """``delta_prefill`` with a given configuration."""
+    sizes = _sizes(args)
+    sums, inverses, scores, out = of_chunks(config, args)
+    # jax-triton updates a Ref in place
+    out, states = jax.new_ref(out), jax.new_ref(args.states)
+    saves, num_saves = (args.writes, args.writes), 0  # no more than arguments, without saves
+    if args.save_tokens is not None and args.save_rows is not None:
+        saves, num_saves = (args.save_tokens, args.save_rows), args.save_tokens.shape[1]
+    jt.triton_call(
+        args.q,
+        args.k,
+        args.v,
+        sums,
+        inverses,
+        scores,
+        args.query_start_loc,
+        args.begins,
+        args.reads,
+        args.writes,
+        *saves,
+        out,
+        states,
+        kernel=_scan,
+        out_type=(),
+        grid=(sizes["HEADS"] * (sizes["VALUE_DIM"] // config.values), len(args.begins)),
+        num_warps=config.scan_warps,
+        num_stages=config.scan_stages,
+        NUM_SAVES=num_saves,
+        SAVES_TILE=power_of_two(max(num_saves, 1)),
+        VALUES=config.values,
+        **sizes,
+    )
+    return jax.freeze(out), jax.freeze(states)
+
+
+def of_chunks(
+    config: launch.TritonConfig, args: DeltaPrefillArgs
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row."""
+    num_starts, sizes = len(args.query_start_loc), _sizes(args)
+    shape = (len(args.q) // CHUNK + num_starts, sizes["HEADS"])
+    square = (CHUNK, CHUNK)
+    return jt.triton_call(
+        args.q,
+        args.k,
+        args.log_decay,
+        args.beta,
+        args.query_start_loc,
+        kernel=_chunks,
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, CHUNK), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, sizes["HALVES"], *square), args.k.dtype),
+            jax.ShapeDtypeStruct((*shape, *square), args.k.dtype),
+            jax.ShapeDtypeStruct(args.v.shape, args.v.dtype),
+        ),
+        grid=(shape[1], shape[0]),
+        num_warps=config.chunk_warps,
+        num_stages=1,
+        num_tokens=len(args.q),
+        num_starts=num_starts,
+        STARTS_TILE=max(launch.STARTS_TILE, power_of_two(num_starts)),
+        **sizes,
+    )
+
+
+def _sizes(args: DeltaPrefillArgs) -> dict[str, Any]:
+    """Constants of both kernels."""
+    _, key_heads, key_dim = args.k.shape
+    _, heads, value_dim = args.v.shape
+    return {
+        "KEY_HEADS": key_heads,
+        "HEADS": heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "CHUNK": CHUNK,
+        "HALVES": 1 if args.k.dtype == jnp.float32 else 2,
+    }
