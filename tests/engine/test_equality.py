@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket, PageGroup
 from kit.engines import run, tiny_engine, tiny_limits, tokens
-from kit.tiny_models import LIKE_OTHERS, NAMES, VOCAB_SIZE
+from kit.tiny_models import LIKE_OTHERS, NAMES, VOCAB_SIZE, WITH_STATE
 
 PROMPT_LENGTHS = (1, 3, 4, 5, 17, 33, 60, 8, 21, 2)
 SAMPLING = {
@@ -83,7 +83,7 @@ def test_second_round_reuses_the_prefix(alone: dict[str, list[list[list[int]]]])
     [
         pytest.param(name, marks=[pytest.mark.nightly] * (name in LIKE_OTHERS))
         for name in NAMES
-        if name != "llama"
+        if name not in ("llama", *WITH_STATE)  # with state: test_hybrid.py
     ],
 )
 def test_every_family_serves(model_name: str) -> None:

@@ -264,6 +264,9 @@ OF_EACH_KIND = (
     "gemma4_all",
 )
 
+# with state for each sequence
+WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
 
 @cache
 def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:

@@ -98,7 +98,7 @@ def test_a_context_within_the_original_length_changes_no_frequency() -> None:
         ({**LONGROPE, "factor": 2, "long_factor": [2] * 3}, "'long_factor' must be a list of 4"),
         ({**LONGROPE, "factor": 2, "short_factor": [2, 2, 0, 2]}, "'short_factor' must be a list"),
         ({"full_attention": DYNAMIC, "sliding_attention": {}}, "differ"),
-        ({"type": "default", "mrope_section": [1, 1, 2]}, "has no key 'mrope_section'"),
+        ({"type": "default", "mrope_sections": [1, 1, 2]}, "has no key 'mrope_sections'"),
     ],
 )
 def test_a_section_that_is_not_supported_is_refused(section: Any, message: str) -> None:
