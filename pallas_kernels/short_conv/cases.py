@@ -112,9 +112,11 @@ def build(case: ConvCase, seed: int) -> Inputs:
 
 
 def observable(outputs: object) -> object:
-    """All; states that no row stores, NaN, become 0, so that a stray write is a difference."""
+    """All; states that no row stores, NaN, become 100, so that a stray write is a difference, and
+    so is NaN where zeros belong.
+    """
     out, kept = outputs  # type: ignore[misc]
-    return out, jnp.where(jnp.isnan(kept), 0, kept)
+    return out, jnp.where(jnp.isnan(kept), 100, kept)
 
 
 def cost(case: ConvCase) -> Cost:
