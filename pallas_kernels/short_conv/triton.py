@@ -1,8 +1,8 @@
 """short_conv in Triton: one launch for all tokens and states, in place.
 
-A CTA has a tile of a row's tokens and some channels. A row with several tokens stores inputs in
-places that the taps of its first W - 1 tokens read, so one CTA does both: that of the row's first
-tile. Row r has the tiles from query_start_loc[r] // TOKENS + r on: at least as many as it needs.
+A CTA has a tile of a row's tokens and some channels; it reads each input once and keeps those of the
+last taps in registers. A row with several tokens stores inputs in places that the taps of its first
+W - 1 tokens read, so one CTA does both: that of the row's first tile. Row r has the tiles from query_start_loc[r] // TOKENS + r on: at least as many as it needs.
 """
 
 from __future__ import annotations
@@ -40,29 +40,25 @@ def _row_of_tile(
 
 @triton.jit
 def _store_inputs(
-    x,  # [.., X_CHANNELS], from the row's first token on
-    old,  # [WIDTH_TILE, CHANNELS]: the row's state, by place
-    kept,  # [W, NUM_CHANNELS]: where it goes
+    x,  # [.., X_CHANNELS], from the row's first token and the channels of the CTA on
+    old,  # [W, NUM_CHANNELS]: the row's state, from the channels of the CTA on
+    to,  # [W, NUM_CHANNELS]: where it goes, likewise
     count,  # of the row's tokens; 0: nothing is stored
     begin,  # position of the row's first token
-    channel,  # int32[CHANNELS]
+    channel,  # int32[CHANNELS], of the CTA
+    in_channels,  # bool[CHANNELS]
     X_CHANNELS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDTH_TILE: tl.constexpr,
 ):
-    """Store the last W inputs up to so many tokens of a row."""
-    place = tl.arange(0, WIDTH_TILE)
-    newest = begin + count - 1
-    position = newest - (newest + 2 * WIDTH - place) % WIDTH
-    number = (position - begin)[:, None]
-    stored = ((place < WIDTH) & (count > 0))[:, None] & (channel < NUM_CHANNELS)[None, :]
-    at_x = x + number.to(tl.int64) * X_CHANNELS + channel[None, :]  # offsets exceed int32
-    new = tl.load(at_x, mask=stored & (number >= 0), other=0.0)
-    older = tl.where((position >= 0)[:, None], old, 0.0)
-    value = tl.where(number >= 0, new, older.to(new.dtype))
-    at_kept = kept + place[:, None] * NUM_CHANNELS + channel[None, :]
-    tl.store(at_kept, value, mask=stored)
+    """Store the last W inputs up to so many tokens of a row. An older one keeps its place."""
+    for back in tl.static_range(1, WIDTH + 1):
+        number = count - back  # within the row
+        position = begin + number
+        place = (position + WIDTH) % WIDTH * NUM_CHANNELS
+        at_input = tl.where(number >= 0, x + number.to(tl.int64) * X_CHANNELS, old + place)
+        value = tl.load(at_input + channel, mask=in_channels & (position >= 0), other=0.0)
+        tl.store(to + place + channel, value, mask=in_channels & (count > 0))
 
 
 @triton.jit
@@ -84,61 +80,67 @@ def _convolve(
     X_CHANNELS: tl.constexpr,
     NUM_CHANNELS: tl.constexpr,  # C
     WIDTH: tl.constexpr,  # W
-    WIDTH_TILE: tl.constexpr,  # at least W
     TOKENS: tl.constexpr,  # of a CTA
     CHANNELS: tl.constexpr,  # of a CTA
 ):
+    STATE: tl.constexpr = WIDTH * NUM_CHANNELS
+    dtype: tl.constexpr = out.dtype.element_ty
     row, start, end, first = _row_of_tile(  # type: ignore[misc]
         tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     if first >= end:
         return
-    at = tl.arange(0, TOKENS)[:, None]
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    in_channels = channel < NUM_CHANNELS
-    inside = (at < end - first) & in_channels[None, :]
-    dtype: tl.constexpr = out.dtype.element_ty
-    # offsets exceed int32, but not within a tile
-    at_out = out + first.to(tl.int64) * NUM_CHANNELS + at * NUM_CHANNELS + channel[None, :]
+    channel = tl.arange(0, CHANNELS)
+    first_channel = tl.program_id(0) * CHANNELS
+    in_channels = first_channel + channel < NUM_CHANNELS
+    out += first.to(tl.int64) * NUM_CHANNELS + first_channel  # offsets exceed int32
     if row + 1 == num_starts:
-        tl.store(at_out, tl.zeros((TOKENS, CHANNELS), dtype), mask=inside)
-        return
-    at_x = x + first.to(tl.int64) * X_CHANNELS + at * X_CHANNELS + channel[None, :]
-    begin = tl.load(begins + row)
-    STATE: tl.constexpr = WIDTH * NUM_CHANNELS
-    own = kept + tl.load(reads + row).to(tl.int64) * STATE
-    number = first - start + at  # within the row
-    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
-    for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        is_new = number >= back
-        found = tl.load(at_x - back * X_CHANNELS, mask=inside & is_new, other=0.0)
-        if back > 0:
-            position = begin + number - back
-            is_old = inside & (number < back) & (position >= 0)
-            at_place = own + (position + WIDTH) % WIDTH * NUM_CHANNELS + channel[None, :]
-            found = tl.where(is_new, found, tl.load(at_place, mask=is_old, other=0.0))
-        weight = tl.load(weights + tap * NUM_CHANNELS + channel, mask=in_channels, other=0.0)
-        total += weight.to(tl.float32)[None, :] * found.to(tl.float32)
-    tl.store(at_out, (total * tl.sigmoid(total)).to(dtype), mask=inside)
-    if first > start:
+        for token in tl.static_range(TOKENS):
+            at_out = out + token * NUM_CHANNELS + channel
+            tl.store(at_out, tl.zeros((CHANNELS,), dtype), mask=in_channels & (first + token < end))
         return
 
-    place = tl.arange(0, WIDTH_TILE)[:, None]
-    is_place = (place < WIDTH) & (begin > 0) & in_channels[None, :]
-    old = tl.load(own + place * NUM_CHANNELS + channel[None, :], mask=is_place, other=0.0)
+    x += start.to(tl.int64) * X_CHANNELS + first_channel
+    kept += first_channel
+    begin = tl.load(begins + row)
+    old = kept + tl.load(reads + row).to(tl.int64) * STATE
+    before = first - start  # tokens of the row
+    at_tile = x + before.to(tl.int64) * X_CHANNELS
+    taps = ()
+    window = ()  # float32, the last W - 1 inputs
+    for back in tl.static_range(WIDTH - 1, -1, -1):
+        at_weight = weights + (WIDTH - 1 - back) * NUM_CHANNELS + first_channel + channel
+        taps += (tl.load(at_weight, mask=in_channels, other=0.0).to(tl.float32),)
+        if back > 0:
+            position = begin - back
+            place = (position + WIDTH) % WIDTH * NUM_CHANNELS
+            at_input = tl.where(before > 0, at_tile - back * X_CHANNELS, old + place)
+            is_input = (before > 0) | (position >= 0)
+            found = tl.load(at_input + channel, mask=in_channels & is_input, other=0.0)
+            window += (found.to(tl.float32),)
+    for token in tl.static_range(TOKENS):
+        inside = in_channels & (first + token < end)
+        found = tl.load(at_tile + token * X_CHANNELS + channel, mask=inside, other=0.0)
+        window += (found.to(tl.float32),)
+        total = tl.zeros((CHANNELS,), tl.float32)
+        for tap in tl.static_range(WIDTH):
+            total += taps[tap] * window[token + tap]
+        total *= tl.sigmoid(total)
+        tl.store(out + token * NUM_CHANNELS + channel, total.to(dtype), mask=inside)
+    if before > 0:
+        return
+
     tl.debug_barrier()  # all threads have read the state before one stores it
-    x += start.to(tl.int64) * X_CHANNELS
     for save in range(NUM_SAVES):
         at_save = row * NUM_SAVES + save
         to = kept + tl.load(save_rows + at_save).to(tl.int64) * STATE
         count = tl.load(save_tokens + at_save)
         _store_inputs(
-            x, old, to, count, begin, channel, X_CHANNELS, NUM_CHANNELS, WIDTH, WIDTH_TILE
+            x, old, to, count, begin, channel, in_channels, X_CHANNELS, NUM_CHANNELS, WIDTH
         )
     to = kept + tl.load(writes + row).to(tl.int64) * STATE
     _store_inputs(
-        x, old, to, end - start, begin, channel, X_CHANNELS, NUM_CHANNELS, WIDTH, WIDTH_TILE
+        x, old, to, end - start, begin, channel, in_channels, X_CHANNELS, NUM_CHANNELS, WIDTH
     )
 
 
@@ -178,7 +180,6 @@ def launch_with(
         X_CHANNELS=x_channels,
         NUM_CHANNELS=channels,
         WIDTH=width,
-        WIDTH_TILE=power_of_two(width),
         TOKENS=config.tokens,
         CHANNELS=config.channels,
     )
