@@ -1,8 +1,9 @@
 """short_conv in Triton: one launch for all tokens and states, in place.
 
-A CTA has a tile of a row's tokens and some channels; it reads each input once and keeps those of the
+A CTA has a tile of a row's tokens and some channels. It reads each input once, and has those of the
 last taps in registers. A row with several tokens stores inputs in places that the taps of its first
-W - 1 tokens read, so one CTA does both: that of the row's first tile. Row r has the tiles from query_start_loc[r] // TOKENS + r on: at least as many as it needs.
+W - 1 tokens read, so one CTA does both: that of the row's first tile. Row r has the tiles from
+query_start_loc[r] // TOKENS + r on: at least as many as it needs.
 """
 
 from __future__ import annotations
