@@ -90,6 +90,10 @@ def program_with(
     Bounds are for any implementation of draws, and XLA's need the most (the native ones nothing).
     """
     limits = Limits((num_pages,), 16, 16, 256, bucket.num_prefill_tokens or 1, (bucket,))
+    state, snapshots = model.state, 8 if model.state.bytes_per_slot else 0
+    limits = msgspec.structs.replace(
+        limits, groups=state.groups, align=state.align, num_snapshots=snapshots
+    )
     pins = (("sample", "xla"), *([("experts", experts)] if experts else []))
     return Program(model, limits, pins=Pins(pins))
 

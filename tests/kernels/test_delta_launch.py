@@ -1,7 +1,10 @@
-"""Which calls the Triton kernels of the delta rule refuse, and their launch parameters."""
+"""Which calls the Triton kernels of the delta rule and of its convolution refuse, and their launch
+parameters.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +15,9 @@ from pallas_kernels.delta_decode import launch as decode_launch
 from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
 from pallas_kernels.delta_prefill import launch as prefill_launch
 from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
+from pallas_kernels.short_conv import launch as conv_launch
+from pallas_kernels.short_conv.api import short_conv
+from pallas_kernels.short_conv.ref import ShortConvArgs
 
 ROWS, KEY_HEADS, HEADS = 3, 2, 4
 
@@ -53,6 +59,19 @@ def prefill_call(key_dim: int, value_dim: int, dtype: str = "bfloat16") -> Delta
     )
 
 
+def conv_call(width: int, dtype: str = "bfloat16", channels: int = 80) -> ShortConvArgs:
+    rows = array(ROWS, dtype="int32")
+    return ShortConvArgs(
+        x=array(100, channels, dtype=dtype),
+        weights=array(width, 72, dtype=dtype),
+        kept=array(ROWS, width, 72, dtype=dtype),
+        query_start_loc=array(ROWS + 1, dtype="int32"),
+        begins=rows,
+        reads=rows,
+        writes=rows,
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
@@ -81,6 +100,41 @@ def test_decode_refuses_what_does_not_fit(call: DeltaDecodeArgs, reason: str | N
 def test_prefill_refuses_what_does_not_fit(call: DeltaPrefillArgs, reason: str | None) -> None:
     refused = prefill_launch.supports(call)
     assert refused is None if reason is None else reason in (refused or "")
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (conv_call(4), None),
+        (conv_call(8, "float32"), None),
+        (conv_call(9), "the convolution has 9 taps"),
+        (conv_call(4, "float64"), "float64, not one of"),
+    ],
+)
+def test_convolution_refuses_what_does_not_fit(call: ShortConvArgs, reason: str | None) -> None:
+    refused = conv_launch.supports(call)
+    assert refused is None if reason is None else reason in (refused or "")
+
+
+def test_the_first_tile_of_a_row_has_all_tokens_that_read_the_state() -> None:
+    """So the CTA that overwrites the state is the only one that reads it."""
+    widest = conv_call(conv_launch.MAX_WIDTH)
+    assert conv_launch.choose_config(widest).tokens >= conv_launch.MAX_WIDTH - 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": array(100, 71)},
+        {"kept": array(ROWS, 3, 72)},
+        {"kept": array(ROWS, 4, 72, dtype="float32")},
+        {"writes": array(ROWS + 1, dtype="int32")},
+        {"query_start_loc": array(ROWS, dtype="int32")},
+    ],
+)
+def test_arguments_of_the_convolution_fit_together(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="short_conv: .* (fit together|lengths)"):
+        short_conv(replace(conv_call(4), **wrong))
 
 
 def test_a_thread_has_the_same_part_of_any_state() -> None:

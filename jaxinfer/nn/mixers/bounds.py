@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
-from pallas_kernels.delta_prefill.api import OP, DeltaPrefillArgs
+from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
+from pallas_kernels.short_conv import api as short_conv
 
 
 def delta_bytes(
@@ -22,27 +23,43 @@ def delta_bytes(
     platform: str,
     pins: Pins,
 ) -> int:
-    """See ``BlockSpec.workspace``: that of prompts. Before it, their convolved queries, keys and
-    values in float32 and in the dtype of ``x``; a decode row needs less than its matrices.
+    """See ``BlockSpec.workspace``: that of prompts, as a decode row needs less than its matrices.
+
+    It is that of both ops, the arguments between them (queries and keys of unit length, a copy of
+    the values, betas and decays in float32), and the channels of prompts after decode rows.
     """
     del params
     if not num_prompts:
         return 0
     of, tokens, float32 = jax.ShapeDtypeStruct, x.shape[0], jnp.dtype(jnp.float32)
-    rows, gates = of((num_prompts,), jnp.int32), of((tokens, config.num_v_heads), float32)
+    channels, rows = sum(config.channels.widths), of((num_prompts,), jnp.int32)
+    gates = of((tokens, config.num_v_heads), float32)
     keys = of((tokens, config.num_k_heads, config.k_dim), x.dtype)
-    abstract: dict[str, Any] = {
+    indices: dict[str, Any] = {
+        "query_start_loc": of((num_prompts + 1,), jnp.int32),
+        "begins": rows,
+        "reads": rows,
+        "writes": rows,
+    }
+    conv: dict[str, Any] = {
+        "x": of((tokens, channels + config.values), x.dtype),
+        "weights": of((config.conv_width, channels), x.dtype),
+        "kept": of((1, config.conv_width, channels), x.dtype),
+    }
+    delta: dict[str, Any] = {
         "q": keys,
         "k": keys,
         "v": of((tokens, config.num_v_heads, config.v_dim), x.dtype),
         "log_decay": gates,
         "beta": gates,
         "states": of((1, config.num_v_heads, config.k_dim, config.v_dim), float32),
-        "query_start_loc": of((num_prompts + 1,), jnp.int32),
-        "begins": rows,
-        "reads": rows,
-        "writes": rows,
     }
-    inputs = tokens * sum(config.channels.widths) * (float32.itemsize + 2 * x.dtype.itemsize)
-    args = DeltaPrefillArgs(**abstract)
-    return inputs + workspace_of(OP, platform, args, pins.of(OP.name))
+    ops = (
+        (short_conv.OP, short_conv.ShortConvArgs(**conv, **indices)),
+        (delta_prefill.OP, delta_prefill.DeltaPrefillArgs(**delta, **indices)),
+    )
+    between = channels * x.dtype.itemsize + 2 * config.num_v_heads * float32.itemsize
+    sliced = (channels + config.values) * x.dtype.itemsize
+    return tokens * (between + sliced) + sum(
+        workspace_of(op, platform, args, pins.of(op.name)) for op, args in ops
+    )

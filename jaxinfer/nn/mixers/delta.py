@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
-from jaxinfer.nn.mixers.short_conv import conv_inputs, convolved, kept_inputs
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.delta_decode.api import DeltaDecodeArgs, delta_decode
 from pallas_kernels.delta_decode.xla import betas_and_decays, gated_norm, unit
 from pallas_kernels.delta_prefill.api import DeltaPrefillArgs, delta_prefill
+from pallas_kernels.short_conv.api import ShortConvArgs, short_conv
 
 
 class Delta(nn.Module):
@@ -44,12 +44,10 @@ class Delta(nn.Module):
         # both products are of the normalised token, as quantised files keep the small one in floats
         qkvz, stream, h = linear(stream, w, ctx, norm=norm, keep=True)
         gates = linear(h, weight(self, "ba"), ctx).y
-        channels = sum(c.channels.widths)
-        qkv, z = qkvz[:, :channels], qkvz[:, channels:]
         if state is None:
-            out, _ = self._prompts(qkv, z, gates, _empty(c, qkv.dtype), _whole(len(qkv)), ctx)
+            out, _ = self._prompts(qkvz, gates, _empty(c, qkvz.dtype), _whole(len(qkvz)), ctx)
         else:
-            out, state = self._step(qkv, z, gates, state, ctx)
+            out, state = self._step(qkvz, gates, state, ctx)
         out = ctx.at("z", out.reshape(-1, c.num_v_heads, c.v_dim)).reshape(out.shape)
         x = stream.x
         if only is not None:
@@ -58,8 +56,7 @@ class Delta(nn.Module):
 
     def _step(
         self,
-        qkv: jax.Array,  # [T, C]
-        z: jax.Array,  # [T, V * Dv]
+        qkvz: jax.Array,  # [T, C + V * Dv]
         gates: jax.Array,  # [T, 2V]
         state: LayerArrays,
         ctx: StepContext,
@@ -68,10 +65,11 @@ class Delta(nn.Module):
         assert ctx.rows is not None
         c, d, parts = self.config, ctx.num_decodes, []
         if d:
+            qkv, z = self._split(qkvz[:d])
             args = DeltaDecodeArgs(
-                qkv=qkv[:d],
+                qkv=qkv,
                 gates=gates[:d],
-                z=z[:d],
+                z=z,
                 conv=param(self, "conv"),
                 decay=param(self, "decay"),
                 norm=param(self, "head_norm"),
@@ -85,48 +83,55 @@ class Delta(nn.Module):
             out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))
             state = {"delta": states, "conv": convs}
             parts.append(out)
-        if len(qkv) > d:
+        if len(qkvz) > d:
             rows = ctx.rows.prompts(d)
-            out, state = self._prompts(qkv[d:], z[d:], gates[d:], state, rows, ctx)
+            out, state = self._prompts(qkvz[d:], gates[d:], state, rows, ctx)
             parts.append(out)
         return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]), state
 
     def _prompts(
         self,
-        qkv: jax.Array,  # [T, C]
-        z: jax.Array,  # [T, V * Dv]
+        qkvz: jax.Array,  # [T, C + V * Dv]
         gates: jax.Array,  # [T, 2V]
         state: LayerArrays,
         rows: Rows,
         ctx: StepContext,
     ) -> tuple[jax.Array, LayerArrays]:  # [T, V * Dv]
         """The outputs of the tokens of prompts, and the new state."""
-        c, tokens = self.config, len(qkv)
-        inputs = conv_inputs(qkv, state["conv"], rows)
-        mixed = jax.nn.silu(convolved(inputs, param(self, "conv"))).astype(qkv.dtype)
+        c, tokens, saves = self.config, len(qkvz), rows.saves
+        indices = {
+            "query_start_loc": rows.query_start_loc,
+            "begins": rows.begins,
+            "reads": rows.slots if rows.reads is None else rows.reads,
+            "writes": rows.slots,
+            "save_tokens": None if saves is None else saves.num_tokens,
+            "save_rows": None if saves is None else saves.state_rows,
+        }
+        conv = ShortConvArgs(x=qkvz, weights=param(self, "conv"), kept=state["conv"], **indices)
+        mixed, convs = short_conv(conv, ctx.pinned("short_conv"))
         q, k, v = jnp.split(mixed, (c.keys, 2 * c.keys), axis=1)
         beta, log_decay = betas_and_decays(gates, param(self, "decay"))
-        saves = rows.saves
         args = DeltaPrefillArgs(
-            q=(unit(q.reshape(tokens, -1, c.k_dim)) * c.k_dim**-0.5).astype(qkv.dtype),
-            k=unit(k.reshape(tokens, -1, c.k_dim)).astype(qkv.dtype),
+            q=(unit(q.reshape(tokens, -1, c.k_dim)) * c.k_dim**-0.5).astype(qkvz.dtype),
+            k=unit(k.reshape(tokens, -1, c.k_dim)).astype(qkvz.dtype),
             v=v.reshape(tokens, -1, c.v_dim),
             log_decay=log_decay,
             beta=beta,
             states=state["delta"],
-            query_start_loc=rows.query_start_loc,
-            begins=rows.begins,
-            reads=rows.slots if rows.reads is None else rows.reads,
-            writes=rows.slots,
-            save_tokens=None if saves is None else saves.num_tokens,
-            save_rows=None if saves is None else saves.state_rows,
+            **indices,
         )
         out, states = delta_prefill(args, ctx.pinned("delta_prefill"))
+        _, z = self._split(qkvz)
         out = gated_norm(
             out.astype(jnp.float32), z.reshape(out.shape), param(self, "head_norm"), c.norm_eps
         )
-        state = {"delta": states, "conv": kept_inputs(inputs, state["conv"], rows)}
-        return out.reshape(tokens, -1).astype(qkv.dtype), state
+        out = out.reshape(tokens, -1).astype(qkvz.dtype)
+        return out, {"delta": states, "conv": convs}
+
+    def _split(self, qkvz: jax.Array) -> tuple[jax.Array, jax.Array]:  # [T, C], [T, V * Dv]
+        """The channels of the convolution, and the gate."""
+        channels = sum(self.config.channels.widths)
+        return qkvz[:, :channels], qkvz[:, channels:]
 
 
 def _whole(num_tokens: int) -> Rows:

@@ -1,0 +1,1 @@
+"""The causal convolution of single channels over the last tokens, for the tokens of prompts."""
