@@ -53,8 +53,8 @@ def _store_inputs(
     WIDTH: tl.constexpr,
 ):
     """Store the last W inputs up to so many tokens of a row. An older one keeps its place."""
-    for back in tl.static_range(1, WIDTH + 1):
-        number = count - back  # within the row
+    for newer in tl.static_range(WIDTH):  # type: ignore[attr-defined]
+        number = count - 1 - newer  # within the row
         position = begin + number
         place = (position + WIDTH) % WIDTH * NUM_CHANNELS
         at_input = tl.where(number >= 0, x + number.to(tl.int64) * X_CHANNELS, old + place)
