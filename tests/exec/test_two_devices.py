@@ -7,13 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TWO = "--xla_force_host_platform_device_count=2"
 
 
-def test_two_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "families", [(), pytest.param(("gemma4", "qwen3_5_moe"), marks=pytest.mark.nightly)]
+)
+def test_two_devices(tmp_path: Path, families: tuple[str, ...]) -> None:
     """In a separate process, as the number of devices must be set before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {TWO}"
-    command = [sys.executable, "-m", "kit.two_devices", str(tmp_path)]
+    command = [sys.executable, "-m", "kit.two_devices", str(tmp_path), *families]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

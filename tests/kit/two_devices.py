@@ -45,8 +45,11 @@ from kit.tiny_models import random_params, tiny_config
 
 CONFIG = tiny_llama_config(attention_bias=True, mlp_bias=True)
 EXPERTS = {**tiny_config("gpt_oss"), "num_local_experts": 4}
-GEMMA4 = {**tiny_config("gemma4_all"), "num_experts": 4}
 LATENT = {**tiny_config("deepseek_v2"), "n_routed_experts": 8}
+FAMILIES = {
+    "gemma4": {**tiny_config("gemma4_all"), "num_experts": 4},
+    "qwen3_5_moe": {**tiny_config("qwen3_5_moe"), "num_experts": 4},
+}
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
 # by name: what one of two devices holds of the whole array; of others each has all
 SPLIT = {
@@ -142,7 +145,10 @@ def check_steps(placement: Placement, config: HFConfig) -> None:
     """Steps that are divided draw the tokens that steps on one device draw."""
     model = build_model(config, "float32")
     groups = model.state.groups
-    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=8, groups=groups)
+    align = model.state.align
+    limits = tiny_limits(max_num_seqs=1, max_num_batched_tokens=max(8, align), groups=groups)
+    snapshots = 2 if model.state.bytes_per_slot else 0
+    limits = msgspec.structs.replace(limits, align=align, num_snapshots=snapshots)
     weights = by_path(random_params(model))
     sampling = [SamplingParams(temperature=t, seed=1, max_tokens=6) for t in (0, 1)]
     # the executables beside the step are divided too, though not the state of slots
@@ -237,15 +243,24 @@ def _same_place(abstract: jax.ShapeDtypeStruct, array: jax.Array) -> None:
     assert array.sharding.is_equivalent_to(abstract.sharding, array.ndim)
 
 
-def main(folder: Path) -> None:
-    """All checks."""
+def main(folder: Path, *names: str) -> None:
+    """All checks, or only the steps of families by name."""
     placement = placement_on(jax.devices())
     assert placement.num_devices == 2
+    for name in names:
+        check_steps(placement, FAMILIES[name])
+    if not names:
+        check_all(placement, folder)
+    print("checked")
+
+
+def check_all(placement: Placement, folder: Path) -> None:
+    """All but the steps of ``FAMILIES``."""
     check_weights(folder, placement)
     check_stacks(placement, folder)
     check_state(placement)
     # OLMo 2 has norms over all devices' heads
-    for config in (CONFIG, tiny_olmo2_config(), EXPERTS, LATENT, GEMMA4):
+    for config in (CONFIG, tiny_olmo2_config(), EXPERTS, LATENT):
         check_steps(placement, config)
     check_refusals()
     check_research(folder)
@@ -254,8 +269,7 @@ def main(folder: Path) -> None:
         assert default_placement().device == second
     one, two = of_machine(default_placement()), of_machine(placement)
     assert (one["device"], two["device"]) == ("cpu cpu", "cpu cpu x2")
-    print("checked")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
