@@ -1,7 +1,8 @@
 """delta_decode by the native library, in float32 and in place.
 
 XLA's version needs a branch that has both pools for rows that save their states, and goes through
-each state several times.
+each state several times: a layer of Qwen3.5-0.8B took 2.6 ms with one row and 13 with eight, and
+takes 0.12 and 1.1 (two shared cores of an AMD EPYC, states in memory).
 """
 
 from __future__ import annotations

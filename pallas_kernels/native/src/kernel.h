@@ -128,7 +128,8 @@ inline int64_t Padded(int64_t floats) { return (floats + kLanes - 1) / kLanes * 
 inline int64_t DeltaFloats(const DeltaCall& call) {
   return 2 * Padded(call.key_dim) + 4 * Padded(call.value_dim);
 }
-using DeltaFunction = void (*)(const DeltaCall&, int64_t row, int64_t head, float* scratch);
+// Computes one head of one row, head + V * row, and makes the state of the next one ready.
+using DeltaFunction = void (*)(const DeltaCall&, int64_t unit, int64_t next, float* scratch);
 
 struct Variant {
   const char* name;
