@@ -2,10 +2,11 @@
 
     .venv/bin/python -m bench.synthetic_gguf CONFIG TOKENIZER OUT.gguf
 
-CONFIG is a config.json of Qwen 2 or Llama, TOKENIZER a tokenizer.json with byte-level BPE (also
-.gz). Speed and memory depend on the sizes and forms only, so such a file stands for a published
-one. Q6_K is used for the embedding (which is the head as well), and for values and down projections
-of the layers that llama.cpp's ``use_more_bits`` selects; other matrices are Q4_K.
+CONFIG is a config.json of Qwen 2, Llama or Qwen3.5 (dense), TOKENIZER a tokenizer.json with
+byte-level BPE (also .gz). Speed and memory depend on the sizes and forms only, so such a file
+stands for a published one. Q6_K is used for the embedding (which is the head as well), and for
+values and down projections of the layers that llama.cpp's ``use_more_bits`` selects; Q5_K for the
+inputs of the delta rule; other matrices are Q4_K.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
 
-Q4_K, Q6_K = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
+Q4_K, Q5_K, Q6_K = Kind.Q4_K, Kind.Q5_K, Kind.Q6_K
 _DEVIATION = 0.02
 
 
-def random_blocks(
-    rng: np.random.Generator, kind: GGMLQuantizationType, outputs: int, inputs: int
-) -> np.ndarray:
+def random_blocks(rng: np.random.Generator, kind: Kind, outputs: int, inputs: int) -> np.ndarray:
     """Blocks of random weights with deviation 0.02 and mean near 0: uint8[outputs, row bytes]."""
     per_block, nbytes = GGML_QUANT_SIZES[kind]
     blocks = np.frombuffer(rng.bytes(outputs * (inputs // per_block) * nbytes), np.uint8)
     blocks = blocks.reshape(outputs, -1, nbytes).copy()
-    if kind is Q4_K:  # weight = d * scale * q - dmin * minimum; here scales and minima are 32:
-        blocks[..., 4:12], blocks[..., 12:16] = 32 | 32 >> 4 << 6, 0  # 6 bits each, packed
-        factors = np.float16([_DEVIATION / 4.6 / 32, 7.5 * _DEVIATION / 4.6 / 32])
-        blocks[..., :4] = factors.view(np.uint8)
-    else:  # weight = d * scale * (q - 32)
+    if kind is Q6_K:  # weight = d * scale * (q - 32)
         blocks[..., 192:208] = 64
         blocks[..., 208:] = np.float16([_DEVIATION / 18.5 / 64]).view(np.uint8)
+    else:  # weight = d * scale * q - dmin * minimum; here scales and minima are 32:
+        blocks[..., 4:12], blocks[..., 12:16] = 32 | 32 >> 4 << 6, 0  # 6 bits each, packed
+        mean, deviation = (7.5, 4.6) if kind is Q4_K else (15.5, 9.2)  # of q
+        factor = _DEVIATION / deviation / 32
+        blocks[..., :4] = np.float16([factor, mean * factor]).view(np.uint8)
     return blocks.reshape(outputs, -1)
 
 
@@ -46,53 +47,120 @@ def uses_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
+class _File:
+    """A file to which tensors are added."""
+
+    def __init__(self, path: Path, arch: str) -> None:
+        self.writer, self.rng = gguf.GGUFWriter(path, arch), np.random.default_rng(0)
+
+    def matrix(self, name: str, kind: Kind, outputs: int, inputs: int) -> None:
+        """Add random weights."""
+        blocks = random_blocks(self.rng, kind, outputs, inputs)
+        self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+
+    def floats(self, name: str, value: float, *shape: int) -> None:
+        """Add equal floats."""
+        self.writer.add_tensor(name, np.full(shape, value, np.float32))
+
+    def close(self) -> None:
+        """Write all."""
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+
 def write(config: dict[str, Any], tokenizer: dict[str, Any], path: Path) -> None:
     """Write the file."""
-    arch, rng = config["model_type"], np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, arch)
-    d, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    kv, f = d // heads * kv_heads, config["intermediate_size"]
-    writer.add_block_count(layers)
-    writer.add_embedding_length(d)
-    writer.add_feed_forward_length(f)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config.get("rope_theta", 1e6))
+    config = config.get("text_config", config)
+    is_hybrid = "linear_num_key_heads" in config
+    arch = "qwen35" if is_hybrid else config["model_type"]
+    file = _File(path, arch)
+    d, layers, f = (
+        config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")
+    )
+    _add_config(file.writer, config)
     vocab_size = config["vocab_size"]
-    _add_tokenizer(writer, tokenizer, vocab_size)
-
-    def matrix(name: str, kind: GGMLQuantizationType, outputs: int, inputs: int) -> None:
-        writer.add_tensor(name, random_blocks(rng, kind, outputs, inputs), raw_dtype=kind)
-
-    def vector(name: str, size: int, value: float) -> None:
-        writer.add_tensor(name, np.full(size, value, np.float32))
-
-    matrix("token_embd.weight", Q6_K, vocab_size, d)
-    vector("output_norm.weight", d, 1)
+    _add_tokenizer(file.writer, tokenizer, vocab_size, "qwen35" if is_hybrid else "qwen2")
+    file.matrix("token_embd", Q6_K, vocab_size, d)
+    file.floats("output_norm.weight", 1, d)
     for i in range(layers):
         more = Q6_K if uses_more_bits(i, layers) else Q4_K
-        matrix(f"blk.{i}.attn_q.weight", Q4_K, d, d)
-        matrix(f"blk.{i}.attn_k.weight", Q4_K, kv, d)
-        matrix(f"blk.{i}.attn_v.weight", more, kv, d)
-        if arch == "qwen2":
-            for part, size in (("q", d), ("k", kv), ("v", kv)):
-                vector(f"blk.{i}.attn_{part}.bias", size, 0)
-        matrix(f"blk.{i}.attn_output.weight", Q4_K, d, d)
-        matrix(f"blk.{i}.ffn_gate.weight", Q4_K, f, d)
-        matrix(f"blk.{i}.ffn_up.weight", Q4_K, f, d)
-        matrix(f"blk.{i}.ffn_down.weight", more, d, f)
-        for norm in ("attn_norm", "ffn_norm"):
-            vector(f"blk.{i}.{norm}.weight", d, 1)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        if is_hybrid and config["layer_types"][i] == "linear_attention":
+            _add_delta(file, f"blk.{i}.", config)
+        else:
+            _add_attention(file, f"blk.{i}.", config, more)
+        file.matrix(f"blk.{i}.ffn_gate", Q4_K, f, d)
+        file.matrix(f"blk.{i}.ffn_up", Q4_K, f, d)
+        file.matrix(f"blk.{i}.ffn_down", more, d, f)
+        for norm in ("attn_norm", "post_attention_norm" if is_hybrid else "ffn_norm"):
+            file.floats(f"blk.{i}.{norm}.weight", 1, d)
+    file.close()
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size: int) -> None:
+def _head_dim(config: dict[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters", {})
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta", 1e6))
+    if "linear_num_key_heads" not in config:
+        return
+    head_dim, heads = _head_dim(config), config["linear_num_value_heads"]
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(round(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+
+
+def _add_attention(file: _File, block: str, config: dict[str, Any], more: Kind) -> None:
+    d, head_dim, is_hybrid = config["hidden_size"], _head_dim(config), "layer_types" in config
+    q = config["num_attention_heads"] * head_dim
+    kv = config["num_key_value_heads"] * head_dim
+    rows = 2 * q if is_hybrid else q  # with the gate of the output
+    for part, kind, size in (("q", Q4_K, rows), ("k", Q4_K, kv), ("v", more, kv)):
+        file.matrix(f"{block}attn_{part}", kind, size, d)
+        if config["model_type"] == "qwen2":
+            file.floats(f"{block}attn_{part}.bias", 0, size)
+        elif is_hybrid and part != "v":
+            file.floats(f"{block}attn_{part}_norm.weight", 1, head_dim)
+    file.matrix(f"{block}attn_output", Q4_K, d, q)
+
+
+def _add_delta(file: _File, block: str, config: dict[str, Any]) -> None:
+    d, heads, v_dim = (
+        config[key] for key in ("hidden_size", "linear_num_value_heads", "linear_value_head_dim")
+    )
+    values = heads * v_dim
+    channels = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    file.matrix(f"{block}attn_qkv", Q5_K, channels, d)
+    file.matrix(f"{block}attn_gate", Q4_K, values, d)
+    file.matrix(f"{block}ssm_alpha", Q4_K, heads, d)
+    file.matrix(f"{block}ssm_beta", Q4_K, heads, d)
+    file.matrix(f"{block}ssm_out", Q4_K, d, values)
+    file.floats(f"{block}ssm_conv1d.weight", 0.5, channels, config["linear_conv_kernel_dim"])
+    file.floats(f"{block}ssm_a", -0.5, heads)
+    file.floats(f"{block}ssm_dt.bias", 0, heads)
+    file.floats(f"{block}ssm_norm.weight", 1, v_dim)
+
+
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size: int, pre: str
+) -> None:
     words = {number: token for token, number in tokenizer["model"]["vocab"].items()}
     special = {added["id"]: added["content"] for added in tokenizer["added_tokens"]}
     tokens = [special.get(i) or words.get(i) or f"[PAD{i}]" for i in range(vocab_size)]
@@ -102,7 +170,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_siz
     ]
     merges = tokenizer["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.delta_decode import cases, launch, ref, xla
+from pallas_kernels.delta_decode import cases, launch, native, ref, xla
 from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 
@@ -15,6 +15,7 @@ OP = KernelOp(
     ref=ref.delta_decode,
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
+        Impl("native", native.delta_decode, platforms=("cpu",), supports=native.supports),
         Impl("xla", xla.delta_decode),
     ),
     cases=cases.CASES,

@@ -12,13 +12,11 @@ from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
 from pallas_kernels.delta_prefill.cases import QWEN3_5_4B, QWEN3_5_27B, TINY, DeltaHeads
 from pallas_kernels.harness.registry import Cost, Inputs
 
-_WIDTH = 4
-
 
 @dataclass(frozen=True)
 class DecodeCase:
     """Rows at these positions, and ``padding`` rows behind. With ``kept`` every third row saves its
-    states.
+    states. ``width`` is W.
     """
 
     name: str
@@ -27,6 +25,7 @@ class DecodeCase:
     kept: bool = False
     heads: DeltaHeads = TINY
     dtype: str = "float32"
+    width: int = 4
     tags: tuple[str, ...] = ("ci",)
 
     @property
@@ -40,6 +39,7 @@ CASES = (
     DecodeCase("tiny_edges", (0, 1, 2, 3, 4, 63, 64, 1000), padding=2),
     DecodeCase("tiny_one_row", (5,)),
     DecodeCase("tiny_kept", (63, 5, 127, 191, 0), padding=1, kept=True),
+    DecodeCase("odd_sizes", (0, 1, 2, 9), 2, kept=True, heads=DeltaHeads(2, 6, 20, 150), width=3),
     DecodeCase("tiny_rows_bf16", (0, 2, 77), padding=2, dtype="bfloat16"),
     DecodeCase(
         "qwen3_5_4b_bf16",
@@ -70,6 +70,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     """
     rng, sizes, dtype = np.random.default_rng(seed), case.heads, jnp.dtype(case.dtype)
     real, num_rows = len(case.positions), len(case.positions) + case.padding
+    width = case.width
     positions = np.zeros(num_rows, np.int32)
     positions[:real] = case.positions
     # one is the sink, one is a spare
@@ -81,12 +82,12 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         return rng.standard_normal(shape, np.float32)
 
     states = np.full((len(places), sizes.num_v, sizes.k_dim, sizes.v_dim), np.nan, np.float32)
-    convs = np.full((len(places), _WIDTH, case.channels), np.nan, np.float32)
+    convs = np.full((len(places), width, case.channels), np.nan, np.float32)
     for row, position in zip(rows[:real], positions[:real], strict=True):
         if position:
             states[row] = normal(*states.shape[1:])
-        for before in range(max(position - _WIDTH + 1, 0), position):
-            convs[row, before % _WIDTH] = normal(case.channels)
+        for before in range(max(position - width + 1, 0), position):
+            convs[row, before % width] = normal(case.channels)
 
     def tokens(width: int) -> np.ndarray:
         values = normal(num_rows, width).astype(dtype)
@@ -97,7 +98,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "qkv": tokens(case.channels),
         "gates": tokens(2 * sizes.num_v),
         "z": tokens(sizes.num_v * sizes.v_dim),
-        "conv": (0.5 * normal(_WIDTH, case.channels)).astype(dtype),
+        "conv": (0.5 * normal(width, case.channels)).astype(dtype),
         "decay": rng.uniform(-2, 1, (2, sizes.num_v)).astype(np.float32),
         "norm": (1 + 0.1 * normal(sizes.v_dim)).astype(dtype),
         "states": states,
@@ -121,8 +122,8 @@ def cost(case: DecodeCase) -> Cost:
     """States read and written, channels and gates read, their inputs and outputs written."""
     sizes, rows, item = case.heads, len(case.positions), jnp.dtype(case.dtype).itemsize
     values = sizes.num_v * sizes.v_dim
-    tokens = (_WIDTH + 1) * case.channels + 2 * sizes.num_v + 2 * values
+    tokens = (case.width + 1) * case.channels + 2 * sizes.num_v + 2 * values
     return Cost(
         bytes=rows * (2 * 4 * sizes.state + tokens * item),
-        flops=rows * (7 * sizes.state + 2 * _WIDTH * case.channels),
+        flops=rows * (7 * sizes.state + 2 * case.width * case.channels),
     )

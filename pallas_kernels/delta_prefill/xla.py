@@ -8,6 +8,8 @@ al. 2024, arXiv:2412.06464, section 3.3.) Differentiable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -51,13 +53,77 @@ def workspace_bytes(args: DeltaPrefillArgs) -> int:
 
 @jax.jit  # one trace serves every layer
 def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
-    """See ``delta_prefill.api``."""
-    (num_tokens, key_heads, _), heads = args.q.shape, args.v.shape[1]
-    chunks = chunks_of(args.query_start_loc, num_tokens)
+    """See ``delta_prefill.api``.
+
+    A CPU leaves out chunks without tokens, which are most in a step with one prompt. A GPU computes
+    what needs no state for all chunks at once.
+    """
+    return jax.lax.platform_dependent(args, cpu=used_chunks, default=all_chunks)  # type: ignore[no-any-return]
+
+
+def all_chunks(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:
+    """``delta_prefill`` with the factors of all chunks at once."""
+    chunks = chunks_of(args.query_start_loc, len(args.q))
+    return _scanned(args, chunks, _advance, _factors(args, chunks.tokens, chunks.is_token))
+
+
+def used_chunks(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:
+    """``delta_prefill`` with the factors of one chunk at a time, and only if it has tokens."""
+    chunks = chunks_of(args.query_start_loc, len(args.q))
+    advance = partial(_advance_if_used, args)
+    return _scanned(args, chunks, advance, (chunks.tokens, chunks.is_token))
+
+
+# From the state [V, Dk, Dv] before a chunk, and a chunk of a type of its own: the state after it,
+# and its outputs [V, CHUNK, Dv].
+type Advance = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+
+
+def _scanned(
+    args: DeltaPrefillArgs, chunks: Chunks, advance: Advance, each: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Advance over the chunks, as ``each`` stacks them, from state to state."""
+
+    class Carry(NamedTuple):
+        state: jax.Array  # float32[V, Dk, Dv]
+        states: jax.Array  # float32[P, V, Dk, Dv]
+
+    def scan(carry: Carry, one: tuple[Any, ...]) -> tuple[Carry, jax.Array]:
+        chunk, (is_first, is_new, read), end = one
+        found = jnp.where(is_new, 0, carry.states[read])
+        state, out = advance(jnp.where(is_first, found, carry.state), chunk)
+        states = carry.states
+        for to in end:
+            states = states.at[to].set(state, mode="drop")
+        return Carry(state, states), out
+
+    empty = jnp.zeros(args.states.shape[1:], jnp.float32)
+    carry, out = jax.lax.scan(scan, Carry(empty, args.states), (each, *_borders(args, chunks)))
+    return _by_token(out, args, chunks), carry.states
+
+
+class Factors(NamedTuple):
+    """The arrays of N chunks that need no state, in float32."""
+
+    values: jax.Array  # [N, V, CHUNK, Dv]: the changes of a state of zeros
+    keys: jax.Array  # [N, V, CHUNK, Dk]: these times the state are subtracted from the changes
+    queries: jax.Array  # [N, V, CHUNK, Dk]: these times the state are added to the outputs
+    within: jax.Array  # [N, V, CHUNK, CHUNK]: and these times the changes
+    ends_k: jax.Array  # [N, V, Dk, CHUNK]: these times the changes are added to the state
+    decayed: jax.Array  # [N, V]: the decay of the state
+
+
+def _factors(
+    args: DeltaPrefillArgs,
+    tokens: jax.Array,  # int32[N, CHUNK]
+    is_token: jax.Array,  # bool[N, CHUNK]
+) -> Factors:
+    """The factors of chunks with these tokens."""
+    key_heads, heads = args.q.shape[1], args.v.shape[1]
 
     def chunked(x: jax.Array) -> jax.Array:  # [T, H, ...] -> float32[N, H, CHUNK, ...]
-        shape = (*chunks.is_token.shape, *(1,) * (x.ndim - 1))
-        found = jnp.where(chunks.is_token.reshape(shape), x[chunks.tokens], 0)
+        shape = (*is_token.shape, *(1,) * (x.ndim - 1))
+        found = jnp.where(is_token.reshape(shape), x[tokens], 0)
         return jnp.moveaxis(found.astype(jnp.float32), 2, 1)
 
     def by_value_head(x: jax.Array) -> jax.Array:  # [N, K, ...] -> [N, V, ...]
@@ -74,33 +140,44 @@ def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T,
     inverse = unit_inverse(jnp.where(seen & (at[:, None] != at[None]), scores, 0))
     since = jnp.exp(decay)[..., None]  # the decay of the state before the chunk
     until = jnp.exp(decay[..., -1:] - decay)[..., None]  # of a token, to the end of the chunk
-    k, q_by_head = by_value_head(k), by_value_head(q)
-    values = _product("NHij,NHjd->NHid", inverse, beta * v)
-    keys = _product("NHij,NHjd->NHid", inverse, beta * since * k)
-    within = by_value_head(_product("NHid,NHjd->NHij", q, chunked(args.k))) * between
-    starts, ends = _borders(args, chunks)
+    within = by_value_head(_product("NHid,NHjd->NHij", q, k)) * between
+    q, k = by_value_head(q), by_value_head(k)
+    return Factors(
+        values=_product("NHij,NHjd->NHid", inverse, beta * v),
+        keys=_product("NHij,NHjd->NHid", inverse, beta * since * k),
+        queries=q * since,
+        within=within,
+        ends_k=(k * until).swapaxes(2, 3),
+        decayed=since[..., -1, 0],
+    )
 
-    class Carry(NamedTuple):
-        state: jax.Array  # float32[V, Dk, Dv]
-        states: jax.Array  # float32[P, V, Dk, Dv]
 
-    def scan(carry: Carry, one: tuple[Any, ...]) -> tuple[Carry, jax.Array]:
-        values, keys, queries, ends_k, within, decayed, start, end = one
-        is_first, is_new, read = start
-        found = jnp.where(is_new, 0, carry.states[read])
-        state = jnp.where(is_first, found, carry.state)
-        changes = values - _product("Hik,Hkd->Hid", keys, state)
-        out = _product("Hik,Hkd->Hid", queries, state) + _product("Hij,Hjd->Hid", within, changes)
-        state = state * decayed[:, None, None] + _product("Hik,Hid->Hkd", ends_k, changes)
-        states = carry.states
-        for to in end:
-            states = states.at[to].set(state, mode="drop")
-        return Carry(state, states), out
+def _advance(state: jax.Array, one: Factors) -> tuple[jax.Array, jax.Array]:
+    """See ``Advance``, for the factors of one chunk."""
+    changes = one.values - _product("Hik,Hkd->Hid", one.keys, state)
+    out = _product("Hik,Hkd->Hid", one.queries, state)
+    out += _product("Hij,Hjd->Hid", one.within, changes)
+    decayed = state * one.decayed[:, None, None]
+    return decayed + _product("Hki,Hid->Hkd", one.ends_k, changes), out
 
-    empty = jnp.zeros(args.states.shape[1:], jnp.float32)
-    each = (values, keys, q_by_head * since, k * until, within, since[..., -1, 0], starts, ends)
-    carry, out = jax.lax.scan(scan, Carry(empty, args.states), each)
-    return _by_token(out, args, chunks), carry.states
+
+def _advance_if_used(
+    args: DeltaPrefillArgs,
+    state: jax.Array,
+    chunk: tuple[jax.Array, jax.Array],  # int32[CHUNK], bool[CHUNK]
+) -> tuple[jax.Array, jax.Array]:
+    """See ``Advance``; outputs of a chunk without tokens are zeros."""
+
+    def used(state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens, is_token = chunk
+        factors = _factors(args, tokens[None], is_token[None])
+        return _advance(state, jax.tree.map(lambda x: x[0], factors))
+
+    def unused(state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        heads, _, value_dim = state.shape
+        return state, jnp.zeros((heads, CHUNK, value_dim), jnp.float32)
+
+    return jax.lax.cond(jnp.any(chunk[1]), used, unused, state)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from pallas_kernels.lib.shares import in_shares
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
 EXPERTS, SAMPLE, MASK = "jaxinfer_experts", "jaxinfer_sample", "jaxinfer_mask"
+DELTA_DECODE = "jaxinfer_delta_decode"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
@@ -31,6 +32,7 @@ _HANDLERS = MappingProxyType(
         EXPERTS: "JaxinferExperts",
         SAMPLE: "JaxinferSample",
         MASK: "JaxinferMask",
+        DELTA_DECODE: "JaxinferDeltaDecode",
     }
 )
 _FUNCTIONS = (  # that are called by ``ctypes``

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_prefill import cases, ref, xla
+from pallas_kernels.delta_prefill import api, cases, ref, xla
 from pallas_kernels.delta_prefill.cases import DeltaCase
+from pallas_kernels.harness.registry import Impl
+from pallas_kernels.harness.testing import mismatch
 
 
 def arguments(num_tokens: int, **more: Any) -> ref.DeltaPrefillArgs:
@@ -29,15 +32,23 @@ def test_chunks_equal_the_recurrence_over_4096_tokens(repeated: bool) -> None:
     np.testing.assert_allclose(after[row], states[row], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("case", [c for c in cases.CASES if "ci" in c.tags], ids=lambda c: c.name)
+def test_all_chunks_at_once_equal_the_definition(case: DeltaCase) -> None:
+    """As GPUs compute them; on a CPU the sweep has only the other form."""
+    impl = Impl("all_chunks", jax.jit(xla.all_chunks))
+    assert mismatch(api.OP, impl, case, cases.build(case, 0)) is None
+
+
+@pytest.mark.parametrize("form", [xla.all_chunks, xla.used_chunks])
 @pytest.mark.parametrize("name", ["q", "k", "v", "log_decay", "beta"])
-def test_gradients_equal_finite_differences(name: str) -> None:
+def test_gradients_equal_finite_differences(name: str, form: Callable[..., Any]) -> None:
     """Over two borders of chunks; the direction is random."""
     args = arguments(150)
     rng = np.random.default_rng(1)
     weights = jnp.asarray(rng.standard_normal(args.v.shape, np.float32))
 
     def loss(value: jax.Array) -> jax.Array:
-        out, states = xla.delta_prefill(replace(args, **{name: value}))
+        out, states = jax.jit(form)(replace(args, **{name: value}))
         return jnp.sum(out * weights) + jnp.sum(states[args.writes[0]])
 
     at = getattr(args, name)

@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.delta_decode import api as delta
+from pallas_kernels.delta_decode import cases as delta_cases
+from pallas_kernels.delta_decode.cases import DecodeCase
+from pallas_kernels.delta_prefill.cases import DeltaHeads
+from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
 from pallas_kernels.sample import native, ref
@@ -81,3 +86,38 @@ def test_each_variant_draws_the_tokens_of_the_definition(variant: int, spread: f
         masks = jnp.asarray(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))
         masked = replace(args, masks=masks)
         np.testing.assert_array_equal(jax.jit(native.sample)(masked), ref.sample(masked))
+
+
+DELTA = next(impl for impl in delta.OP.impls if impl.name == "native")
+DELTA_CASES = (
+    *(case for case in delta_cases.CASES if "ci" in case.tags and case.dtype == "float32"),
+    DecodeCase("one_tap", (0, 7), heads=DeltaHeads(1, 1, 1, 1), width=1),
+    DecodeCase("whole_tiles", (3, 0), 1, kept=True, heads=DeltaHeads(1, 2, 7, 128), width=2),
+    DecodeCase("wide", (3, 12), heads=DeltaHeads(3, 3, 17, 250), width=9),
+)
+
+
+@pytest.mark.parametrize("case", DELTA_CASES, ids=lambda case: case.name)
+def test_each_variant_computes_the_delta_rule(variant: int, case: DecodeCase) -> None:
+    """Of any sizes; the inputs are NaN where nothing may be read."""
+    assert mismatch(delta.OP, DELTA, case, delta_cases.build(case, 0)) is None
+
+
+def test_states_are_changed_in_place() -> None:
+    case = DecodeCase("kept", (5, 0), kept=True)
+    (args,) = jax.tree.map(jnp.asarray, delta_cases.build(case, 0).args)
+
+    def step(states, convs):
+        _, *stored = delta.delta_decode(replace(args, states=states, convs=convs), "native")
+        return stored
+
+    pools = args.states, args.convs
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*pools).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < args.states.nbytes
+    assert " copy(" not in compiled.as_text()
+
+
+def test_the_delta_rule_in_another_dtype_is_refused() -> None:
+    (args,) = delta_cases.build(DecodeCase("bf16", (5,), dtype="bfloat16"), 0).args
+    assert DELTA.refuses("cpu", (args,), {}) == "qkv is bfloat16, not float32"

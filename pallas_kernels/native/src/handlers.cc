@@ -318,6 +318,7 @@ ffi::Error Sample(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits,
 
 #include "experts.inc"
 #include "mask.inc"
+#include "delta.inc"
 
 }  // namespace
 }  // namespace jaxinfer
@@ -439,6 +440,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<float>("limit")
         .Attr<float>("alpha")
         .Attr<float>("shift"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferDeltaDecode, jaxinfer::DeltaDecode,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<float>("eps"));
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {
