@@ -21,6 +21,7 @@ OP = KernelOp(
             launch.supports,
             workspace=launch.workspace_bytes,
         ),
+        Impl("xla_chunks", xla.used_chunks, ("cpu",), workspace=xla.chunk_workspace_bytes),
         Impl("xla", xla.delta_prefill, workspace=xla.workspace_bytes),
     ),
     cases=cases.CASES,

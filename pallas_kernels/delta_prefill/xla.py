@@ -51,24 +51,26 @@ def workspace_bytes(args: DeltaPrefillArgs) -> int:
     return 4 * chunks * heads * CHUNK * (6 * CHUNK + 8 * key_dim + 4 * value_dim)
 
 
+def chunk_workspace_bytes(args: DeltaPrefillArgs) -> int:
+    """The same of ``used_chunks``: of one chunk, and the outputs of all in float32, twice."""
+    (num_tokens, _, key_dim), (_, heads, value_dim) = args.q.shape, args.v.shape
+    chunks = num_tokens // CHUNK + args.begins.shape[0]
+    of_one = 6 * CHUNK + 8 * key_dim + 4 * value_dim
+    return 4 * heads * CHUNK * (of_one + 2 * chunks * value_dim)
+
+
 @jax.jit  # one trace serves every layer
 def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
-    """See ``delta_prefill.api``.
-
-    A CPU leaves out chunks without tokens, which are most in a step with one prompt. A GPU computes
-    what needs no state for all chunks at once.
-    """
-    return jax.lax.platform_dependent(args, cpu=used_chunks, default=all_chunks)  # type: ignore[no-any-return]
-
-
-def all_chunks(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:
-    """``delta_prefill`` with the factors of all chunks at once."""
+    """See ``delta_prefill.api``; what needs no state is computed for all chunks at once."""
     chunks = chunks_of(args.query_start_loc, len(args.q))
     return _scanned(args, chunks, _advance, _factors(args, chunks.tokens, chunks.is_token))
 
 
+@jax.jit
 def used_chunks(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:
-    """``delta_prefill`` with the factors of one chunk at a time, and only if it has tokens."""
+    """``delta_prefill`` for a CPU: one chunk at a time, and only if it has tokens. In a step with
+    one prompt most have none.
+    """
     chunks = chunks_of(args.query_start_loc, len(args.q))
     advance = partial(_advance_if_used, args)
     return _scanned(args, chunks, advance, (chunks.tokens, chunks.is_token))

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.delta_prefill import api, cases, ref, xla
+from pallas_kernels.delta_prefill import cases, ref, xla
 from pallas_kernels.delta_prefill.cases import DeltaCase
-from pallas_kernels.harness.registry import Impl
-from pallas_kernels.harness.testing import mismatch
 
 
 def arguments(num_tokens: int, **more: Any) -> ref.DeltaPrefillArgs:
@@ -32,14 +30,7 @@ def test_chunks_equal_the_recurrence_over_4096_tokens(repeated: bool) -> None:
     np.testing.assert_allclose(after[row], states[row], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", [c for c in cases.CASES if "ci" in c.tags], ids=lambda c: c.name)
-def test_all_chunks_at_once_equal_the_definition(case: DeltaCase) -> None:
-    """As GPUs compute them; on a CPU the sweep has only the other form."""
-    impl = Impl("all_chunks", jax.jit(xla.all_chunks))
-    assert mismatch(api.OP, impl, case, cases.build(case, 0)) is None
-
-
-@pytest.mark.parametrize("form", [xla.all_chunks, xla.used_chunks])
+@pytest.mark.parametrize("form", [xla.delta_prefill, xla.used_chunks])
 @pytest.mark.parametrize("name", ["q", "k", "v", "log_decay", "beta"])
 def test_gradients_equal_finite_differences(name: str, form: Callable[..., Any]) -> None:
     """Over two borders of chunks; the direction is random."""
