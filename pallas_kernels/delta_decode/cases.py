@@ -39,7 +39,15 @@ CASES = (
     DecodeCase("tiny_edges", (0, 1, 2, 3, 4, 63, 64, 1000), padding=2),
     DecodeCase("tiny_one_row", (5,)),
     DecodeCase("tiny_kept", (63, 5, 127, 191, 0), padding=1, kept=True),
-    DecodeCase("odd_sizes", (0, 1, 2, 9), 2, kept=True, heads=DeltaHeads(2, 6, 20, 150), width=3),
+    DecodeCase(
+        "odd_sizes",
+        (0, 1, 2, 9),
+        padding=2,
+        kept=True,
+        heads=DeltaHeads(2, 6, 20, 150),
+        width=3,
+        tags=("ci", "cpu"),
+    ),
     DecodeCase("tiny_rows_bf16", (0, 2, 77), padding=2, dtype="bfloat16"),
     DecodeCase(
         "qwen3_5_4b_bf16",

@@ -117,7 +117,9 @@ class Impl:
 
 
 class Case(Protocol):
-    """A named call of an op. ``tags``: ci, full, bench, and gpu (in benchmarks, only on a GPU)."""
+    """A named call of an op. ``tags``: ci, full, bench, gpu (in benchmarks, only on a GPU), and cpu
+    (of sizes that no kernel for a GPU takes).
+    """
 
     @property
     def name(self) -> str: ...
