@@ -5,9 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TOOLS := .venv/.installed-tools
 
-# The suite in parts, a process each: `make test` runs three at a time, as many tests wait for another
-# process, and begins the next as soon as one ends, so the longest come first. What is compiled in a
-# process is shared by its tests. `others` holds every test that no other part names.
+# The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
+# one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
+# holds every test that no other part names.
 PARTS := engines commands models mosaic others executables triton
 MODELS := tests/e2e tests/models/test_golden.py
 DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py
@@ -72,7 +72,7 @@ demo: $(STAMP) ## Download a small model and let it answer a question
 tools: $(TOOLS) ## Install the tools of tests and checks: pytest, ruff, pyright
 
 test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
-	@$(MAKE) --no-print-directory --keep-going --output-sync -j3 $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)
 
 test-models: $(TOOLS)
 	@$(BIN)/pytest -q $(MODELS) $(DOCUMENTS:%=--ignore=%)

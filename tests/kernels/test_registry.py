@@ -111,5 +111,5 @@ def test_ops_are_complete() -> None:
         names = [case.name for case in op.cases]
         assert len(set(names)) == len(names), f"{op.name} names two cases alike"
         tags = {tag for case in op.cases for tag in case.tags}
-        assert {"ci", "bench"} <= tags <= {"ci", "full", "bench", "gpu"}
+        assert {"ci", "bench"} <= tags <= {"ci", "full", "bench", "gpu", "cpu"}
         assert any(not impl.platforms for impl in op.impls), f"{op.name} runs nowhere but on a chip"
