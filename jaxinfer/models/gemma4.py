@@ -147,7 +147,7 @@ def _attention(
 
 
 def _key_layers(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> list[int | None]:
-    """Of each layer the one whose keys and values it uses; None for those with their own.
+    """The layer whose keys and values each one uses; None for those with their own.
 
     The last layers have none of their own, and use those of the last of their kind that has.
     """

@@ -116,7 +116,7 @@ def test_preempted_sequences_draw_the_same_tokens(pool: int) -> None:
 
 
 def test_layers_without_keys_of_their_own_have_no_memory() -> None:
-    """Of four layers the first two have keys and values, of two sizes of heads in two pools."""
+    """The first two of four layers have keys and values, of two sizes of heads in two pools."""
     layout = tiny_model("gemma4_all")[0].state
     assert [(entry.name, entry.shape) for entry in layout.arrays] == [
         *(("k", (4, 8)), ("v", (4, 8)), ("k", (2, 16)), ("v", (2, 16))),

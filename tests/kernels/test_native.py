@@ -99,7 +99,7 @@ DELTA_CASES = (
 
 @pytest.mark.parametrize("case", DELTA_CASES, ids=lambda case: case.name)
 def test_each_variant_computes_the_delta_rule(variant: int, case: DecodeCase) -> None:
-    """Of any sizes; the inputs are NaN where nothing may be read."""
+    """Sizes may be any; the inputs are NaN where nothing may be read."""
     assert mismatch(delta.OP, DELTA, case, delta_cases.build(case, 0)) is None
 
 

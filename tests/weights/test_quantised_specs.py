@@ -134,7 +134,7 @@ def test_blocks_of_outputs_whose_rows_part_get_scales_of_their_own() -> None:
 
 
 def test_rows_of_blocks() -> None:
-    """Of whole blocks their scales move; else each row has those of its block."""
+    """Scales of whole blocks move; else each row has those of its block."""
     rng = np.random.default_rng(0)
     w = random_matrix(rng, "fp8_blocks", 512, 256, 128)
     for order in (np.arange(512).reshape(4, 128)[::-1].ravel(), rng.permutation(512)):
