@@ -106,13 +106,15 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
     for count, snapshot in row.saves:
         border = row.num_computed_tokens + count
         page_hash = seq.page_hashes[border // draft.limits.page_size - 1]
-        draft.snapshots = draft.snapshots.register(snapshot, page_hash)
+        before = draft.snapshots
+        draft.snapshots = before.register(snapshot, page_hash)
         if border == seq.saving:
             seq = msgspec.structs.replace(seq, saving=None)
         if row.token_ids is None:
             if seq.tail is not None and seq.tail != page_hash:
                 draft.snapshots = draft.snapshots.forget(seq.tail)
-            seq = msgspec.structs.replace(seq, tail=page_hash)
+            is_own = page_hash not in before.by_hash  # else it is another sequence's to keep
+            seq = msgspec.structs.replace(seq, tail=page_hash if is_own else None)
     if drawn or output.is_of_tokens or reason is not None:
         draft.events.append(
             TokenEvent(

@@ -251,6 +251,19 @@ def test_an_answer_keeps_its_newest_state() -> None:
     assert one.endings()["second"].num_cached_tokens == 40
 
 
+def test_an_answer_forgets_no_state_of_another_prompt() -> None:
+    """A prompt that continues an answer saved the state at its border before; it stays."""
+    one = drive(max_num_seqs=2)
+    request = make_request("first", PROMPT, max_tokens=21)
+    answer = expected_tokens(request, 64)
+    one.arrive(make_request("turn", (*PROMPT, *answer)[:29], max_tokens=1))
+    one.finish()
+    (kept,) = one.state.snapshots.by_hash
+    one.arrive(request)
+    one.finish()
+    assert kept in one.state.snapshots.by_hash
+
+
 def test_answers_save_nothing_where_snapshots_are_few() -> None:
     one = drive(max_num_seqs=3)
     run_each(one, PROMPT)

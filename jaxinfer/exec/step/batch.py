@@ -21,7 +21,7 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv, round_up
 from jaxinfer.core.step import TAPS, Bucket, PageGroup, StepPlan
 from jaxinfer.exec.step.slots import NUM_SETTINGS, SlotState
-from jaxinfer.exec.step.state_rows import num_state_rows, pack_state_rows, with_state_rows
+from jaxinfer.exec.step.state_rows import pack_state_rows, section_length, with_state_rows
 from jaxinfer.nn.context import Pages, Rows
 
 # int32 values, 256 bytes: XLA passes the address of a section to a kernel, and kernels are compiled
@@ -141,7 +141,7 @@ class BatchLayout:
             token_ids=tp,
             query_lens=self.bucket.num_decodes if self.bucket.query_tokens > 1 else 0,
             steered=b if TAPS in self.bucket.variants else 0,
-            state_rows=num_state_rows(self.bucket) if self.has_snapshots else 0,
+            state_rows=section_length(self.bucket) if self.has_snapshots else 0,
             first_pages=b * len(self.windowed),
             page_tables=b * sum(own.width for own in self.groups),
         )

@@ -19,7 +19,7 @@ from jaxinfer.nn.context import Rows, Saves
 NUM_STATE_ROWS = 1 + 2 * MAX_SAVES
 
 
-def num_state_rows(bucket: Bucket) -> int:
+def section_length(bucket: Bucket) -> int:
     """The length of the section."""
     return bucket.num_prefills * NUM_STATE_ROWS + bucket.num_decodes
 
