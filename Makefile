@@ -5,10 +5,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TOOLS := .venv/.installed-tools
 
-# The suite in parts, a process each: `make test` runs two at a time and begins the next as soon as
-# one ends, so the longest come first. What is compiled in a process is shared by its tests. `others`
-# holds every test that no other part names.
-PARTS := engines commands models mosaic others executables triton
+# The suite in parts, a process each: `make test` runs three at a time, as tests of processes and
+# limits wait, and begins the next as soon as one ends, so the longest come first. What is compiled
+# in a process is shared by its tests. `others` holds every test that no other part names.
+PARTS := engines mosaic commands models others triton users executables
+USERS := tests/e2e/test_smollm2.py
 MODELS := tests/e2e tests/models/test_golden.py
 DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py
 ENGINES := tests/engine tests/server
@@ -19,8 +20,8 @@ COMMANDS := tests/cli tests/weights tests/bench
 NAMED := $(MODELS) $(ENGINES) tests/kernels $(EXECUTABLES) $(COMMANDS)
 # XLA compiles tiny models and interpreted kernels in half the time without LLVM's optimiser and with
 # its older emitter of fusions, and in another 13 % less as one LLVM module instead of up to 32: its
-# plan of buffers and copies stays the same, the machine code does not. `models`, in which every
-# family meets its golden values, is compiled as for users.
+# plan of buffers and copies stays the same, the machine code does not. `users`, in which the default
+# model meets transformers' tokens, is compiled as for users; at night every family is.
 QUICKLY := XLA_FLAGS='--xla_backend_optimization_level=0 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
 	--xla_cpu_parallel_codegen_split_count=1'
@@ -34,7 +35,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tools test $(PARTS:%=test-%) nightly nightly-kernels nightly-others lint format bench clean
+.PHONY: help demo tools test $(PARTS:%=test-%) nightly nightly-kernels nightly-others nightly-golden lint format bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -72,10 +73,13 @@ demo: $(STAMP) ## Download a small model and let it answer a question
 tools: $(TOOLS) ## Install the tools of tests and checks: pytest, ruff, pyright
 
 test: $(TOOLS) ## Run the test suite on the CPU, without the nightly batteries
-	@$(MAKE) --no-print-directory --keep-going --output-sync -j2 $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --keep-going --output-sync -j3 $(PARTS:%=test-%)
+
+test-users: $(TOOLS)
+	@$(BIN)/pytest -q $(USERS)
 
 test-models: $(TOOLS)
-	@$(BIN)/pytest -q $(MODELS) $(DOCUMENTS:%=--ignore=%)
+	@$(QUICKLY) $(BIN)/pytest -q $(MODELS) $(DOCUMENTS:%=--ignore=%) $(USERS:%=--ignore=%)
 
 test-engines: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(ENGINES)
@@ -95,13 +99,16 @@ test-commands: $(TOOLS)
 test-others: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(NAMED:%=--ignore=%)
 
-nightly: nightly-kernels nightly-others ## Run the long batteries
+nightly: nightly-kernels nightly-others nightly-golden ## Run the long batteries
 
 nightly-kernels: $(TOOLS)
 	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly tests/kernels
 
 nightly-others: $(TOOLS)
 	$(BIN)/pytest -q -m nightly --hypothesis-profile nightly --ignore=tests/kernels
+
+nightly-golden: $(TOOLS)
+	$(BIN)/pytest -q tests/models/test_golden.py
 
 lint: $(TOOLS) ## Check style, formatting and types
 	$(BIN)/ruff check .

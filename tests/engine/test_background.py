@@ -34,6 +34,7 @@ from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.sched.choose import choose_step
 from kit.checkpoints import tiny_llama_config
+from kit.tiny_models import tiny_config
 
 SECONDS = 30  # timeout of waits
 FIRST = (Bucket(4), Bucket(4, 16, 1, scores=True))
@@ -58,9 +59,13 @@ class Compiler(CompilerProcess):
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> EnginePlan:
     """A plan whose program, as on a GPU, needs only some of its executables at first."""
-    (tmp_path / "config.json").write_text(json.dumps(tiny_llama_config()))
+    hf_config, first = getattr(request, "param", (tiny_llama_config(), FIRST))
+    chunk = first[-1].num_prefill_tokens
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = EngineConfig(
         model=str(tmp_path),
         load_format="dummy",
@@ -68,11 +73,11 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnginePlan:
         dtype="float32",
         max_num_seqs=4,
         max_model_len=64,
-        max_num_batched_tokens=16,
+        max_num_batched_tokens=chunk,
         prefill_bucket_start=16,
         cache_dir=str(tmp_path / "cache"),
     )
-    monkeypatch.setattr(stages, "first_buckets", lambda _: FIRST)
+    monkeypatch.setattr(stages, "first_buckets", lambda _: first)
     monkeypatch.setattr(background, "CompilerProcess", Compiler)
     return plan_engine(config)
 
@@ -234,6 +239,22 @@ def test_requests_are_served_before_all_is_compiled(
     assert engine.stats().num_executables == len(plan.program.names())
     folder = next((plan.cache_dir / "executables").iterdir())
     assert {*open_bundle(folder).manifest.executables} == {*plan.program.names()}
+
+
+@pytest.mark.parametrize(
+    "plan", [(tiny_config("qwen3_5"), (Bucket(4), Bucket(4, 128, 4, scores=True)))], indirect=True
+)
+def test_a_hybrid_is_served_before_all_is_compiled(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paused(monkeypatch) as proceed:
+        engine = build_engine(plan, serves_early=True)
+        first = answers(engine)
+        assert engine.is_compiling
+        proceed.set()
+        until_compiled(engine)
+    assert answers(engine) == first
+    assert engine.stats().num_late_compiles == 0
 
 
 def test_requests_are_served_before_all_is_loaded(

@@ -68,15 +68,16 @@ class Connections(nn.Module):
 
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """Those of ``mixed_family``, with adapters and the weights of streams."""
-    specs = [one for spec in mixed_family.param_specs(config) for one in _adapted(spec)]
+    specs = [one for spec in mixed_family.param_specs(config) for one in adapted(spec, ADAPTED)]
     ways = (STREAMS * D, 2 * STREAMS + STREAMS**2)
     for i in range(len(config.layers)):
         specs += [_stored(f"layers_{i}/{block}_residual/ways", *ways) for block in ("mixer", "ffn")]
     return (*specs, _stored("residual/end", STREAMS))
 
 
-def _adapted(spec: ParamSpec) -> Iterator[ParamSpec]:
-    if not spec.path.endswith(ADAPTED):
+def adapted(spec: ParamSpec, names: tuple[str, ...]) -> Iterator[ParamSpec]:
+    """The spec, or those of the weight and its adapter if its path ends with one of the names."""
+    if not spec.path.endswith(names):
         yield spec
         return
     assert isinstance(spec.arrays, ArraySpec)

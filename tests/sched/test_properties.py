@@ -263,7 +263,7 @@ def test_chunks_pools_depths_and_caching(
     assert drive.tokens() == {r.request_id: expected_tokens(r, MAX_MODEL_LEN) for r in requests}
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(traces())
 def test_schedule_is_pure(trace: Trace) -> None:
     drive = trace.drive()
@@ -331,6 +331,7 @@ def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None
             assert tokens == expected_tokens(request, MAX_MODEL_LEN)
 
 
+@settings(max_examples=25)
 @given(traces(in_order=True))
 def test_no_request_starves(trace: Trace) -> None:
     """The bound of ``sched.schedule`` holds, and each step has a row for the first request."""
@@ -393,6 +394,7 @@ def test_few_snapshots_of_prompts_that_share_prefixes(
     assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
 
 
+@settings(max_examples=25)
 @given(traces(in_order=True))
 def test_prefill_first_causes_no_more_preemptions(trace: Trace) -> None:
     batch = dataclasses.replace(trace, requests=tuple((0, r) for _, r in trace.requests))
