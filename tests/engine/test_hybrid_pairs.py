@@ -104,3 +104,13 @@ def test_adapters_beside_the_weights_of_the_delta_rule() -> None:
     outputs = run(engine_with(model, params), prompts, GREEDY)
     for prompt, output in zip(prompts, outputs, strict=True):
         check(prompt, output.outputs[0], params=merged(params))
+
+
+def test_what_others_left_in_memory_reaches_no_new_sequence() -> None:
+    """Not even NaN, of a sequence whose logits were not finite: in its slot, pages or snapshots."""
+    engine = engine_with(MODEL, PARAMS)
+    arrays = engine._loop._executor._arrays  # type: ignore[attr-defined]
+    arrays.state = jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), arrays.state)
+    prompts = [prompt_of(length, 7) for length in (190, 129, 70, 1)]
+    for prompt, output in zip(prompts, run(engine, prompts, GREEDY), strict=True):
+        check(prompt, output.outputs[0])
