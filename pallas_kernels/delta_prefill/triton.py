@@ -14,6 +14,13 @@ bfloat16. States then differ from the definition's by 4e-6, and by 1e-4 where on
 and nothing decays, which cancels most of each product. Only what outputs alone depend on is
 rounded.
 
+If each component of keys decays by itself, products with the state have no factor of a whole
+token, and the first kernel stores queries and keys times their decays, and with the inverse already
+multiplied what is subtracted from the changes: the paper's form, of two GEMMs after each other. The
+products of keys are made of six: between the halves of each block of 2, 4, ... 64 tokens, where
+both operands have the decay to or from the border, which is at most 1, so that they are rounded to
+float16.
+
 Row r has the chunks from query_start_loc[r] // CHUNK + r on: at least as many as it needs.
 """
 
@@ -217,13 +224,153 @@ def _chunks(
 
 
 @triton.jit
+def _across(
+    queries,  # [CHUNK, Dk]
+    keys,  # [CHUNK, Dk]
+    decay,  # float32[CHUNK, Dk]: sums of log decays
+    within,  # float32[CHUNK, CHUNK]
+    lower,  # float32[CHUNK, CHUNK]
+    size,
+    inner: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+):
+    """Put in the products of the tokens in the second half of each block of 2 * ``size`` with those
+    in its first half. The border is at the last token of the first half.
+    """
+    at = tl.arange(0, CHUNK)
+    last = at // (2 * size) * (2 * size) + size - 1  # of the first half of each token's block
+    border = tl.gather(decay, tl.broadcast_to(last[:, None], (CHUNK, KEY_DIM)), 0)
+    since = decay - border
+    is_second = at // size % 2 == 1
+    factor = tl.exp(tl.where(is_second[:, None], since, -since))
+    near = (keys.to(tl.float32) * factor).to(inner)
+    asked = (queries.to(tl.float32) * factor).to(inner)
+    first = tl.trans(near)
+    inside = (at[:, None] // (2 * size) == at[None, :] // (2 * size)) & (
+        at[:, None] // size > at[None, :] // size
+    )
+    within = tl.where(inside, tl.dot(asked, first, input_precision="tf32x3"), within)
+    lower = tl.where(inside, tl.dot(near, first, input_precision="tf32x3"), lower)
+    return within, lower
+
+
+@triton.jit
+def _channel_chunks(
+    q,  # [T, K, Dk]
+    k,  # [T, K, Dk]
+    log_decay,  # float32[T, V, Dk]
+    beta,  # float32[T, V]
+    query_start_loc,  # int32[R + 1]
+    v,  # [T, V, Dv]
+    sums,  # float32[N, V, Dk]: of whole chunks
+    changes,  # float32[N, V, CHUNK, Dv]: of a state of zeros
+    scores,  # [N, V, CHUNK, CHUNK]
+    decayed,  # [N, V, 1 + 2 * HALVES, CHUNK, Dk]: see ``_scan``
+    out,  # [T, V, Dv]: zeros for tokens of no row
+    num_tokens,  # T; see ``_chunks``
+    num_starts,  # R + 1
+    STARTS_TILE: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
+    PART: tl.constexpr,  # columns that are computed at a time in the end
+):
+    """``_chunks`` with a decay of each component of keys."""
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row, row_end, first = _row_of_chunk(  # type: ignore[misc]
+        chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
+    )
+    if first >= row_end:
+        return
+    at = tl.arange(0, CHUNK)
+    inside = at < row_end - first
+    base = first.to(tl.int64)  # offsets exceed int32, but not within a chunk
+    if row + 1 == num_starts:
+        at_out = out + (base * HEADS + head) * VALUE_DIM
+        at_out += at[:, None] * (HEADS * VALUE_DIM) + tl.arange(0, VALUE_DIM)[None, :]
+        zeros = tl.zeros((CHUNK, VALUE_DIM), out.dtype.element_ty)
+        tl.store(at_out, zeros, mask=inside[:, None])
+        return
+    dtype: tl.constexpr = k.dtype.element_ty
+    inner: tl.constexpr = dtype if dtype == tl.float32 else tl.float16
+    at_chunk = (chunk * HEADS + head).to(tl.int64)
+    components = tl.arange(0, KEY_DIM)
+    of_key = (base * KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    at_key = at[:, None] * (KEY_HEADS * KEY_DIM) + components[None, :]
+    keys = tl.load(k + of_key + at_key, mask=inside[:, None], other=0.0)
+    queries = tl.load(q + of_key + at_key, mask=inside[:, None], other=0.0)
+    of_gate = base * HEADS + head
+    at_decay = at[:, None] * (HEADS * KEY_DIM) + components[None, :]
+    decay = tl.load(log_decay + of_gate * KEY_DIM + at_decay, mask=inside[:, None], other=0.0)
+    decay = tl.cumsum(decay, 0)
+    total = tl.sum(tl.where((at == CHUNK - 1)[:, None], decay, 0.0), 0)
+    tl.store(sums + at_chunk * KEY_DIM + components, total)
+
+    PLANE: tl.constexpr = CHUNK * KEY_DIM
+    at_plane = decayed + at_chunk * ((1 + 2 * HALVES) * PLANE)
+    at_plane += at[:, None] * KEY_DIM + components[None, :]
+    tl.store(at_plane, (queries.to(tl.float32) * tl.exp(decay)).to(dtype))
+    high, low = _halves(keys.to(tl.float32) * tl.exp(total[None, :] - decay), dtype)  # type: ignore[misc]
+    tl.store(at_plane + 2 * PLANE, high)
+    if HALVES == 2:
+        tl.store(at_plane + 4 * PLANE, low)
+
+    own = tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
+    within = tl.where(at[:, None] == at[None, :], own[:, None], 0.0)
+    lower = tl.zeros((CHUNK, CHUNK), tl.float32)
+    size = 1
+    while size < CHUNK:
+        within, lower = _across(queries, keys, decay, within, lower, size, inner, CHUNK, KEY_DIM)  # type: ignore[misc]
+        size *= 2
+    at_square = at[:, None] * CHUNK + at[None, :]
+    tl.store(scores + at_chunk * (CHUNK * CHUNK) + at_square, within.to(dtype))
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
+    inverse = _unit_inverse(lower * strength[:, None], inner, CHUNK)
+    strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)  # see ``_chunks``
+    inverse *= strength[None, :]
+    inverse_high, inverse_low = _halves(inverse, dtype)  # type: ignore[misc]
+    # keys and decays again, in parts, since they would not fit in registers with the inverse
+    for part in range(KEY_DIM // PART):
+        columns = part * PART + tl.arange(0, PART)
+        at_part = at[:, None] * (KEY_HEADS * KEY_DIM) + columns[None, :]
+        at_step = at[:, None] * (HEADS * KEY_DIM) + columns[None, :]
+        key = tl.load(k + of_key + at_part, mask=inside[:, None], other=0.0).to(tl.float32)
+        step = tl.load(log_decay + of_gate * KEY_DIM + at_step, mask=inside[:, None], other=0.0)
+        key *= tl.exp(tl.cumsum(step, 0))
+        own_high, own_low = _halves(_times(inverse_high, inverse_low, key, dtype), dtype)  # type: ignore[misc]
+        at_removed = decayed + at_chunk * ((1 + 2 * HALVES) * PLANE) + PLANE
+        at_removed += at[:, None] * KEY_DIM + columns[None, :]
+        tl.store(at_removed, own_high)
+        if HALVES == 2:
+            tl.store(at_removed + 2 * PLANE, own_low)
+    for part in range(VALUE_DIM // PART):
+        columns = part * PART + tl.arange(0, PART)
+        at_value = of_gate * VALUE_DIM + at[:, None] * (HEADS * VALUE_DIM) + columns[None, :]
+        value = tl.load(v + at_value, mask=inside[:, None], other=0.0)
+        change = tl.dot(inverse_high, value, input_precision="tf32x3")
+        if HALVES == 2:
+            change = tl.dot(inverse_low, value, change)
+        at_change = at_chunk * (CHUNK * VALUE_DIM) + at[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(changes + at_change, change)
+
+
+@triton.jit
 def _scan(
     q,  # [T, K, Dk]
     k,  # [T, K, Dk]
     v,  # [T, V, Dv]
-    sums,  # float32[N, V, CHUNK]
-    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    sums,  # float32[N, V, CHUNK]; by channel float32[N, V, Dk], of whole chunks
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]; by channel see ``_channel_chunks.changes``
     scores,  # [N, V, CHUNK, CHUNK]
+    # by channel [N, V, 1 + 2 * HALVES, CHUNK, Dk]: queries with their decays from the chunk's
+    # begin; these times the state are subtracted from the changes; keys with their decays to the
+    # end; and the low halves of the last two; else not read
+    decayed,
     query_start_loc,  # int32[R + 1]
     begins,  # int32[R]
     reads,  # int32[R]
@@ -241,6 +388,7 @@ def _scan(
     VALUES: tl.constexpr,  # of a CTA
     CHUNK: tl.constexpr,
     HALVES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     PARTS: tl.constexpr = VALUE_DIM // VALUES
     head = tl.program_id(0) // PARTS
@@ -270,29 +418,51 @@ def _scan(
         token = start.to(tl.int64) + number * CHUNK + at  # offsets exceed int32
         inside = (token < end)[:, None]
         at_chunk = ((first_chunk + number) * HEADS + head).to(tl.int64)
-        at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
-        at_key += components[None, :]
         at_value = (token * HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-        at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
-        keys = tl.load(k + at_key, mask=inside, other=0.0)
-        queries = tl.load(q + at_key, mask=inside, other=0.0)
-        value = tl.load(v + at_value, mask=inside, other=0.0)
-        high = tl.load(at_inverse)
-        low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+        if BY_CHANNEL:
+            PLANE: tl.constexpr = CHUNK * KEY_DIM
+            at_plane = decayed + at_chunk * ((1 + 2 * HALVES) * PLANE)
+            at_plane += at[:, None] * KEY_DIM + components[None, :]
+            queries = tl.load(at_plane)
+            removed = tl.load(at_plane + PLANE)
+            ends = tl.load(at_plane + 2 * PLANE)
+            removed_low = tl.load(at_plane + 3 * PLANE) if HALVES == 2 else removed
+            ends_low = tl.load(at_plane + 4 * PLANE) if HALVES == 2 else ends
+            at_change = at_chunk * (CHUNK * VALUE_DIM) + at[:, None] * VALUE_DIM + values[None, :]
+            changes = tl.load(inverses + at_change)
+            total = tl.load(sums + at_chunk * KEY_DIM + components)[:, None]
+        else:
+            at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
+            at_key += components[None, :]
+            keys = tl.load(k + at_key, mask=inside, other=0.0)
+            queries = tl.load(q + at_key, mask=inside, other=0.0)
+            value = tl.load(v + at_value, mask=inside, other=0.0)
+            at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+            high = tl.load(at_inverse)
+            low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+            decay = tl.load(sums + at_chunk * CHUNK + at)[:, None]
+            total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
         within = tl.load(scores + at_chunk * (CHUNK * CHUNK) + at_square)
-        decay = tl.load(sums + at_chunk * CHUNK + at)
-        total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
 
-        since = tl.exp(decay)[:, None]
         before = _split(state, dtype)
-        of_keys = _joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
         of_queries = _joined(tl.dot(queries, before, input_precision="tf32x3"), dtype)
-        changes = _times(high, low, value.to(tl.float32) - since * of_keys, dtype)
-        result = of_queries * since
-        result = tl.dot(within, changes.to(dtype), result, input_precision="tf32x3")
+        if BY_CHANNEL:
+            of_keys = tl.dot(removed, before, input_precision="tf32x3")
+            if HALVES == 2:
+                of_keys = tl.dot(removed_low, before, of_keys)
+            changes -= _joined(of_keys, dtype)
+        else:
+            since = tl.exp(decay)
+            of_keys = _joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
+            changes = _times(high, low, value.to(tl.float32) - since * of_keys, dtype)
+            of_queries *= since
+        result = tl.dot(within, changes.to(dtype), of_queries, input_precision="tf32x3")
         tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
-        changes = _split(changes * tl.exp(total - decay)[:, None], dtype)
-        added = _joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
+        if BY_CHANNEL:
+            added = _times(tl.trans(ends), tl.trans(ends_low), changes, dtype)
+        else:
+            changes = _split(changes * tl.exp(total - decay), dtype)
+            added = _joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
         state = state * tl.exp(total) + added
         if NUM_SAVES > 0:
             found = tl.max(tl.where(counts == (number + 1) * CHUNK, saves, -1), 0)
@@ -312,7 +482,7 @@ def launch_with(
 ) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
     """``delta_prefill`` with a given configuration."""
     sizes = _sizes(args)
-    sums, inverses, scores, out = of_chunks(config, args)
+    sums, inverses, scores, *decayed, out = of_chunks(config, args)
     # jax-triton updates a Ref in place
     out, states = jax.new_ref(out), jax.new_ref(args.states)
     saves, num_saves = (args.writes, args.writes), 0  # no more than arguments, without saves
@@ -325,6 +495,7 @@ def launch_with(
         sums,
         inverses,
         scores,
+        *(decayed or [args.k]),
         args.query_start_loc,
         args.begins,
         args.reads,
@@ -340,31 +511,43 @@ def launch_with(
         NUM_SAVES=num_saves,
         SAVES_TILE=power_of_two(max(num_saves, 1)),
         VALUES=config.values,
+        BY_CHANNEL=args.by_channel,
         **sizes,
     )
     return jax.freeze(out), jax.freeze(states)
 
 
-def of_chunks(
-    config: launch.TritonConfig, args: DeltaPrefillArgs
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row."""
+def of_chunks(config: launch.TritonConfig, args: DeltaPrefillArgs) -> tuple[jax.Array, ...]:
+    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row; by
+    channel as ``_channel_chunks`` stores them.
+    """
     num_starts, sizes = len(args.query_start_loc), _sizes(args)
     shape = (len(args.q) // CHUNK + num_starts, sizes["HEADS"])
-    square = (CHUNK, CHUNK)
+    square, item = (CHUNK, CHUNK), args.k.dtype
+    of, float32, kernel, inputs = jax.ShapeDtypeStruct, jnp.float32, _chunks, ()
+    arrays = (
+        of((*shape, CHUNK), float32),
+        of((*shape, sizes["HALVES"], *square), item),
+        of((*shape, *square), item),
+    )
+    if args.by_channel:
+        kernel, inputs, keys = _channel_chunks, (args.v,), sizes["KEY_DIM"]
+        sizes["PART"] = min(keys, sizes["VALUE_DIM"], launch.PART)
+        arrays = (
+            of((*shape, keys), float32),
+            of((*shape, CHUNK, sizes["VALUE_DIM"]), float32),
+            of((*shape, *square), item),
+            of((*shape, 1 + 2 * sizes["HALVES"], CHUNK, keys), item),
+        )
     return jt.triton_call(
         args.q,
         args.k,
         args.log_decay,
         args.beta,
         args.query_start_loc,
-        kernel=_chunks,
-        out_type=(
-            jax.ShapeDtypeStruct((*shape, CHUNK), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, sizes["HALVES"], *square), args.k.dtype),
-            jax.ShapeDtypeStruct((*shape, *square), args.k.dtype),
-            jax.ShapeDtypeStruct(args.v.shape, args.v.dtype),
-        ),
+        *inputs,
+        kernel=kernel,
+        out_type=(*arrays, of(args.v.shape, args.v.dtype)),
         grid=(shape[1], shape[0]),
         num_warps=config.chunk_warps,
         num_stages=1,
