@@ -108,10 +108,10 @@ def _specs(
     weights, _ = linear_specs(path, own, linears)
     # a decay to the power of the tokens is sensitive, so that the gates are never quantised
     yield from (replace(w, matrix=None) if w.path == f"{path}ba" else w for w in weights)
+    yield _conv_spec(path, c, {f"{own}conv1d": sum(c.channels.widths)})
     decay = tuple(Source(f"{own}{name}", (c.num_v_heads,)) for name in ("A_log", "dt_bias"))
     array = ArraySpec((2, c.num_v_heads), (None, "heads"), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, stack)
-    yield _conv_spec(path, c, {f"{own}conv1d": sum(c.channels.widths)})
     yield _norm_spec(path, c, f"{own}norm", norm_dtype)
 
 

@@ -189,21 +189,44 @@ def latent_param_specs(
     ``experts`` has those of a layer's mixture of experts and ``mixers`` those of another mixer than
     latent attention, of families that have one.
     """
-    specs, d = outer_specs(config), config.hidden_size
+    specs = outer_specs(config)
     for i, layer in enumerate(config.layers):
-        mixer, path, source = layer.mixer, f"layers_{i}/", f"model.layers.{i}."
-        if isinstance(mixer, LatentAttentionConfig):
-            specs.extend(_attention_specs(config, mixer, path, source))
-        else:
-            assert mixers is not None, "the family has no other mixers"
-            specs.extend(mixers(path, source, mixer, d, config.norm_dtype))
-        specs.append(_norm_spec(config, f"{path}norms", source, _NORMS, d))
+        path, source = f"layers_{i}/", f"model.layers.{i}."
+        specs.extend(_layer_specs(config, layer, path, source, mixers))
         if isinstance(layer.ffn, ExpertsConfig):
-            specs.extend(experts(path, source, layer.ffn, d))
-        elif isinstance(layer.ffn, FeedForwardConfig):
-            weights, biases = linear_specs(path, source, dense_linears(layer.ffn, d))
-            specs.extend((*weights, *biases))
+            specs.extend(experts(path, source, layer.ffn, config.hidden_size))
     return tuple(specs)
+
+
+def _layer_specs(
+    config: DecoderSpec, layer: LayerSpec, path: str, source: str, mixers: MixerSpecs | None
+) -> Iterator[ParamSpec]:
+    """The parameters of a layer without those of experts."""
+    c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
+    linears: list[Linear] = []
+    if isinstance(c, LatentAttentionConfig):
+        linears += _attention_linears(c, d)
+    else:
+        assert mixers is not None, "the family has no other mixers"
+        yield from mixers(path, source, c, d, config.norm_dtype)
+    if isinstance(ffn, FeedForwardConfig):
+        linears += dense_linears(ffn, d)
+    weights, biases = linear_specs(path, source, linears)
+    yield from (*weights, *biases)
+    if isinstance(c, LatentAttentionConfig):
+        yield from _input_specs(c, d, path, source)
+    yield _norm_spec(config, f"{path}norms", source, _NORMS, d)
+    if isinstance(c, LatentAttentionConfig):
+        yield from _latent_specs(config, c, path, f"{source}self_attn.")
+
+
+def _attention_linears(c: LatentAttentionConfig, width: int) -> Iterator[Linear]:
+    """The projection to the residual stream, and that from the latent of queries."""
+    values = c.num_heads * c.value_dim
+    yield Linear("o", ("self_attn.o_proj",), (values, width), ("heads", None), c.bias)
+    if c.query_rank is not None:
+        shape = (c.query_rank, c.num_heads * c.head_dim)
+        yield Linear("q_b", ("self_attn.q_b_proj",), shape, (None, "heads"), bias=False)
 
 
 def _norm_spec(
@@ -216,31 +239,18 @@ def _norm_spec(
     return ParamSpec(path, array, sources, stack if len(tensors) > 1 else as_is)
 
 
-def _attention_specs(
-    config: DecoderSpec, c: LatentAttentionConfig, path: str, source: str
+def _latent_specs(
+    config: DecoderSpec, c: LatentAttentionConfig, path: str, own: str
 ) -> Iterator[ParamSpec]:
-    """The parameters of a layer's attention."""
-    d, queries, values = config.hidden_size, c.num_heads * c.head_dim, c.num_heads * c.value_dim
-    linears: list[Linear] = [
-        Linear("o", ("self_attn.o_proj",), (values, d), ("heads", None), c.bias)
-    ]
-    if c.query_rank is not None:
-        axes = (None, "heads")
-        shape = (c.query_rank, queries)
-        linears.append(Linear("q_b", ("self_attn.q_b_proj",), shape, axes, bias=False))
-    weights, biases = linear_specs(path, source, linears)
-    yield from (*weights, *biases, *_input_specs(c, d, path, source))
-    own = f"{source}self_attn."
+    """The norms of latents, and the weight that expands them; ``own`` begins tensors' names."""
     yield _norm_spec(config, f"{path}kv_norm", own, ("kv_a_layernorm",), c.rank)
     if c.query_rank is not None:
         yield _norm_spec(config, f"{path}q_norm", own, ("q_a_layernorm",), c.query_rank)
-    expanded = Source(
-        f"{source}self_attn.kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank)
-    )
+    expanded = Source(f"{own}kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank))
     heads = ("heads", None)
     arrays = {
         "k": ArraySpec((c.num_heads * c.nope_dim, c.rank), heads),
-        "v": ArraySpec((values, c.rank), heads),
+        "v": ArraySpec((c.num_heads * c.value_dim, c.rank), heads),
     }
     build = KeysAndValues(c.num_heads, c.nope_dim)
     yield ParamSpec(path + "kv_b", arrays, (expanded,), build)
