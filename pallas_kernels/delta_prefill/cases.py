@@ -38,7 +38,7 @@ class DeltaCase:
     """Rows of so many tokens; ``starts`` are the positions of the first ones, with ``padding``
     tokens behind. Each row saves its state after each number of tokens in ``saves``, if it has
     them. With ``repeated`` all tokens of a row have the same key and no decay; ``by_channel``: see
-    ``DeltaPrefillArgs``.
+    ``DeltaPrefillArgs``. With ``strong`` single channels forget all in each of 64 tokens.
     """
 
     name: str
@@ -48,6 +48,7 @@ class DeltaCase:
     saves: tuple[int, ...] = ()
     repeated: bool = False
     by_channel: bool = False
+    strong: bool = False
     heads: DeltaHeads = TINY
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
@@ -84,6 +85,7 @@ CASES = (
         saves=(64, 128),
         by_channel=True,
     ),
+    DeltaCase("tiny_strong_channels", (200,), starts=(64,), by_channel=True, strong=True),
     DeltaCase("tiny_channels_bf16", (1, 130), saves=(64,), by_channel=True, dtype="bfloat16"),
     DeltaCase("tiny_one_token", (1,), starts=(192,)),
     DeltaCase("tiny_only_padding", (0,), padding=16, tags=("full",)),
@@ -150,6 +152,8 @@ def build(case: DeltaCase, seed: int) -> Inputs:
     decays = (num_tokens, sizes.num_v, *[sizes.k_dim] * case.by_channel)
     log_decay = -np.exp(rng.uniform(-4, 1, decays)).astype(np.float32)
     beta = rng.uniform(0, 1, (num_tokens, sizes.num_v)).astype(np.float32)
+    if case.strong:
+        log_decay[64:128, :, ::3] = -20
     if case.repeated:
         k[:], log_decay[:], beta[:] = k[:1], 0, 1
     for array in (q, k, v, log_decay, beta):
