@@ -50,6 +50,9 @@ def configs() -> dict[str, dict[str, Any]]:
     for config in found.values():
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:LAYERS]
+        if section := config.get("linear_attn_config"):  # of Kimi Linear, whose lists count from 1
+            for key in ("kda_layers", "full_attn_layers"):
+                section[key] = [layer for layer in section[key] if layer <= LAYERS]
     small = {"num_hidden_layers": LAYERS, "vocab_size": 32064}
     tokens = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
     return {name: {**config, **small, **tokens} for name, config in {**found, **made}.items()}

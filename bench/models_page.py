@@ -37,6 +37,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen35moe": "qwen3_5_moe",
         "qwen3next": "qwen3_next",
         "deepseek2": "deepseek_v2",
+        "kimi-linear": "kimi_linear",
     }
 )
 HEAD = ("family", "architectures", "GGUF", "golden files", "served on a GPU as the dense form")

@@ -1,4 +1,6 @@
-"""Config keys and checkpoint tensors of mixers with the gated delta rule, as in Qwen3-Next."""
+"""Config keys and checkpoint tensors of mixers with the gated delta rule, as in Qwen3-Next, and
+tensors as in Kimi Linear.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from jaxinfer.models.params import (
     Source,
     as_is,
     conv_taps,
+    join_flat,
     stack,
 )
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
@@ -105,19 +108,58 @@ def _specs(
     weights, _ = linear_specs(path, own, linears)
     # a decay to the power of the tokens is sensitive, so that the gates are never quantised
     yield from (replace(w, matrix=None) if w.path == f"{path}ba" else w for w in weights)
-    yield from _small_specs(path, own, c, norm_dtype)
-
-
-def _small_specs(
-    path: str, own: str, c: DeltaConfig, norm_dtype: jnp.dtype | None
-) -> Iterator[ParamSpec]:
-    """The parameters that are no matrices."""
-    taps, channels = c.conv_width, sum(c.channels.widths)
-    conv = Source(f"{own}conv1d.weight", (channels, 1, taps))
-    array = ArraySpec((taps, channels), (None, c.channels))
-    yield ParamSpec(f"{path}conv", array, (conv,), conv_taps)
+    yield _conv_spec(path, c, {f"{own}conv1d": sum(c.channels.widths)})
     decay = tuple(Source(f"{own}{name}", (c.num_v_heads,)) for name in ("A_log", "dt_bias"))
     array = ArraySpec((2, c.num_v_heads), (None, "heads"), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, stack)
-    norm = Source(f"{own}norm.weight", (c.v_dim,))
-    yield ParamSpec(f"{path}head_norm", ArraySpec((c.v_dim,), (None,), norm_dtype), (norm,), as_is)
+    yield _norm_spec(path, c, f"{own}norm", norm_dtype)
+
+
+def channel_delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The parameters with decays of channels and latents of gates, with Kimi Linear's names."""
+    own, heads, rank = f"{source}self_attn.", c.num_v_heads, c.gate_rank
+    assert rank is not None and c.decay == "channel"
+    channels = c.channels.widths
+    linears = (
+        Linear(
+            "qkv", ("q_proj", "k_proj", "v_proj"), (width, sum(channels)), (None, c.channels), False
+        ),
+        Linear("o", ("o_proj",), (c.values, width), ("heads", None), bias=False),
+    )
+    # as above, and every device needs the whole latents, so that their matrix is not divided
+    inner = (heads, rank, rank)
+    gates = (
+        Linear(
+            "ba",
+            ("b_proj", "f_a_proj", "g_a_proj"),
+            (width, sum(inner)),
+            (None, None),
+            bias=False,
+            widths=inner,
+        ),
+        Linear("decay_b", ("f_b_proj",), (rank, c.decays), (None, "heads"), bias=False),
+        Linear("gate_b", ("g_b_proj",), (rank, c.values), (None, "heads"), bias=False),
+    )
+    yield from linear_specs(path, own, linears)[0]
+    yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, gates)[0])
+    decay = (Source(f"{own}A_log", (1, 1, heads, 1)), Source(f"{own}dt_bias", (c.decays,)))
+    array = ArraySpec((heads + c.decays,), (Fused("heads", (heads, c.decays)),), _FLOAT32)
+    yield ParamSpec(f"{path}decay", array, decay, join_flat)
+    tensors = zip((f"{own}{name}_conv1d" for name in "qkv"), channels, strict=True)
+    yield _conv_spec(path, c, dict(tensors))
+    yield _norm_spec(path, c, f"{own}o_norm", norm_dtype)
+
+
+def _conv_spec(path: str, c: DeltaConfig, tensors: Mapping[str, int]) -> ParamSpec:
+    """The taps of the convolution; ``tensors`` are names, and the channels of each."""
+    sources = tuple(Source(f"{name}.weight", (n, 1, c.conv_width)) for name, n in tensors.items())
+    array = ArraySpec((c.conv_width, sum(c.channels.widths)), (None, c.channels))
+    return ParamSpec(f"{path}conv", array, sources, conv_taps)
+
+
+def _norm_spec(path: str, c: DeltaConfig, tensor: str, norm_dtype: jnp.dtype | None) -> ParamSpec:
+    """The norm of each head's output."""
+    norm = Source(f"{tensor}.weight", (c.v_dim,))
+    return ParamSpec(f"{path}head_norm", ArraySpec((c.v_dim,), (None,), norm_dtype), (norm,), as_is)

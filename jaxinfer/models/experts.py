@@ -23,7 +23,7 @@ from jaxinfer.nn.decoder_config import (
 )
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
-_CHOSEN, _COUNT = "num_experts_per_tok", "num_local_experts"
+_COUNT = "num_local_experts"
 _CORRECT = "correct these numbers in config.json"
 _TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
@@ -43,45 +43,64 @@ class ExpertTensors(NamedTuple):
 _TENSORS = ExpertTensors()
 
 
+class RoutingKeys(NamedTuple):
+    """The keys that say how experts are chosen."""
+
+    chosen: str = "num_experts_per_tok"
+    groups: str = "n_group"
+    renormalised: str = "norm_topk_prob"
+    scores: str = "scoring_func"
+
+
+_KEYS = RoutingKeys()
+
+
 def experts_config(
-    config: Mapping[str, Any], *, count: str, width: str, routing: Routing, **more: Any
+    config: Mapping[str, Any],
+    *,
+    count: str,
+    width: str,
+    routing: Routing,
+    keys: RoutingKeys = _KEYS,
+    **more: Any,
 ) -> ExpertsConfig:
     """A mixture of experts whose number and width are the keys ``count`` and ``width``.
 
-    Newer files may have the number under "num_local_experts", transformers' common name. ``more``
-    are further fields. Raises ``ConfigError`` for an activation other than SiLU, and if a token
-    would use more experts than it may.
+    Newer files may have the number under "num_local_experts", transformers' common name. ``keys``
+    are those that ``routing`` was read from, ``more`` are further fields. Raises ``ConfigError``
+    for an activation other than SiLU, and if a token would use more experts than it may.
     """
     hf.supported_only(config, "hidden_act", "silu", "swish")
     if config.get(count) is None and config.get(_COUNT) is not None:
         count = _COUNT
     number = hf.positive_int(config, count)
-    most = number if routing.groups is None else _in_groups(number, routing.groups)
+    most = number if routing.groups is None else _in_groups(number, routing.groups, keys)
     if routing.chosen > most:
         among = f"the {number} of {count!r}"
         if routing.groups is not None:
             among = f"{most} experts: 'topk_group' {routing.groups.chosen} of {among} in groups"
         raise ConfigError(
-            f"config key {_CHOSEN!r} is {routing.chosen}, and a token can choose among {among}; "
-            f"{_CORRECT}"
+            f"config key {keys.chosen!r} is {routing.chosen}, and a token can choose among "
+            f"{among}; {_CORRECT}"
         )
     return ExpertsConfig(
         count=number, width=hf.positive_int(config, width), routing=routing, **more
     )
 
 
-def _in_groups(number: int, groups: Groups) -> int:
+def _in_groups(number: int, groups: Groups, keys: RoutingKeys) -> int:
     """The experts among which a token can choose; raises ``ConfigError`` for impossible groups."""
     size = number // groups.count
     if number % groups.count or (groups.score == "best_two" and size < 2):
         raise ConfigError(
-            f"config key 'n_group' is {groups.count}, and {number} experts cannot be divided into "
-            f"so many equal groups{' of two or more' * (groups.score == 'best_two')}; {_CORRECT}"
+            f"config key {keys.groups!r} is {groups.count}, and {number} experts cannot be divided "
+            f"into so many equal groups{' of two or more' * (groups.score == 'best_two')}; "
+            f"{_CORRECT}"
         )
     if groups.chosen > groups.count:
         raise ConfigError(
             f"config key 'topk_group' is {groups.chosen}, and there are {groups.count} groups "
-            f"('n_group'); {_CORRECT}"
+            f"({keys.groups!r}); {_CORRECT}"
         )
     return size * groups.chosen
 
@@ -107,18 +126,19 @@ def sparse_layers(config: Mapping[str, Any], experts: ExpertsConfig) -> list[Fee
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """The number of experts that a token chooses."""
-    return hf.positive_int(config, _CHOSEN)
+    return hf.positive_int(config, _KEYS.chosen)
 
 
-def grouped_routing(config: Mapping[str, Any], scores: str) -> Routing:
-    """The routing of DeepSeek's keys; ``scores`` is the family's default scoring function.
+def grouped_routing(config: Mapping[str, Any], scores: str, keys: RoutingKeys = _KEYS) -> Routing:
+    """The routing of DeepSeek's keys, or of others; ``scores`` is the family's default scoring
+    function.
 
     Raises ``ConfigError`` for a scoring function or a method of choice that is unknown.
     """
-    found = config.get("scoring_func") or scores
+    found = config.get(keys.scores) or scores
     if found not in SCORES:
         raise ConfigError(
-            f"config key 'scoring_func' is {found!r}; known scoring functions are "
+            f"config key {keys.scores!r} is {found!r}; known scoring functions are "
             f"{', '.join(SCORES)}"
         )
     method = config.get("topk_method") or ("noaux_tc" if found == "sigmoid" else "greedy")
@@ -126,14 +146,14 @@ def grouped_routing(config: Mapping[str, Any], scores: str) -> Routing:
         raise ConfigError(
             f"config key 'topk_method' is {method!r}; known methods are {', '.join(_TOPK_METHODS)}"
         )
-    groups, count = None, hf.positive_int(config, "n_group", 1)
+    groups, count = None, hf.positive_int(config, keys.groups, 1)
     chosen = hf.positive_int(config, "topk_group", 1)
     if method != "greedy" and (count, chosen) != (1, 1):
         groups = Groups(count, chosen, "best_two" if method == "noaux_tc" else "best")
     return Routing(
-        chosen=experts_per_token(config),
+        chosen=hf.positive_int(config, keys.chosen),
         scores=found,
-        renormalised=hf.flag(config, "norm_topk_prob", found == "sigmoid"),
+        renormalised=hf.flag(config, keys.renormalised, found == "sigmoid"),
         scale=hf.positive_float(config, "routed_scaling_factor", 1.0),
         groups=groups,
     )

@@ -24,7 +24,10 @@ MAX_ALL_EXPERTS = 200_000
 MAX_SIZE = 2**31 - 1  # widths, heads, positions and the vocabulary
 MAX_NUMBER = 3e38  # float32 holds it
 _LAYERS = ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
+_EXPERTS = (
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+    "num_shared_experts",
+)
 _HEAD_DIMS = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MOST: Mapping[str, int] = MappingProxyType(
     {
@@ -89,6 +92,22 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
             f"config key {key!r} is {short(value)}, and this family supports only {known}; "
             f"{REMOVE_KEY}"
         )
+
+
+def layer_kinds(
+    config: HFConfig, key: str, num_layers: int, known: tuple[str, str]
+) -> list[str] | None:
+    """``config[key]``, one of the ``known`` kinds for each layer; None if it is absent or null."""
+    kinds = config.get(key)
+    if kinds is None:
+        return None
+    fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers
+    if not fits or not all(kind in known for kind in kinds):
+        raise ConfigError(
+            f"config key {key!r} must hold {known[0]!r} or {known[1]!r} for each of the "
+            f"{num_layers} layers"
+        )
+    return list(kinds)
 
 
 def activation(config: HFConfig, key: str, default: str) -> str:

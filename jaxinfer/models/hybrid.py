@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.delta import delta_config
 from jaxinfer.models.experts import ExpertTensors, experts_config, experts_per_token
@@ -30,7 +29,7 @@ from pallas_kernels.route.routing import Routing
 # transformers' defaults
 _HEAD_DIM, _ROTATED, _INTERVAL = 256, 0.25, 4
 
-_DELTA, _FULL = "linear_attention", "full_attention"
+DELTA, FULL = "linear_attention", "full_attention"
 NORMS = NormSources(one=plus_one, several=stack_plus_one)
 EXPERT_TENSORS = ExpertTensors(shared="mlp.shared_expert.")
 HYBRID_IGNORED_TENSORS = (*GQA_IGNORED_TENSORS, r"model\.visual\..*")
@@ -60,11 +59,11 @@ def hybrid_config(
         norm_dtype=jnp.dtype(jnp.float32),
         ffns=ffns,
     )
-    delta = delta_config(config) if _DELTA in kinds else None
+    delta = delta_config(config) if DELTA in kinds else None
     layers = []
     for layer, kind in zip(decoder.layers, kinds, strict=True):
         assert isinstance(layer.mixer, AttentionConfig)
-        mixer = replace(layer.mixer, gate=True) if kind == _FULL else delta
+        mixer = replace(layer.mixer, gate=True) if kind == FULL else delta
         layers.append(replace(layer, mixer=mixer))
     return replace(decoder, layers=tuple(layers))
 
@@ -73,16 +72,8 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer; by default every fourth has attention."""
     num_layers = hf.positive_int(config, "num_hidden_layers")
     interval = hf.positive_int(config, "full_attention_interval", _INTERVAL)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return [_DELTA if (i + 1) % interval else _FULL for i in range(num_layers)]
-    known = isinstance(kinds, list | tuple) and all(kind in (_DELTA, _FULL) for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise ConfigError(
-            f"config key 'layer_types' must hold {_DELTA!r} or {_FULL!r} for each of the "
-            f"{num_layers} layers"
-        )
-    return list(kinds)
+    kinds = hf.layer_kinds(config, "layer_types", num_layers, (DELTA, FULL))
+    return kinds or [DELTA if (i + 1) % interval else FULL for i in range(num_layers)]
 
 
 def gated_experts(config: Mapping[str, Any], *, renormalised: bool = True) -> ExpertsConfig:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.experts import expert_specs
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, outer_specs
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, ExpertSpecs, MixerSpecs, outer_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import (
@@ -56,22 +56,31 @@ def latent_config(
 
     Raises ``ConfigError`` with the key.
     """
-    mixer = _attention(config, interleaved)
-    dense = FeedForwardConfig(
-        width=hf.positive_int(config, "intermediate_size"),
-        activation=hf.activation(config, "hidden_act", "silu"),
-        gated=True,
-        bias=mlp_bias,
-    )
+    rope_dim = hf.positive_int(config, "qk_rope_head_dim")
+    hf.supported_only(config, "head_dim", rope_dim)  # which transformers derives
+    rope = rope_config(config, rope_dim)
+    mixer = latent_attention(config, rope, interleaved=interleaved)
     num_layers = hf.positive_int(config, "num_hidden_layers")
-    ffns: list[FeedForwardSpec] = [dense] * num_layers
+    ffns: list[FeedForwardSpec] = [dense_network(config, bias=mlp_bias)] * num_layers
     if experts is not None:
-        ffns = [dense if i < first_expert_layer else experts for i in range(num_layers)]
+        ffns = [ffn if i < first_expert_layer else experts for i, ffn in enumerate(ffns)]
+    layers = tuple(LayerSpec(mixer, ffn) for ffn in ffns)
+    positions = hf.positive_int(config, "max_position_embeddings")
+    return latent_decoder(config, dtype, layers, rope.lengths(positions))
+
+
+def latent_decoder(
+    config: Mapping[str, Any],
+    dtype: jnp.dtype,
+    layers: tuple[LayerSpec, ...],
+    lengths: tuple[int, int],
+) -> DecoderSpec:
+    """A decoder from ``config.json`` with these layers; ``lengths``: see ``DecoderSpec``."""
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hf.positive_int(config, "hidden_size"),
-        layers=tuple(LayerSpec(mixer, ffn) for ffn in ffns),
-        lengths=mixer.rope.lengths(hf.positive_int(config, "max_position_embeddings")),
+        layers=layers,
+        lengths=lengths,
         norm="rms",
         norm_eps=hf.positive_float(config, "rms_norm_eps"),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", False),
@@ -79,25 +88,45 @@ def latent_config(
     )
 
 
-def _attention(config: Mapping[str, Any], interleaved: bool) -> LatentAttentionConfig:
+def dense_network(config: Mapping[str, Any], *, bias: bool) -> FeedForwardConfig:
+    """The network of a layer without experts."""
+    return FeedForwardConfig(
+        width=hf.positive_int(config, "intermediate_size"),
+        activation=hf.activation(config, "hidden_act", "silu"),
+        gated=True,
+        bias=bias,
+    )
+
+
+def latent_attention(
+    config: Mapping[str, Any],
+    rope: RopeConfig | None,
+    *,
+    interleaved: bool = True,
+    query_rank: int | None = _QUERY_RANK,
+) -> LatentAttentionConfig:
+    """The mixer, which rotates ``qk_rope_head_dim`` components if it has a rope.
+
+    ``query_rank`` is the default of its key, whose null says that queries have no latent.
+    """
     num_heads = hf.positive_int(config, "num_attention_heads")
     nope, rope_dim = (
         hf.positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")
     )
     # keys that transformers derives
     hf.supported_only(config, "num_key_value_heads", num_heads)
-    hf.supported_only(config, "head_dim", rope_dim)
     hf.supported_only(config, "qk_head_dim", nope + rope_dim)
-    rope = rope_config(config, rope_dim)
-    has_rank = "q_lora_rank" not in config or config["q_lora_rank"] is not None
+    if "q_lora_rank" in config:
+        is_null = config["q_lora_rank"] is None
+        query_rank = None if is_null else hf.positive_int(config, "q_lora_rank")
     return LatentAttentionConfig(
         num_heads=num_heads,
         nope_dim=nope,
         rope_dim=rope_dim,
         value_dim=hf.positive_int(config, "v_head_dim"),
         rank=hf.positive_int(config, "kv_lora_rank"),
-        query_rank=hf.positive_int(config, "q_lora_rank", _QUERY_RANK) if has_rank else None,
-        scale=(nope + rope_dim) ** -0.5 * _score_factor(rope),
+        query_rank=query_rank,
+        scale=(nope + rope_dim) ** -0.5 * (1.0 if rope is None else _score_factor(rope)),
         rope=rope,
         interleaved=interleaved,
         norm_eps=_NORM_EPS,
@@ -121,9 +150,11 @@ def expert_layers(config: Mapping[str, Any], default: int) -> tuple[int, bool]:
     return first, config.get("n_routed_experts") is not None and first < layers
 
 
-def shared_experts(config: Mapping[str, Any], *, bias: bool = False) -> FeedForwardConfig | None:
-    """The experts that every token uses, as one network; None without."""
-    count = hf.layer_index(config, "n_shared_experts", 0)
+def shared_experts(
+    config: Mapping[str, Any], *, bias: bool = False, key: str = "n_shared_experts"
+) -> FeedForwardConfig | None:
+    """The experts that every token uses, as one network; None without. ``key`` has their number."""
+    count = hf.layer_index(config, key, 0)
     if not count:
         return None
     width = count * hf.positive_int(config, "moe_intermediate_size")
@@ -150,53 +181,76 @@ class KeysAndValues:
         return [np.concatenate(heads, axis=1).reshape(-1, heads[0].shape[2])]
 
 
-def latent_param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
-    """The parameters of the decoder, with Hugging Face's names of their sources."""
+def latent_param_specs(
+    config: DecoderSpec, experts: ExpertSpecs = expert_specs, mixers: MixerSpecs | None = None
+) -> tuple[ParamSpec, ...]:
+    """The parameters of the decoder, with Hugging Face's names of their sources.
+
+    ``experts`` has those of a layer's mixture of experts and ``mixers`` those of another mixer than
+    latent attention, of families that have one.
+    """
     specs = outer_specs(config)
     for i, layer in enumerate(config.layers):
         path, source = f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, layer, path, source))
+        specs.extend(_layer_specs(config, layer, path, source, mixers))
         if isinstance(layer.ffn, ExpertsConfig):
-            specs.extend(expert_specs(path, source, layer.ffn, config.hidden_size))
+            specs.extend(experts(path, source, layer.ffn, config.hidden_size))
     return tuple(specs)
 
 
 def _layer_specs(
-    config: DecoderSpec, layer: LayerSpec, path: str, source: str
+    config: DecoderSpec, layer: LayerSpec, path: str, source: str, mixers: MixerSpecs | None
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer without those of experts."""
     c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
-    assert isinstance(c, LatentAttentionConfig)
-    queries, values = c.num_heads * c.head_dim, c.num_heads * c.value_dim
-    linears: list[Linear] = [
-        Linear("o", ("self_attn.o_proj",), (values, d), ("heads", None), c.bias)
-    ]
-    if c.query_rank is not None:
-        axes = (None, "heads")
-        shape = (c.query_rank, queries)
-        linears.append(Linear("q_b", ("self_attn.q_b_proj",), shape, axes, bias=False))
+    linears: list[Linear] = []
+    if isinstance(c, LatentAttentionConfig):
+        linears += _attention_linears(c, d)
+    else:
+        assert mixers is not None, "the family has no other mixers"
+        yield from mixers(path, source, c, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
         linears += dense_linears(ffn, d)
     weights, biases = linear_specs(path, source, linears)
-    yield from (*weights, *biases, *_input_specs(c, d, path, source))
+    yield from (*weights, *biases)
+    if isinstance(c, LatentAttentionConfig):
+        yield from _input_specs(c, d, path, source)
+    yield _norm_spec(config, f"{path}norms", source, _NORMS, d)
+    if isinstance(c, LatentAttentionConfig):
+        yield from _latent_specs(config, c, path, f"{source}self_attn.")
 
-    def norm(name: str, tensors: tuple[str, ...], width: int) -> ParamSpec:
-        sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
-        shape = (len(tensors), width) if len(tensors) > 1 else (width,)
-        array = ArraySpec(shape, (None,) * len(shape), config.norm_dtype)
-        return ParamSpec(path + name, array, sources, stack if len(tensors) > 1 else as_is)
 
-    yield norm("norms", _NORMS, d)
-    yield norm("kv_norm", ("self_attn.kv_a_layernorm",), c.rank)
+def _attention_linears(c: LatentAttentionConfig, width: int) -> Iterator[Linear]:
+    """The projection to the residual stream, and that from the latent of queries."""
+    values = c.num_heads * c.value_dim
+    yield Linear("o", ("self_attn.o_proj",), (values, width), ("heads", None), c.bias)
     if c.query_rank is not None:
-        yield norm("q_norm", ("self_attn.q_a_layernorm",), c.query_rank)
-    expanded = Source(
-        f"{source}self_attn.kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank)
-    )
+        shape = (c.query_rank, c.num_heads * c.head_dim)
+        yield Linear("q_b", ("self_attn.q_b_proj",), shape, (None, "heads"), bias=False)
+
+
+def _norm_spec(
+    config: DecoderSpec, path: str, source: str, tensors: tuple[str, ...], width: int
+) -> ParamSpec:
+    """One norm, or several as one parameter."""
+    sources = tuple(Source(f"{source}{tensor}.weight", (width,)) for tensor in tensors)
+    shape = (len(tensors), width) if len(tensors) > 1 else (width,)
+    array = ArraySpec(shape, (None,) * len(shape), config.norm_dtype)
+    return ParamSpec(path, array, sources, stack if len(tensors) > 1 else as_is)
+
+
+def _latent_specs(
+    config: DecoderSpec, c: LatentAttentionConfig, path: str, own: str
+) -> Iterator[ParamSpec]:
+    """The norms of latents, and the weight that expands them; ``own`` begins tensors' names."""
+    yield _norm_spec(config, f"{path}kv_norm", own, ("kv_a_layernorm",), c.rank)
+    if c.query_rank is not None:
+        yield _norm_spec(config, f"{path}q_norm", own, ("q_a_layernorm",), c.query_rank)
+    expanded = Source(f"{own}kv_b_proj.weight", (c.num_heads * (c.nope_dim + c.value_dim), c.rank))
     heads = ("heads", None)
     arrays = {
         "k": ArraySpec((c.num_heads * c.nope_dim, c.rank), heads),
-        "v": ArraySpec((values, c.rank), heads),
+        "v": ArraySpec((c.num_heads * c.value_dim, c.rank), heads),
     }
     build = KeysAndValues(c.num_heads, c.nope_dim)
     yield ParamSpec(path + "kv_b", arrays, (expanded,), build)

@@ -235,9 +235,14 @@ def transposed(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [out, in]
     return weight.T
 
 
-def conv_taps(weight: np.ndarray) -> np.ndarray:  # [C, 1, W] -> [W, C]
-    """The taps of a convolution of single channels."""
-    return weight[:, 0].T
+def conv_taps(*weights: np.ndarray) -> np.ndarray:  # [C_i, 1, W] each -> [W, sum of C_i]
+    """The taps of convolutions of single channels."""
+    return join_outputs(*(weight[:, 0] for weight in weights))
+
+
+def join_flat(*tensors: np.ndarray) -> np.ndarray:  # of any shapes -> [sum of elements]
+    """Concatenate all elements."""
+    return join(*(tensor.reshape(-1) for tensor in tensors))
 
 
 def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
@@ -264,6 +269,12 @@ def _split(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
     return np.split(array, np.cumsum([source.shape[0] for source in sources])[:-1])
 
 
+def _split_flat(array: np.ndarray, sources: Sequence[Source]) -> list[np.ndarray]:
+    ends = np.cumsum([math.prod(source.shape) for source in sources])[:-1]
+    parts = zip(np.split(array, ends), sources, strict=True)
+    return [part.reshape(source.shape) for part, source in parts]
+
+
 # of a matrix that is not quantised, by ``matrix`` and ``interleaved``
 _BUILDS: Mapping[tuple[str, bool], Callable[..., np.ndarray]] = MappingProxyType(
     {
@@ -285,7 +296,8 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         plus_one: lambda array, _: [array - np.float32(1)],
         stack_plus_one: lambda array, _: list(array - np.float32(1)),
         transposed: lambda array, _: [array.T],
-        conv_taps: lambda array, _: [array.T[:, None]],
+        conv_taps: lambda array, to: [taps[:, None] for taps in _split_outputs(array, to)],
+        join_flat: _split_flat,
         gates_first: _in_turn,
         transposed_gates_first: lambda array, _: [_in_turn(array)[0].T],
     }

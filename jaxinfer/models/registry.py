@@ -43,6 +43,7 @@ _MODULES = (
     ("DeepseekV2ForCausalLM", "jaxinfer.models.deepseek_v2"),
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
+    ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
 )
 
 # Models of text and images, of which the text decoder is read.

@@ -126,12 +126,12 @@ class AttentionConfig(BlockSpec):
 class LatentAttentionConfig(BlockSpec):
     """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
 
-    A key has ``nope_dim`` components without rope and ``rope_dim`` with it; rotated keys are shared
-    by all heads. ``rank`` and ``query_rank`` are the widths of the latents of keys and values and
-    of queries (None: queries have no latent), ``norm_eps`` is the epsilon of the norms of latents.
-    With ``interleaved`` component 2i is rotated with 2i + 1, else i with i + rope_dim / 2.
-    ``scale`` multiplies scores. With ``bias`` the projections from and to the residual stream have
-    biases, but for queries without a latent.
+    A key has ``nope_dim`` components of each head, and ``rope_dim`` that all heads share and that
+    ``rope`` rotates, if it is not None. ``rank`` and ``query_rank`` are the widths of the latents
+    of keys and values and of queries (None: queries have no latent), ``norm_eps`` is the epsilon of
+    the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
+    rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
+    residual stream have biases, but for queries without a latent.
     """
 
     num_heads: int
@@ -141,7 +141,7 @@ class LatentAttentionConfig(BlockSpec):
     rank: int
     query_rank: int | None
     scale: float
-    rope: RopeConfig
+    rope: RopeConfig | None
     interleaved: bool = True
     norm_eps: float = 1e-6
     bias: bool = False
@@ -163,7 +163,7 @@ class LatentAttentionConfig(BlockSpec):
 
     def for_context(self, length: int) -> LatentAttentionConfig:
         """See ``MixerSpec``."""
-        return replace(self, rope=self.rope.for_context(length))
+        return replace(self, rope=self.rope and self.rope.for_context(length))
 
     def share(self, devices: int) -> LatentAttentionConfig:
         """See ``MixerSpec``; every device has the whole latents."""

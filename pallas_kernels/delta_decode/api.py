@@ -36,9 +36,10 @@ def delta_decode(
     Of each token: the causal convolution of its channels with SiLU; queries and keys of length 1,
     queries over sqrt(Dk); the delta rule of ``delta_prefill`` with beta = sigmoid(b) and decay
     exp(-exp(A) softplus(a + bias)); the RMS norm of each head times SiLU(z) (Gated DeltaNet: Yang
-    et al. 2024, arXiv:2412.06464; Qwen3-Next). In place when the caller donates the states. Several
-    padding rows may have the same row of states, which no other row reads. ``impl`` pins an
-    implementation. Raises ValueError on arguments that do not fit together.
+    et al. 2024, arXiv:2412.06464; Qwen3-Next), or times sigmoid(z) as in Kimi Linear (2025,
+    arXiv:2510.26692), where each component of keys has a decay. In place when the caller donates
+    the states. Several padding rows may have the same row of states, which no other row reads.
+    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
     (rows, channels), (_, heads, key_dim, value_dim) = args.qkv.shape, args.states.shape
     k = args.num_key_heads
@@ -46,9 +47,9 @@ def delta_decode(
         k > 0
         and channels == 2 * k * key_dim + heads * value_dim
         and heads % k == 0
-        and args.gates.shape == (rows, 2 * heads)
+        and args.gates.shape == (rows, *args.decay.shape)
         and args.z.shape == (rows, heads * value_dim)
-        and args.decay.shape == (2, heads)
+        and args.decay.shape in ((2 * heads,), (heads + heads * key_dim,))
         and args.norm.shape == (value_dim,)
         and args.convs.shape == (len(args.states), len(args.conv), channels)
         and args.positions.shape == args.rows.shape == (rows,)

@@ -9,20 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
-from pallas_kernels.delta_prefill.cases import QWEN3_5_4B, QWEN3_5_27B, TINY, DeltaHeads
+from pallas_kernels.delta_prefill.cases import (
+    KIMI_LINEAR,
+    QWEN3_5_4B,
+    QWEN3_5_27B,
+    TINY,
+    DeltaHeads,
+)
 from pallas_kernels.harness.registry import Cost, Inputs
 
 
 @dataclass(frozen=True)
 class DecodeCase:
     """Rows at these positions, and ``padding`` rows behind. With ``kept`` every third row saves its
-    states. ``width`` is W.
+    states. ``width`` is W; with ``by_channel`` the decays and the gate are those of Kimi Linear.
     """
 
     name: str
     positions: tuple[int, ...]
     padding: int = 0
     kept: bool = False
+    by_channel: bool = False
     heads: DeltaHeads = TINY
     dtype: str = "float32"
     width: int = 4
@@ -34,11 +41,28 @@ class DecodeCase:
         sizes = self.heads
         return 2 * sizes.num_k * sizes.k_dim + sizes.num_v * sizes.v_dim
 
+    @property
+    def decays(self) -> int:
+        """G."""
+        return self.heads.num_v * (self.heads.k_dim if self.by_channel else 1)
+
 
 CASES = (
     DecodeCase("tiny_edges", (0, 1, 2, 3, 4, 63, 64, 1000), padding=2),
     DecodeCase("tiny_one_row", (5,)),
     DecodeCase("tiny_kept", (63, 5, 127, 191, 0), padding=1, kept=True),
+    DecodeCase("tiny_channels", (0, 1, 4, 63, 64), padding=2, kept=True, by_channel=True),
+    DecodeCase("tiny_channels_bf16", (0, 2, 77), padding=2, by_channel=True, dtype="bfloat16"),
+    DecodeCase(
+        "odd_channels",
+        (0, 2, 9),
+        padding=1,
+        kept=True,
+        by_channel=True,
+        heads=DeltaHeads(2, 4, 20, 50),
+        width=3,
+        tags=("ci", "cpu"),
+    ),
     DecodeCase(
         "odd_sizes",
         (0, 1, 2, 9),
@@ -67,6 +91,17 @@ CASES = (
         )
         for model, heads in (("4b", QWEN3_5_4B), ("27b", QWEN3_5_27B))
         for rows in (1, 8, 64)
+    ),
+    *(
+        DecodeCase(
+            f"kimi_linear_b{rows}",
+            (1056,) * rows,
+            by_channel=True,
+            heads=KIMI_LINEAR,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for rows in (1, 64)
     ),
 )
 
@@ -104,10 +139,10 @@ def build(case: DecodeCase, seed: int) -> Inputs:
 
     args: dict[str, Any] = {
         "qkv": tokens(case.channels),
-        "gates": tokens(2 * sizes.num_v),
+        "gates": tokens(sizes.num_v + case.decays),
         "z": tokens(sizes.num_v * sizes.v_dim),
         "conv": (0.5 * normal(width, case.channels)).astype(dtype),
-        "decay": rng.uniform(-2, 1, (2, sizes.num_v)).astype(np.float32),
+        "decay": rng.uniform(-2, 1, sizes.num_v + case.decays).astype(np.float32),
         "norm": (1 + 0.1 * normal(sizes.v_dim)).astype(dtype),
         "states": states,
         "convs": convs.astype(dtype),
@@ -117,7 +152,8 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     if case.kept:
         args["keeps"] = rows.copy()
         args["keeps"][:real:3] = places[real : real + len(range(0, real, 3))]
-    return Inputs((DeltaDecodeArgs(**args, eps=1e-6),))
+    z_act = "sigmoid" if case.by_channel else "silu"
+    return Inputs((DeltaDecodeArgs(**args, eps=1e-6, z_act=z_act),))
 
 
 def observable(outputs: object) -> object:
@@ -130,7 +166,7 @@ def cost(case: DecodeCase) -> Cost:
     """States read and written, channels and gates read, their inputs and outputs written."""
     sizes, rows, item = case.heads, len(case.positions), jnp.dtype(case.dtype).itemsize
     values = sizes.num_v * sizes.v_dim
-    tokens = (case.width + 1) * case.channels + 2 * sizes.num_v + 2 * values
+    tokens = (case.width + 1) * case.channels + sizes.num_v + case.decays + 2 * values
     return Cost(
         bytes=rows * (2 * 4 * sizes.state + tokens * item),
         flops=rows * (7 * sizes.state + 2 * case.width * case.channels),

@@ -38,6 +38,7 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
             results,
             *(*arrays, *pools, *places),
             eps=np.float32(args.eps),
+            sigmoid=args.z_act == "sigmoid",
             input_output_aliases=aliases,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,15 @@ from pallas_kernels.harness.registry import STATIC
 class DeltaDecodeArgs:
     """The arguments of ``delta_decode``; C = 2 * K * Dk + V * Dv channels: queries, keys, values.
 
+    G is V if a head has one decay, and V * Dk if each component of its keys has one.
     ``convs`` holds the last W inputs of a sequence's convolution: that of position p at p % W.
     """
 
     qkv: jax.Array  # [B, C], before the convolution
-    gates: jax.Array  # [B, 2V]: of beta, of the decay
+    gates: jax.Array  # [B, V + G]: of beta, of the decay
     z: jax.Array  # [B, V * Dv]: the gate of the output
     conv: jax.Array  # [W, C]; the last tap is of the token itself
-    decay: jax.Array  # float32[2, V]: the logarithm of the rate, the bias of its step
+    decay: jax.Array  # float32[V + G]: logarithms of the heads' rates, biases of their steps
     norm: jax.Array  # [Dv]
     states: jax.Array  # float32[P, V, Dk, Dv]
     convs: jax.Array  # [P, W, C]
@@ -33,12 +35,18 @@ class DeltaDecodeArgs:
     # where they are stored besides, all inputs of the convolution, too; the same row: nowhere
     keeps: jax.Array | None = None  # int32[B]
     eps: float = field(metadata=STATIC)
+    z_act: Literal["silu", "sigmoid"] = field(default="silu", metadata=STATIC)
 
     @property
     def num_key_heads(self) -> int:
         """K."""
         _, heads, key_dim, value_dim = self.states.shape
         return (self.qkv.shape[1] - heads * value_dim) // (2 * key_dim)
+
+    @property
+    def by_channel(self) -> bool:
+        """True if each component of keys has a decay of its own."""
+        return self.decay.shape[0] != 2 * self.states.shape[1]
 
 
 def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -63,12 +71,14 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
             _unit(x.reshape(-1, key_dim)).repeat(heads // args.num_key_heads, 0) for x in (q, k)
         )
         beta = 1 / (1 + np.exp(-gates[row, :heads]))
-        log_decay = -np.exp(decay[0]) * np.logaddexp(0, gates[row, heads:] + decay[1])
+        steps = np.logaddexp(0, gates[row, heads:] + decay[heads:]).reshape(heads, -1)
+        log_decay = -np.exp(decay[:heads, None]) * steps
         state = states[own] if position else np.zeros(states.shape[1:])
         v = v.reshape(heads, value_dim)
         states[own], o = step(state, q * key_dim**-0.5, k, v, log_decay, beta)
         o = o / np.sqrt(np.mean(o**2, axis=-1, keepdims=True) + args.eps) * norm
-        out[row] = o.reshape(-1) * _silu(z[row])
+        gate = _silu(z[row]) if args.z_act == "silu" else 1 / (1 + np.exp(-z[row]))
+        out[row] = o.reshape(-1) * gate
         if args.keeps is not None:
             states[args.keeps[row]], convs[args.keeps[row]] = states[own], convs[own]
     return (

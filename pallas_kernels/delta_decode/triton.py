@@ -80,10 +80,10 @@ def _unit(x):  # float32[D]
 @triton.jit
 def _decode(
     qkv,  # [B, C]
-    gates,  # [B, 2V]
+    gates,  # [B, V + G]
     z,  # [B, V * Dv]
     conv,  # [W, C]
-    decay,  # float32[2, V]
+    decay,  # float32[V + G]
     norm,  # [Dv]
     states,  # float32[P, V, Dk, Dv]
     convs,  # [P, W, C]
@@ -98,6 +98,8 @@ def _decode(
     VALUE_DIM: tl.constexpr,  # Dv
     WIDTH: tl.constexpr,  # W
     WIDTH_TILE: tl.constexpr,  # at least W
+    BY_CHANNEL: tl.constexpr,
+    SIGMOID: tl.constexpr,  # the activation of the gate of the output; else SiLU
 ):
     head = tl.program_id(0)
     row = tl.program_id(1)
@@ -123,9 +125,14 @@ def _decode(
     q, q_inputs = _taps(qkv, conv, convs, at_q, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
     k, k_inputs = _taps(qkv, conv, convs, at_k, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
     v, v_inputs = _taps(qkv, conv, convs, at_v, position, CHANNELS, WIDTH, WIDTH_TILE)  # type: ignore[misc]
-    at_gate = gates + row * (2 * HEADS) + head
-    beta = tl.load(at_gate).to(tl.float32)
-    step = tl.load(at_gate + HEADS).to(tl.float32) + tl.load(decay + HEADS + head)
+    if BY_CHANNEL:  # a step for each component of keys
+        at_step = HEADS + head * KEY_DIM + keys
+        gates += row * (HEADS + HEADS * KEY_DIM)
+    else:
+        at_step = HEADS + head
+        gates += row * (2 * HEADS)
+    beta = tl.load(gates + head).to(tl.float32)
+    step = tl.load(gates + at_step).to(tl.float32) + tl.load(decay + at_step)
     rate = tl.load(decay + head)
     at_out = (row * HEADS + head) * VALUE_DIM + values
     scale = tl.load(norm + values).to(tl.float32)
@@ -136,6 +143,9 @@ def _decode(
     v = _silu(tl.sum(v, 0))
     softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
     kept = tl.exp(-tl.exp(rate) * softplus)
+    if BY_CHANNEL:
+        state *= kept[:, None]
+        kept = 1.0
 
     # Both products with the state before the change, so that their sums are one reduction apart
     # from each other; the change adds (q . k) times itself to the output.
@@ -150,7 +160,8 @@ def _decode(
     _store_inputs(convs, kept_convs, is_kept, q_inputs, at_q, position, CHANNELS, WIDTH, WIDTH_TILE)
     _store_inputs(convs, kept_convs, is_kept, k_inputs, at_k, position, CHANNELS, WIDTH, WIDTH_TILE)
     _store_inputs(convs, kept_convs, is_kept, v_inputs, at_v, position, CHANNELS, WIDTH, WIDTH_TILE)
-    result *= tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + EPS) * scale * _silu(gate)
+    gate = tl.sigmoid(gate) if SIGMOID else _silu(gate)
+    result *= tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + EPS) * scale * gate
     tl.store(out + at_out, result.to(out.dtype.element_ty))
 
 
@@ -183,5 +194,7 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
         VALUE_DIM=value_dim,
         WIDTH=len(args.conv),
         WIDTH_TILE=power_of_two(len(args.conv)),
+        BY_CHANNEL=args.by_channel,
+        SIGMOID=args.z_act == "sigmoid",
     )
     return out, jax.freeze(states), jax.freeze(convs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -18,14 +20,15 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
     q, k, v = jnp.split(mixed, (widths, 2 * widths), axis=1)
     q, k = unit(q.reshape(rows, -1, key_dim)) * key_dim**-0.5, unit(k.reshape(rows, -1, key_dim))
     q, k = (jnp.repeat(x, heads // args.num_key_heads, axis=1) for x in (q, k))
-    beta, log_decay = betas_and_decays(args.gates, args.decay)
+    beta, log_decay = betas_and_decays(args.gates, args.decay, heads)
     is_new = (args.positions == 0)[:, None, None, None]
-    state = jnp.where(is_new, 0, args.states[args.rows]) * jnp.exp(log_decay)[..., None, None]
+    kept = jnp.exp(log_decay).reshape(rows, heads, -1, 1)
+    state = jnp.where(is_new, 0, args.states[args.rows]) * kept
     v = v.reshape(rows, heads, value_dim)
     change = (v - jnp.einsum("BVkd,BVk->BVd", state, k, precision="highest")) * beta[..., None]
     state = state + k[..., None] * change[..., None, :]
     out = jnp.einsum("BVkd,BVk->BVd", state, q, precision="highest")
-    out = gated_norm(out, args.z.reshape(v.shape), args.norm, args.eps)
+    out = gated_norm(out, args.z.reshape(v.shape), args.norm, args.eps, args.z_act)
     states = args.states.at[args.rows].set(state)
     if args.keeps is not None:  # few steps save anything, and a scatter moves all states
         is_kept = jnp.any(args.keeps != args.rows)
@@ -67,12 +70,17 @@ def unit(x: jax.Array) -> jax.Array:  # [..., D] -> float32[..., D]
 
 
 def betas_and_decays(
-    gates: jax.Array,  # [..., 2V]: of beta, of the decay
-    decay: jax.Array,  # float32[2, V]: the logarithm of the rate, the bias of its step
-) -> tuple[jax.Array, jax.Array]:  # float32[..., V] each
+    gates: jax.Array,  # [..., V + G]: of beta, of the decay
+    decay: jax.Array,  # float32[V + G]: logarithms of the rates, biases of their steps
+    heads: int,  # V
+) -> tuple[jax.Array, jax.Array]:  # float32[..., V], float32[..., V] or [..., V, Dk]
     """The strength of the change, and the logarithm of the decay (as in Mamba-2)."""
-    b, a = jnp.split(gates.astype(jnp.float32), 2, axis=-1)
-    return jax.nn.sigmoid(b), -jnp.exp(decay[0]) * jax.nn.softplus(a + decay[1])
+    gates = gates.astype(jnp.float32)
+    step = jax.nn.softplus(gates[..., heads:] + decay[heads:])
+    step = step.reshape(*step.shape[:-1], heads, -1)
+    log_decay = -jnp.exp(decay[:heads, None]) * step
+    one_each = len(decay) == 2 * heads
+    return jax.nn.sigmoid(gates[..., :heads]), log_decay[..., 0] if one_each else log_decay
 
 
 def gated_norm(
@@ -80,6 +88,10 @@ def gated_norm(
     z: jax.Array,  # [..., Dv]
     weight: jax.Array,  # [Dv]
     eps: float,
+    act: Literal["silu", "sigmoid"],
 ) -> jax.Array:  # float32[..., Dv]
-    """The RMS norm of each head's output, times SiLU of its gate."""
-    return rms_norm(out, weight, eps) * jax.nn.silu(z.astype(jnp.float32))
+    """The RMS norm of each head's output, times the activation of its gate."""
+    gate = z.astype(jnp.float32)
+    return rms_norm(out, weight, eps) * (
+        jax.nn.silu(gate) if act == "silu" else jax.nn.sigmoid(gate)
+    )

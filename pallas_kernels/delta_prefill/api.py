@@ -38,10 +38,11 @@ def delta_prefill(args: DeltaPrefillArgs, impl: str | None = None) -> tuple[jax.
     """The outputs [T, V, Dv] of the tokens of prompts, and the states with those after each row.
 
     A head's state S [Dk, Dv] is decayed by exp(``log_decay``), then changed by the delta rule: S +=
-    k (``beta`` (v - S^T k))^T, and the output is S^T q (Yang et al. 2024, arXiv:2412.06464). Rows
-    are packed; row r starts from zeros or from the state at ``reads[r]``, and stores the state
-    after its last token at ``writes[r]``, and others at ``save_rows``. No row reads what another
-    one stores. In place when the caller donates the states. ``impl`` pins an implementation. Raises
+    k (``beta`` (v - S^T k))^T, and the output is S^T q (Yang et al. 2024, arXiv:2412.06464). A head
+    has one decay, or one of each row of its state (Kimi Linear: 2025, arXiv:2510.26692). Rows are
+    packed; row r starts from zeros or from the state at ``reads[r]``, and stores the state after
+    its last token at ``writes[r]``, and others at ``save_rows``. No row reads what another one
+    stores. In place when the caller donates the states. ``impl`` pins an implementation. Raises
     ValueError on arguments that do not fit together.
     """
     (tokens, key_heads, key_dim), (_, heads, value_dim) = args.q.shape, args.v.shape
@@ -49,7 +50,8 @@ def delta_prefill(args: DeltaPrefillArgs, impl: str | None = None) -> tuple[jax.
         args.k.shape == args.q.shape
         and args.v.shape[0] == tokens
         and heads % key_heads == 0
-        and args.log_decay.shape == args.beta.shape == (tokens, heads)
+        and args.beta.shape == (tokens, heads)
+        and args.log_decay.shape in ((tokens, heads), (tokens, heads, key_dim))
         and args.states.shape[1:] == (heads, key_dim, value_dim)
     )
     if not fits:

@@ -30,13 +30,15 @@ class DeltaHeads:
 TINY = DeltaHeads(2, 4, 32, 16)
 QWEN3_5_4B = DeltaHeads(16, 32, 128, 128)
 QWEN3_5_27B = DeltaHeads(16, 48, 128, 128)
+KIMI_LINEAR = DeltaHeads(32, 32, 128, 128)  # with a decay of each channel
 
 
 @dataclass(frozen=True)
 class DeltaCase:
     """Rows of so many tokens; ``starts`` are the positions of the first ones, with ``padding``
     tokens behind. Each row saves its state after each number of tokens in ``saves``, if it has
-    them. With ``repeated`` all tokens of a row have the same key and no decay.
+    them. With ``repeated`` all tokens of a row have the same key and no decay; ``by_channel``: see
+    ``DeltaPrefillArgs``. With ``strong`` single channels forget all in each of 64 tokens.
     """
 
     name: str
@@ -45,6 +47,8 @@ class DeltaCase:
     padding: int = 0
     saves: tuple[int, ...] = ()
     repeated: bool = False
+    by_channel: bool = False
+    strong: bool = False
     heads: DeltaHeads = TINY
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
@@ -54,6 +58,16 @@ _STEPS = tuple(
     DeltaCase(f"qwen3_5_{model}_t{t}", (t,), heads=heads, dtype="bfloat16", tags=("bench", "gpu"))
     for model, heads in (("4b", QWEN3_5_4B), ("27b", QWEN3_5_27B))
     for t in (512, 1024, 8192)
+) + tuple(
+    DeltaCase(
+        f"kimi_linear_t{t}",
+        (t,),
+        by_channel=True,
+        heads=KIMI_LINEAR,
+        dtype="bfloat16",
+        tags=("bench", "gpu"),
+    )
+    for t in (512, 8192)
 )
 CASES = (
     DeltaCase(
@@ -63,6 +77,16 @@ CASES = (
         padding=5,
         saves=(64, 128),
     ),
+    DeltaCase(
+        "tiny_channels",
+        (1, 63, 0, 130),
+        starts=(0, 64, 0, 64),
+        padding=5,
+        saves=(64, 128),
+        by_channel=True,
+    ),
+    DeltaCase("tiny_strong_channels", (200,), starts=(64,), by_channel=True, strong=True),
+    DeltaCase("tiny_channels_bf16", (1, 130), saves=(64,), by_channel=True, dtype="bfloat16"),
     DeltaCase("tiny_one_token", (1,), starts=(192,)),
     DeltaCase("tiny_only_padding", (0,), padding=16, tags=("full",)),
     DeltaCase("tiny_repeated", (200,), repeated=True),
@@ -83,6 +107,17 @@ CASES = (
         (300,),
         repeated=True,
         heads=QWEN3_5_4B,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DeltaCase(
+        "kimi_linear_bf16",
+        (70, 0, 64),
+        starts=(64, 0, 128),
+        padding=50,
+        saves=(64,),
+        by_channel=True,
+        heads=KIMI_LINEAR,
         dtype="bfloat16",
         tags=("full",),
     ),
@@ -114,8 +149,11 @@ def build(case: DeltaCase, seed: int) -> Inputs:
         unit(vectors(sizes.num_k, sizes.k_dim)),
     )
     v = vectors(sizes.num_v, sizes.v_dim)
-    log_decay = -np.exp(rng.uniform(-4, 1, (num_tokens, sizes.num_v))).astype(np.float32)
+    decays = (num_tokens, sizes.num_v, *[sizes.k_dim] * case.by_channel)
+    log_decay = -np.exp(rng.uniform(-4, 1, decays)).astype(np.float32)
     beta = rng.uniform(0, 1, (num_tokens, sizes.num_v)).astype(np.float32)
+    if case.strong:
+        log_decay[64:128, :, ::3] = -20
     if case.repeated:
         k[:], log_decay[:], beta[:] = k[:1], 0, 1
     for array in (q, k, v, log_decay, beta):
@@ -160,7 +198,8 @@ def cost(case: DeltaCase) -> Cost:
     sizes, tokens = case.heads, sum(case.lens)
     item = jnp.dtype(case.dtype).itemsize
     widths = 2 * sizes.num_k * sizes.k_dim + 2 * sizes.num_v * sizes.v_dim
-    moved = tokens * (widths * item + 2 * 4 * sizes.num_v) + 2 * 4 * len(case.lens) * sizes.state
+    gates = sizes.num_v * (1 + (sizes.k_dim if case.by_channel else 1))
+    moved = tokens * (widths * item + 4 * gates) + 2 * 4 * len(case.lens) * sizes.state
     # of a token and value head: q.k and k.k of the chunk, the inverse times keys and values, the
     # scores times the changes, and three products with the state
     products = CHUNK * (2 * sizes.k_dim + sizes.k_dim + 2 * sizes.v_dim)

@@ -19,7 +19,8 @@ class DeltaPrefillArgs:
     q: jax.Array  # [T, K, Dk]
     k: jax.Array  # [T, K, Dk]
     v: jax.Array  # [T, V, Dv]
-    log_decay: jax.Array  # float32[T, V], at most 0
+    # at most 0; of a head's whole state, or of its rows, which are the components of keys
+    log_decay: jax.Array  # float32[T, V] or float32[T, V, Dk]
     beta: jax.Array  # float32[T, V]
     states: jax.Array  # float32[P, V, Dk, Dv]
     query_start_loc: jax.Array  # int32[R + 1]
@@ -30,6 +31,11 @@ class DeltaPrefillArgs:
     # none
     save_tokens: jax.Array | None = None  # int32[R, N]
     save_rows: jax.Array | None = None  # int32[R, N]
+
+    @property
+    def by_channel(self) -> bool:
+        """True if each component of keys has a decay of its own, as in Kimi Linear."""
+        return self.log_decay.ndim == 3
 
 
 def delta_prefill(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
@@ -58,11 +64,11 @@ def step(
     q: np.ndarray,  # [V, Dk]
     k: np.ndarray,  # [V, Dk]
     v: np.ndarray,  # [V, Dv]
-    log_decay: np.ndarray,  # [V]
+    log_decay: np.ndarray,  # [V] or [V, Dk]
     beta: np.ndarray,  # [V]
 ) -> tuple[np.ndarray, np.ndarray]:  # [V, Dk, Dv], [V, Dv]
     """The state and the output after one token."""
-    state = state * np.exp(log_decay)[:, None, None]
+    state = state * np.exp(log_decay).reshape(len(state), -1, 1)
     change = (v - np.einsum("vkd,vk->vd", state, k)) * beta[:, None]
     state = state + k[:, :, None] * change[:, None]
     return state, np.einsum("vkd,vk->vd", state, q)

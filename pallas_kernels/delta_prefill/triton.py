@@ -14,6 +14,8 @@ bfloat16. States then differ from the definition's by 4e-6, and by 1e-4 where on
 and nothing decays, which cancels most of each product. Only what outputs alone depend on is
 rounded.
 
+If each component of keys decays by itself, ``triton_channels`` has the first kernel.
+
 Row r has the chunks from query_start_loc[r] // CHUNK + r on: at least as many as it needs.
 """
 
@@ -29,122 +31,16 @@ import triton.language as tl
 
 from pallas_kernels.delta_prefill import launch
 from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.delta_prefill.triton_channels import channel_inverses, channel_products
+from pallas_kernels.delta_prefill.triton_parts import (
+    halves,
+    joined,
+    row_of_chunk,
+    split,
+    times,
+    unit_inverse,
+)
 from pallas_kernels.lib.numerics import power_of_two
-
-
-@triton.jit
-def _row_of_chunk(
-    chunk,
-    query_start_loc,  # int32[R + 1]
-    num_tokens,  # T
-    num_starts,  # R + 1
-    STARTS_TILE: tl.constexpr,  # at least R + 1
-    CHUNK: tl.constexpr,
-):
-    """The row of a chunk and its end, and the chunk's first token. The padding is one more row."""
-    rows = tl.arange(0, STARTS_TILE)
-    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
-    owned = (starts // CHUNK + rows <= chunk) & (rows < num_starts)
-    row = tl.sum(owned.to(tl.int32), 0) - 1
-    row_start = tl.load(query_start_loc + row)
-    row_end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
-    return row, row_end, row_start + (chunk - row_start // CHUNK - row) * CHUNK
-
-
-@triton.jit
-def _halves(x, dtype: tl.constexpr):
-    """float32 as a number of another dtype, and the rest in that dtype; 0 if it is float32."""
-    if dtype == tl.bfloat16:  # by bits: a conversion there and back takes 8 cycles
-        bits = (x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000
-        high = bits.to(tl.float32, bitcast=True)
-    else:
-        high = x.to(dtype).to(tl.float32)
-    return high.to(dtype), (x - high).to(dtype)
-
-
-@triton.jit
-def _split(x, dtype: tl.constexpr):
-    """float32[K, N] as an operand [K, 2N]: each column's halves. float32 is not split."""
-    if dtype != tl.float32:
-        high, low = _halves(x, dtype)  # type: ignore[misc]
-        x = tl.reshape(tl.join(high, low), (x.shape[0], 2 * x.shape[1]))
-    return x
-
-
-@triton.jit
-def _joined(product, dtype: tl.constexpr):
-    """A product with a split operand: the sum of each column's halves."""
-    if dtype != tl.float32:
-        halves = tl.reshape(product, (product.shape[0], product.shape[1] // 2, 2))
-        product = tl.sum(halves, 2)
-    return product
-
-
-@triton.jit
-def _times(a_high, a_low, b, dtype: tl.constexpr):
-    """a @ b of float32 operands, the first one in halves."""
-    b = _split(b, dtype)
-    product = tl.dot(a_high, b, input_precision="tf32x3")
-    if dtype != tl.float32:
-        product = tl.dot(a_low, b, product)
-    return _joined(product, dtype)
-
-
-@triton.jit
-def _corners(lower, dtype: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """The lower left quarters of blocks of 2 * SIZE on the diagonal, and zeros."""
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    inside = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
-    return tl.where(inside, lower, 0.0).to(dtype)
-
-
-@triton.jit
-def _merged(inverse, corners):
-    """Inverses of blocks of twice the size, from those on the diagonal."""
-    rounded = inverse.to(corners.dtype)
-    below = tl.dot(rounded, corners, input_precision="tf32x3").to(corners.dtype)
-    return inverse - tl.dot(below, rounded, input_precision="tf32x3")
-
-
-@triton.jit
-def _unit_inverse(lower, inner: tl.constexpr, CHUNK: tl.constexpr):
-    """The inverse of 1 + ``lower`` [CHUNK, CHUNK], which is strictly lower triangular.
-
-    Blocks on the diagonal by elimination, all at once; from these, larger ones as in
-    ``delta_prefill.xla.unit_inverse``, but rounded to ``inner``: float16, which products of keys of
-    length 1 do not overflow. With X the rounded result and E = 1 - X (1 + ``lower``), the inverse
-    is (1 + E + E^2 + ...) X; E was below 0.01 for all keys that were tried. Right operands of GEMMs
-    are in shared memory: those that depend on ``lower`` come first, so that it is not in registers
-    later, and an SM has four CTAs, not two.
-    """
-    BLOCK: tl.constexpr = CHUNK // 8
-    BLOCKS: tl.constexpr = CHUNK // BLOCK
-    high, low = _halves(lower, inner)  # type: ignore[misc]
-    corners = _corners(lower, inner, CHUNK, BLOCK)
-    corners2 = _corners(lower, inner, CHUNK, 2 * BLOCK)
-    corners4 = _corners(lower, inner, CHUNK, 4 * BLOCK)
-    blocks = tl.arange(0, BLOCKS)
-    at = tl.arange(0, BLOCK)
-    diagonal = blocks[:, None, None, None] == blocks[None, None, :, None]
-    tiles = tl.where(diagonal, tl.reshape(lower, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 0.0)
-    tiles = tl.sum(tiles, 2)  # [BLOCKS, BLOCK, BLOCK]
-    inverses = tl.where((at[:, None] == at[None, :])[None], 1.0, tl.zeros_like(tiles))
-    for step in range(BLOCK - 1):
-        column = tl.sum(tl.where((at == step)[None, None, :], tiles, 0.0), 2)
-        row = tl.sum(tl.where((at == step)[None, :, None], inverses, 0.0), 1)
-        inverses -= column[:, :, None] * row[:, None, :]
-    inverse = tl.where(diagonal, inverses[:, :, None, :], 0.0)
-    inverse = tl.reshape(inverse, (CHUNK, CHUNK))
-    inverse = _merged(_merged(_merged(inverse, corners), corners2), corners4)
-    if inner != tl.float32:
-        rounded = inverse.to(inner)
-        one = tl.where(tl.arange(0, CHUNK)[:, None] == tl.arange(0, CHUNK)[None, :], 1.0, 0.0)
-        error = one - tl.dot(rounded, high, tl.dot(rounded, low, rounded.to(tl.float32)))
-        first = error.to(inner)
-        error = tl.dot(first, first, error).to(inner)
-        inverse = tl.dot(error, rounded, rounded.to(tl.float32))
-    return inverse
 
 
 @triton.jit
@@ -170,7 +66,7 @@ def _chunks(
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    row, row_end, first = _row_of_chunk(  # type: ignore[misc]
+    row, row_end, first = row_of_chunk(  # type: ignore[misc]
         chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
     )
     if first >= row_end:
@@ -205,11 +101,11 @@ def _chunks(
     lower = tl.dot(keys, tl.trans(keys), input_precision="tf32x3") * between * strength[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
     inner: tl.constexpr = dtype if dtype == tl.float32 else tl.float16
-    inverse = _unit_inverse(lower, inner, CHUNK)
+    inverse = unit_inverse(lower, inner, CHUNK)
     # again, since it would be in 16 registers of each thread from the first use on
     strength = tl.load(beta + of_gate + at * HEADS, mask=inside, other=0.0)
     inverse *= strength[None, :]
-    high, low = _halves(inverse, dtype)  # type: ignore[misc]
+    high, low = halves(inverse, dtype)  # type: ignore[misc]
     at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
     tl.store(at_inverse, high)
     if HALVES == 2:
@@ -221,9 +117,13 @@ def _scan(
     q,  # [T, K, Dk]
     k,  # [T, K, Dk]
     v,  # [T, V, Dv]
-    sums,  # float32[N, V, CHUNK]
-    inverses,  # [N, V, HALVES, CHUNK, CHUNK]
+    sums,  # float32[N, V, CHUNK]; by channel float32[N, V, Dk], of whole chunks
+    inverses,  # [N, V, HALVES, CHUNK, CHUNK]; by channel see ``triton_channels.channel_inverses``
     scores,  # [N, V, CHUNK, CHUNK]
+    # by channel [N, V, 1 + 2 * HALVES, CHUNK, Dk]: queries with their decays from the chunk's
+    # begin; these times the state are subtracted from the changes; keys with their decays to the
+    # end; and the low halves of the last two; else not read
+    decayed,
     query_start_loc,  # int32[R + 1]
     begins,  # int32[R]
     reads,  # int32[R]
@@ -241,6 +141,7 @@ def _scan(
     VALUES: tl.constexpr,  # of a CTA
     CHUNK: tl.constexpr,
     HALVES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):
     PARTS: tl.constexpr = VALUE_DIM // VALUES
     head = tl.program_id(0) // PARTS
@@ -270,29 +171,51 @@ def _scan(
         token = start.to(tl.int64) + number * CHUNK + at  # offsets exceed int32
         inside = (token < end)[:, None]
         at_chunk = ((first_chunk + number) * HEADS + head).to(tl.int64)
-        at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
-        at_key += components[None, :]
         at_value = (token * HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-        at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
-        keys = tl.load(k + at_key, mask=inside, other=0.0)
-        queries = tl.load(q + at_key, mask=inside, other=0.0)
-        value = tl.load(v + at_value, mask=inside, other=0.0)
-        high = tl.load(at_inverse)
-        low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+        if BY_CHANNEL:
+            PLANE: tl.constexpr = CHUNK * KEY_DIM
+            at_plane = decayed + at_chunk * ((1 + 2 * HALVES) * PLANE)
+            at_plane += at[:, None] * KEY_DIM + components[None, :]
+            queries = tl.load(at_plane)
+            removed = tl.load(at_plane + PLANE)
+            ends = tl.load(at_plane + 2 * PLANE)
+            removed_low = tl.load(at_plane + 3 * PLANE) if HALVES == 2 else removed
+            ends_low = tl.load(at_plane + 4 * PLANE) if HALVES == 2 else ends
+            at_change = at_chunk * (CHUNK * VALUE_DIM) + at[:, None] * VALUE_DIM + values[None, :]
+            changes = tl.load(inverses + at_change)
+            total = tl.load(sums + at_chunk * KEY_DIM + components)[:, None]
+        else:
+            at_key = (token * KEY_HEADS + head // (HEADS // KEY_HEADS))[:, None] * KEY_DIM
+            at_key += components[None, :]
+            keys = tl.load(k + at_key, mask=inside, other=0.0)
+            queries = tl.load(q + at_key, mask=inside, other=0.0)
+            value = tl.load(v + at_value, mask=inside, other=0.0)
+            at_inverse = inverses + at_chunk * (HALVES * CHUNK * CHUNK) + at_square
+            high = tl.load(at_inverse)
+            low = tl.load(at_inverse + CHUNK * CHUNK) if HALVES == 2 else high
+            decay = tl.load(sums + at_chunk * CHUNK + at)[:, None]
+            total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
         within = tl.load(scores + at_chunk * (CHUNK * CHUNK) + at_square)
-        decay = tl.load(sums + at_chunk * CHUNK + at)
-        total = tl.load(sums + at_chunk * CHUNK + CHUNK - 1)
 
-        since = tl.exp(decay)[:, None]
-        before = _split(state, dtype)
-        of_keys = _joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
-        of_queries = _joined(tl.dot(queries, before, input_precision="tf32x3"), dtype)
-        changes = _times(high, low, value.to(tl.float32) - since * of_keys, dtype)
-        result = of_queries * since
-        result = tl.dot(within, changes.to(dtype), result, input_precision="tf32x3")
+        before = split(state, dtype)
+        of_queries = joined(tl.dot(queries, before, input_precision="tf32x3"), dtype)
+        if BY_CHANNEL:
+            of_keys = tl.dot(removed, before, input_precision="tf32x3")
+            if HALVES == 2:
+                of_keys = tl.dot(removed_low, before, of_keys)
+            changes -= joined(of_keys, dtype)
+        else:
+            since = tl.exp(decay)
+            of_keys = joined(tl.dot(keys, before, input_precision="tf32x3"), dtype)
+            changes = times(high, low, value.to(tl.float32) - since * of_keys, dtype)
+            of_queries *= since
+        result = tl.dot(within, changes.to(dtype), of_queries, input_precision="tf32x3")
         tl.store(out + at_value, result.to(out.dtype.element_ty), mask=inside)
-        changes = _split(changes * tl.exp(total - decay)[:, None], dtype)
-        added = _joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
+        if BY_CHANNEL:
+            added = times(tl.trans(ends), tl.trans(ends_low), changes, dtype)
+        else:
+            changes = split(changes * tl.exp(total - decay), dtype)
+            added = joined(tl.dot(tl.trans(keys), changes, input_precision="tf32x3"), dtype)
         state = state * tl.exp(total) + added
         if NUM_SAVES > 0:
             found = tl.max(tl.where(counts == (number + 1) * CHUNK, saves, -1), 0)
@@ -312,7 +235,7 @@ def launch_with(
 ) -> tuple[jax.Array, jax.Array]:  # [T, V, Dv], the states
     """``delta_prefill`` with a given configuration."""
     sizes = _sizes(args)
-    sums, inverses, scores, out = of_chunks(config, args)
+    sums, inverses, scores, *decayed, out = of_chunks(config, args)
     # jax-triton updates a Ref in place
     out, states = jax.new_ref(out), jax.new_ref(args.states)
     saves, num_saves = (args.writes, args.writes), 0  # no more than arguments, without saves
@@ -325,6 +248,7 @@ def launch_with(
         sums,
         inverses,
         scores,
+        *(decayed or [args.k]),
         args.query_start_loc,
         args.begins,
         args.reads,
@@ -340,39 +264,58 @@ def launch_with(
         NUM_SAVES=num_saves,
         SAVES_TILE=power_of_two(max(num_saves, 1)),
         VALUES=config.values,
+        BY_CHANNEL=args.by_channel,
         **sizes,
     )
     return jax.freeze(out), jax.freeze(states)
 
 
-def of_chunks(
-    config: launch.TritonConfig, args: DeltaPrefillArgs
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row."""
-    num_starts, sizes = len(args.query_start_loc), _sizes(args)
+def of_chunks(config: launch.TritonConfig, args: DeltaPrefillArgs) -> tuple[jax.Array, ...]:
+    """Sums of decays, inverses and scores of all chunks, and the outputs of tokens of no row; by
+    channel as ``_channel_chunks`` stores them.
+    """
+    num_starts, sizes, of = len(args.query_start_loc), _sizes(args), jax.ShapeDtypeStruct
     shape = (len(args.q) // CHUNK + num_starts, sizes["HEADS"])
-    square = (CHUNK, CHUNK)
-    return jt.triton_call(
-        args.q,
-        args.k,
-        args.log_decay,
-        args.beta,
-        args.query_start_loc,
-        kernel=_chunks,
-        out_type=(
-            jax.ShapeDtypeStruct((*shape, CHUNK), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, sizes["HALVES"], *square), args.k.dtype),
-            jax.ShapeDtypeStruct((*shape, *square), args.k.dtype),
-            jax.ShapeDtypeStruct(args.v.shape, args.v.dtype),
-        ),
-        grid=(shape[1], shape[0]),
-        num_warps=config.chunk_warps,
-        num_stages=1,
-        num_tokens=len(args.q),
-        num_starts=num_starts,
-        STARTS_TILE=max(launch.STARTS_TILE, power_of_two(num_starts)),
+    square, item, float32 = (*shape, CHUNK, CHUNK), args.k.dtype, jnp.float32
+    inputs = (args.q, args.k, args.log_decay, args.beta, args.query_start_loc)
+    call: dict[str, Any] = {
+        "grid": shape[::-1],
+        "num_warps": config.chunk_warps,
+        "num_stages": 1,
+        "num_tokens": len(args.q),
+        "num_starts": num_starts,
+        "STARTS_TILE": max(launch.STARTS_TILE, power_of_two(num_starts)),
         **sizes,
+    }
+    outputs = of(args.v.shape, args.v.dtype)
+    if not args.by_channel:
+        inverses = of((*shape, sizes["HALVES"], CHUNK, CHUNK), item)
+        arrays = (of((*shape, CHUNK), float32), inverses, of(square, item), outputs)
+        return jt.triton_call(*inputs, kernel=_chunks, out_type=arrays, **call)
+    keys, planes = sizes["KEY_DIM"], 1 + 2 * sizes["HALVES"]
+    arrays = (
+        of((*shape, keys), float32),
+        of(square, float32),
+        of(square, item),
+        of((*shape, planes, CHUNK, keys), item),
+        of(shape, jnp.int32),
+        outputs,
     )
+    products = {"kernel": channel_products, "MOST": launch.MOST_DECAY, **call}
+    products["PART"] = min(keys, launch.PART)
+    made = jt.triton_call(*inputs, out_type=arrays, STRONG=False, **products)
+    refs = [jax.new_ref(array) for array in made]
+    jt.triton_call(*inputs, *refs, out_type=(), STRONG=True, **products)
+    sums, lowers, scores, decayed, _, out = refs
+    changes = jt.triton_call(
+        *(args.beta, args.query_start_loc, args.v, lowers, decayed),
+        kernel=channel_inverses,
+        out_type=of((*shape, CHUNK, sizes["VALUE_DIM"]), float32),
+        **{**call, "num_warps": launch.INVERSE_WARPS},
+    )
+    stored = (jax.freeze(ref) for ref in (sums, scores, decayed, out))
+    sums, scores, decayed, out = stored
+    return sums, changes, scores, decayed, out
 
 
 def _sizes(args: DeltaPrefillArgs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Qwen3.5 through the whole engine: the gated delta rule beside paged attention.
+"""Qwen3.5 and Kimi Linear through the whole engine: the delta rule beside paged attention.
 
 The tokens are those of the dense form at each border of a chunk, a page and a convolution, whatever
 the engine does with the requests; a reused prefix gives the same state, bit for bit.
@@ -29,7 +29,8 @@ LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513)
 SNAPSHOTS, ANSWER = 8, 6
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
-NAMES = ("qwen3_5", "qwen3_5_moe")
+NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear")
+TWO = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])  # decays of heads, of channels
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
@@ -99,38 +100,41 @@ def test_answers_pass_a_border(name: str) -> None:
     check(name, engine(name), [prompt_of(20, 2), prompt_of(62, 3), prompt_of(129, 4)], LONG)
 
 
-def test_prefixes_are_reused_up_to_a_border() -> None:
-    served = engine("qwen3_5")
-    check("qwen3_5", served, [prompt_of(140)], GREEDY)
-    assert check("qwen3_5", served, [prompt_of(129), prompt_of(200)], GREEDY) == [128, 128]
+@TWO
+def test_prefixes_are_reused_up_to_a_border(name: str) -> None:
+    served = engine(name)
+    check(name, served, [prompt_of(140)], GREEDY)
+    assert check(name, served, [prompt_of(129), prompt_of(200)], GREEDY) == [128, 128]
     # where prompts part a state is saved for the next one
-    assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 0]
-    assert check("qwen3_5", served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
+    assert check(name, served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 0]
+    assert check(name, served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
 
 
-def test_the_next_turn_starts_near_the_end_of_the_answer() -> None:
+@TWO
+def test_the_next_turn_starts_near_the_end_of_the_answer(name: str) -> None:
     """States are saved at multiples of 64 while answers are decoded, also of several rows."""
-    served = engine("qwen3_5")
+    served = engine(name)
     turns = [prompt_of(60, 21), prompt_of(100, 22)]
-    check("qwen3_5", served, turns, LONG)
+    check(name, served, turns, LONG)
     following = [
-        [*turn, *expected("qwen3_5", tuple(turn), LONG.max_tokens or 0), *prompt_of(20, 30 + i)]
+        [*turn, *expected(name, tuple(turn), LONG.max_tokens or 0), *prompt_of(20, 30 + i)]
         for i, turn in enumerate(turns)
     ]
-    assert check("qwen3_5", served, following, GREEDY) == [128, 128]
+    assert check(name, served, following, GREEDY) == [128, 128]
 
 
-def test_preempted_sequences_draw_the_same_tokens() -> None:
-    served = engine("qwen3_5", num_pages=90)
-    check("qwen3_5", served, [prompt_of(100, 5), prompt_of(110, 6), prompt_of(64, 7)], LONG)
+@TWO
+def test_preempted_sequences_draw_the_same_tokens(name: str) -> None:
+    served = engine(name, num_pages=90)
+    check(name, served, [prompt_of(100, 5), prompt_of(110, 6), prompt_of(64, 7)], LONG)
     assert served.stats().num_preemptions > 0
 
 
-def states_after(prompts: list[list[int]]) -> dict[str, np.ndarray]:
+def states_after(name: str, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     """The state of the last prompt's sequence, after prompts one at a time in a new engine."""
-    served, one = engine("qwen3_5"), SamplingParams(max_tokens=1, temperature=0)
+    served, one = engine(name), SamplingParams(max_tokens=1, temperature=0)
     outputs = run(served, prompts, one, together=False)
-    layout = tiny_model("qwen3_5")[0].state
+    layout = tiny_model(name)[0].state
     arrays = served._loop._executor._arrays.state  # type: ignore[attr-defined]
     cached = np.asarray(outputs[-1].num_cached_tokens)
     slots = {
@@ -143,11 +147,13 @@ def states_after(prompts: list[list[int]]) -> dict[str, np.ndarray]:
     return {"cached": cached, **slots}
 
 
-def test_a_reused_prefix_has_the_same_state() -> None:
+@TWO
+def test_a_reused_prefix_has_the_same_state(name: str) -> None:
     """Bit for bit: a request alone is in the first slot."""
-    cold, warm = states_after([prompt_of(150)]), states_after([prompt_of(130), prompt_of(150)])
+    cold = states_after(name, [prompt_of(150)])
+    warm = states_after(name, [prompt_of(130), prompt_of(150)])
     assert (cold["cached"], warm["cached"]) == (0, 128)
     used = [i for i in range(3) if cold["delta0"][i].any()]
     assert used
-    for name in cold.keys() - {"cached"}:
-        assert np.array_equal(cold[name][used], warm[name][used]), name
+    for array in cold.keys() - {"cached"}:
+        assert np.array_equal(cold[array][used], warm[array][used]), array

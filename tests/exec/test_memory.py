@@ -119,6 +119,7 @@ def workspace_of(traced: jax.stages.Traced) -> int:
         ("olmo2", Bucket(8), LOOSE),
         ("olmo2", Bucket(0, 512, 4), LOOSE),
         ("qwen3_5", Bucket(0, 512, 4), LOOSE),
+        ("kimi_linear", Bucket(0, 512, 4), LOOSE),
     ],
     ids=lambda value: value.name if isinstance(value, Bucket) else str(value),
 )

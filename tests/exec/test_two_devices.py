@@ -13,7 +13,8 @@ TWO = "--xla_force_host_platform_device_count=2"
 
 
 @pytest.mark.parametrize(
-    "families", [(), pytest.param(("gemma4", "qwen3_5_moe"), marks=pytest.mark.nightly)]
+    "families",
+    [(), pytest.param(("gemma4", "qwen3_5_moe", "kimi_linear"), marks=pytest.mark.nightly)],
 )
 def test_two_devices(tmp_path: Path, families: tuple[str, ...]) -> None:
     """In a separate process, as the number of devices must be set before JAX starts."""

@@ -6,7 +6,8 @@ that are committed); tests read only its output.
     python make_golden.py [CASE ...]
 
 Without names all cases are made. Those of olmo2, phi3, gemma4, glm, glm4, stablelm, qwen3_5,
-qwen3_next, of mixtures of experts and the names that end in _rope, _acts or _scales came with 5.24.
+qwen3_next, kimi_linear, of mixtures of experts and the names that end in _rope, _acts or _scales
+came with 5.24.
 Each file holds a checkpoint as Hugging Face writes it (tensors under ``weights/``, its config.json
 in the metadata) and what the model says in float32: token_ids [2, T], logits [2, T, V], and
 greedy_tokens [2, G], which continue token_ids. ``rope.json`` holds inverse frequencies and the
@@ -16,6 +17,7 @@ factor on cosine and sine for each rope scaling.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -37,6 +39,7 @@ from transformers import (
     GlmConfig,
     GPT2Config,
     GptOssConfig,
+    KimiLinearConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -57,7 +60,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
-LENGTHS = {"qwen3_5_long": 150}  # transformers computes linear attention in chunks of 64
+# transformers computes linear attention in chunks of 64
+LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80}
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
@@ -66,6 +70,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "qwen3_5_moe_multimodal": 5,
     "qwen3_next": 8,
     "qwen3_next_sparse_step": 8,
+    "kimi_linear": 5,
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
 }
@@ -186,6 +191,14 @@ GEMMA4_VISION = {
 }
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # norms multiply by 1 + weight
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+# keys of config.json that transformers derives from those of published files
+DERIVED = {
+    "kimi_linear": (
+        *("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
+        *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
+    )
+}
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -466,6 +479,34 @@ def cases() -> dict[str, PreTrainedConfig]:
             attention_bias=True,
             tie_word_embeddings=True,
         ),
+        "kimi_linear": KimiLinearConfig(  # in two chunks
+            **latent | {"num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": 96},
+            num_experts=5,
+            num_shared_experts=2,
+            **NO_TOKENS,
+            linear_attn_config={
+                "kda_layers": [1, 2, 4],
+                "full_attn_layers": [3],
+                "num_heads": 3,
+                "head_dim": 8,
+                "short_conv_kernel_size": 4,
+            },
+        ),
+        "kimi_linear_groups": KimiLinearConfig(
+            **latent | {"num_hidden_layers": 3, "moe_intermediate_size": 8},
+            q_lora_rank=20,
+            num_experts=12,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=1,
+            norm_topk_prob=False,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            linear_num_heads=2,
+            linear_head_dim=16,
+            linear_conv_kernel_dim=3,
+            **NO_TOKENS,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -513,13 +554,13 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     zero_centred = model.config.get_text_config().model_type in ZERO_CENTRED
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
-        if tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
+        if name.endswith("A_log"):
+            noise = noise - 2.0  # slow enough that a state is felt over several chunks
+        elif tensor.ndim >= 2 and not name.endswith("bias"):  # of experts 3
             noise = noise * 1.5 / tensor.shape[-1] ** 0.5
         elif "norm" in name or "ln_" in name:
             around_zero = zero_centred and not name.endswith("linear_attn.norm.weight")
             noise = noise * 0.2 + (0.0 if name.endswith("bias") or around_zero else 1.0)
-        elif name.endswith("A_log"):
-            noise = noise - 2.0  # slow enough that a state is felt over several chunks
         else:
             noise = noise * 0.5
         tensor.data.copy_(noise)
@@ -536,7 +577,9 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        tensors = load_file(Path(folder) / "model.safetensors")
+    # Kimi Linear's dense layers, which transformers saves under the name of those with experts
+    return {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
 
 
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
@@ -579,6 +622,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
     facts = {**config.to_dict(), "architectures": [type(model).__name__]}
+    for key in DERIVED.get(name, ()):
+        facts.pop(key, None)
     metadata = {"config": json.dumps(facts, sort_keys=True)}
     save_file({**weights, **outputs}, DATA / f"{name}.safetensors", metadata)
     print(name, f"{logits.std():.2f}", (DATA / f"{name}.safetensors").stat().st_size)

@@ -45,6 +45,7 @@ CASES = (
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "kimi_linear",
 )
 
 

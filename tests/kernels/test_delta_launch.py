@@ -33,7 +33,7 @@ def decode_call(key_dim: int, value_dim: int, width: int = 4) -> DeltaDecodeArgs
         gates=array(ROWS, 2 * HEADS),
         z=array(ROWS, HEADS * value_dim),
         conv=array(width, channels),
-        decay=array(2, HEADS, dtype="float32"),
+        decay=array(2 * HEADS, dtype="float32"),
         norm=array(value_dim),
         states=array(ROWS, HEADS, key_dim, value_dim, dtype="float32"),
         convs=array(ROWS, width, channels),

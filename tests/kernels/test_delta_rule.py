@@ -20,21 +20,43 @@ def arguments(num_tokens: int, **more: Any) -> ref.DeltaPrefillArgs:
     return jax.tree.map(jnp.asarray, args)
 
 
-@pytest.mark.parametrize("repeated", [False, True], ids=["decaying", "repeated"])
-def test_chunks_equal_the_recurrence_over_4096_tokens(repeated: bool) -> None:
-    args = arguments(4096, repeated=repeated)
+def check_against_the_recurrence(args: ref.DeltaPrefillArgs, form: Callable[..., Any]) -> None:
     expected, states = ref.delta_prefill(args)
-    found, after = xla.delta_prefill(args)
+    found, after = form(args)
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
     row = int(args.writes[0])
     np.testing.assert_allclose(after[row], states[row], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
+@pytest.mark.parametrize("repeated", [False, True], ids=["decaying", "repeated"])
+def test_chunks_equal_the_recurrence_over_4096_tokens(repeated: bool, by_channel: bool) -> None:
+    args = arguments(4096, repeated=repeated, by_channel=by_channel)
+    check_against_the_recurrence(args, xla.delta_prefill)
+
+
 @pytest.mark.parametrize("form", [xla.delta_prefill, xla.used_chunks])
-@pytest.mark.parametrize("name", ["q", "k", "v", "log_decay", "beta"])
-def test_gradients_equal_finite_differences(name: str, form: Callable[..., Any]) -> None:
+def test_strong_decays_of_single_channels_overflow_nowhere(form: Callable[..., Any]) -> None:
+    """Over a chunk they add up to -1280, and others stay near 0; some tokens forget all."""
+    args, rng = arguments(4096, by_channel=True), np.random.default_rng(7)
+    shape = args.log_decay.shape
+    log_decay = np.where(rng.random(shape) < 0.3, -20.0, -1e-3 * rng.random(shape))
+    log_decay[..., :4], log_decay[..., 4:8], log_decay[1000:1100] = -1e-3, -20, -20
+    args = replace(args, log_decay=jnp.asarray(log_decay, jnp.float32))
+    check_against_the_recurrence(args, form)
+
+
+@pytest.mark.parametrize("form", [xla.delta_prefill, xla.used_chunks])
+@pytest.mark.parametrize(
+    ("name", "by_channel"),
+    [(name, False) for name in ("q", "k", "v", "log_decay", "beta")]
+    + [(name, True) for name in ("q", "k", "log_decay")],
+)
+def test_gradients_equal_finite_differences(
+    name: str, by_channel: bool, form: Callable[..., Any]
+) -> None:
     """Over two borders of chunks; the direction is random."""
-    args = arguments(150)
+    args = arguments(150, by_channel=by_channel)
     rng = np.random.default_rng(1)
     weights = jnp.asarray(rng.standard_normal(args.v.shape, np.float32))
 

@@ -98,6 +98,12 @@ _HYBRID_EXPERTS = MappingProxyType(
     }
 )
 
+_KIMI_LINEAR = (  # keys that DeepSeek's configs have, too
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
+    *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "moe_intermediate_size"),
+)
+
 _GEMMA4 = MappingProxyType(
     {
         **_DECODER,
@@ -240,6 +246,30 @@ CONFIGS = MappingProxyType(
             "architectures": ["Qwen3NextForCausalLM"],
             "mlp_only_layers": [0],
         },
+        "kimi_linear": {
+            **{key: _LATENT[key] for key in _KIMI_LINEAR},
+            "architectures": ["KimiLinearForCausalLM"],
+            "num_hidden_layers": 3,
+            "model_max_length": MAX_LEN,
+            "q_lora_rank": None,
+            "mla_use_nope": True,
+            "num_experts": 7,
+            "num_experts_per_token": 3,
+            "num_shared_experts": 2,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "routed_scaling_factor": 2.446,
+            "first_k_dense_replace": 1,
+            "linear_attn_config": {
+                "kda_layers": [1, 3],
+                "full_attn_layers": [2],
+                "num_heads": 2,
+                "head_dim": 16,
+                "short_conv_kernel_size": 4,
+            },
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -248,10 +278,11 @@ NAMES = tuple(CONFIGS)
 # lack; phi3 and glm4 have them with weights in another order; qwen3_moe and mixtral have gpt_oss's
 # experts, deepseek_v2 has deepseek_v3's attention.
 # Their parts are those of llama, gpt_oss (biases), qwen3_moe, deepseek_v3, qwen3_5_moe and
-# gemma4_all.
+# gemma4_all; kimi_linear's are deepseek_v3's but for the decays of channels, which have tests of
+# their own.
 LIKE_OTHERS = (
     *("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next"),
-    *("gemma4", "gemma4_unified"),
+    *("gemma4", "gemma4_unified", "kimi_linear"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -265,7 +296,7 @@ OF_EACH_KIND = (
 )
 
 # with state for each sequence
-WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear")
 
 
 @cache

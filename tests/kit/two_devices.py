@@ -49,6 +49,7 @@ LATENT = {**tiny_config("deepseek_v2"), "n_routed_experts": 8}
 FAMILIES = {
     "gemma4": {**tiny_config("gemma4_all"), "num_experts": 4},
     "qwen3_5_moe": {**tiny_config("qwen3_5_moe"), "num_experts": 4},
+    "kimi_linear": {**tiny_config("kimi_linear"), "num_experts": 4},
 }
 Q, KV, F, V = 64, 32, 128, 96  # widths of the tiny model
 # by name: what one of two devices holds of the whole array; of others each has all

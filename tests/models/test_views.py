@@ -27,7 +27,7 @@ def views_of(name: str) -> Views:
     return Views(*tiny_model(name))
 
 
-LATENT = tuple(name for name in NAMES if name.startswith("deepseek"))
+LATENT = tuple(name for name in NAMES if name.startswith(("deepseek", "kimi")))
 
 
 @pytest.mark.parametrize("name", LATENT)

@@ -26,14 +26,16 @@ def delta_bytes(
     """See ``BlockSpec.workspace``: that of prompts, as a decode row needs less than its matrices.
 
     It is that of both ops, the arguments between them (queries and keys of unit length, a copy of
-    the values, betas and decays in float32), and the channels of prompts after decode rows.
+    the values, betas and decays in float32), the channels of prompts after decode rows, and gates
+    that have latents.
     """
     del params
     if not num_prompts:
         return 0
     of, tokens, float32 = jax.ShapeDtypeStruct, x.shape[0], jnp.dtype(jnp.float32)
     channels, rows = sum(config.channels.widths), of((num_prompts,), jnp.int32)
-    gates = of((tokens, config.num_v_heads), float32)
+    betas = of((tokens, config.num_v_heads), float32)
+    decays = (*betas.shape, config.k_dim) if config.decay == "channel" else betas.shape
     keys = of((tokens, config.num_k_heads, config.k_dim), x.dtype)
     indices: dict[str, Any] = {
         "query_start_loc": of((num_prompts + 1,), jnp.int32),
@@ -42,7 +44,7 @@ def delta_bytes(
         "writes": rows,
     }
     conv: dict[str, Any] = {
-        "x": of((tokens, channels + config.values), x.dtype),
+        "x": of((tokens, channels + config.values * (config.gate_rank is None)), x.dtype),
         "weights": of((config.conv_width, channels), x.dtype),
         "kept": of((1, config.conv_width, channels), x.dtype),
     }
@@ -50,16 +52,20 @@ def delta_bytes(
         "q": keys,
         "k": keys,
         "v": of((tokens, config.num_v_heads, config.v_dim), x.dtype),
-        "log_decay": gates,
-        "beta": gates,
+        "log_decay": of(decays, float32),
+        "beta": betas,
         "states": of((1, config.num_v_heads, config.k_dim, config.v_dim), float32),
     }
     ops = (
         (short_conv.OP, short_conv.ShortConvArgs(**conv, **indices)),
         (delta_prefill.OP, delta_prefill.DeltaPrefillArgs(**delta, **indices)),
     )
-    between = channels * x.dtype.itemsize + 2 * config.num_v_heads * float32.itemsize
+    gates = config.num_v_heads + config.decays
+    between = channels * x.dtype.itemsize + gates * float32.itemsize
     sliced = (channels + config.values) * x.dtype.itemsize
-    return tokens * (between + sliced) + sum(
+    expanded = 0  # and joined, and those of prompts after decode rows
+    if config.gate_rank is not None:
+        expanded = 2 * (gates + config.values) * x.dtype.itemsize
+    return tokens * (between + sliced + expanded) + sum(
         workspace_of(op, platform, args, pins.of(op.name)) for op, args in ops
     )

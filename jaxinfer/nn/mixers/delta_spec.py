@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
@@ -25,7 +25,10 @@ class DeltaConfig(MixerSpec):
 
     Each value head has a state [k_dim, v_dim]; ``num_v_heads`` is a multiple of ``num_k_heads``.
     Queries, keys and values pass a causal convolution over ``conv_width`` tokens. ``norm_eps`` is
-    the epsilon of the norm of each head's output.
+    the epsilon of the norm of each head's output, which is multiplied by ``gate_act`` of a gate.
+    ``decay`` is of a head, or of each channel: a row of the head's state (Kimi Linear: 2025,
+    arXiv:2510.26692). With ``gate_rank`` the gates of the decay and of the output are expanded from
+    two latents of that width.
     """
 
     num_k_heads: int
@@ -34,6 +37,9 @@ class DeltaConfig(MixerSpec):
     v_dim: int
     conv_width: int
     norm_eps: float
+    decay: Literal["head", "channel"] = "head"
+    gate_act: Literal["silu", "sigmoid"] = "silu"
+    gate_rank: int | None = None
 
     @property
     def keys(self) -> int:
@@ -44,6 +50,11 @@ class DeltaConfig(MixerSpec):
     def values(self) -> int:
         """Elements of a token's values, and of the gate of its output."""
         return self.num_v_heads * self.v_dim
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token."""
+        return self.num_v_heads * (self.k_dim if self.decay == "channel" else 1)
 
     @property
     def channels(self) -> Fused:
@@ -77,7 +88,8 @@ class DeltaConfig(MixerSpec):
     def words(self) -> str:
         """See ``MixerSpec``."""
         keys, values = f"{self.num_k_heads} key heads of {self.k_dim}", f"of {self.v_dim}"
-        return f"the gated delta rule, {keys} and {self.num_v_heads} value heads {values}"
+        rule = "the gated delta rule" + " by channel" * (self.decay == "channel")
+        return f"{rule}, {keys} and {self.num_v_heads} value heads {values}"
 
     def workspace(self, *call: Any) -> int:
         """See ``MixerSpec``."""

@@ -87,9 +87,11 @@ class LatentAttention(nn.Module):
             q = rms_norm(q, param(self, "q_norm"), c.norm_eps)
             q = linear(q, weight(self, "q_b"), ctx).y
         latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps)
+        q = q.reshape(len(q), c.num_heads, c.head_dim)
+        if c.rope is None:
+            return stream, _Tokens(q, jnp.concatenate((latents, kv[:, c.rank :]), axis=1))
         angles = ctx.angles[0]
         k_rope = _rotated(kv[:, None, c.rank :], angles, interleaved=c.interleaved)[:, 0]
-        q = q.reshape(len(q), c.num_heads, c.head_dim)
         q_rope = _rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
         q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
         return stream, _Tokens(q, jnp.concatenate((latents, k_rope), axis=1))

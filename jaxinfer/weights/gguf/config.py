@@ -19,6 +19,7 @@ from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.decoder import decoder_config
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
+    kimi_linear_config,
     qwen3_5_config,
     qwen3_5_moe_config,
     qwen3_next_config,
@@ -353,5 +354,6 @@ _BUILDERS = MappingProxyType(
         "qwen35": qwen3_5_config,
         "qwen35moe": qwen3_5_moe_config,
         "qwen3next": qwen3_next_config,
+        "kimi-linear": kimi_linear_config,
     }
 )

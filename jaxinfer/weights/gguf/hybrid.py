@@ -1,7 +1,8 @@
 """Tensors of decoders with the gated delta rule, whose layouts differ from Hugging Face's.
 
 Owns: one function for each layout of ``names.Layout``. Source: ``Qwen3NextModel`` and
-``_LinearAttentionVReorderBase`` of llama.cpp's conversion/qwen.py, read backwards.
+``_LinearAttentionVReorderBase`` of llama.cpp's conversion/qwen.py and ``KimiLinearModel`` of its
+conversion/kimi_linear.py, read backwards.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class DeltaHeads(NamedTuple):
     @classmethod
     def of(cls, config: Mapping[str, Any], *, tiled: bool) -> DeltaHeads:
         """Those of a config.json."""
+        if section := config.get("linear_attn_config"):
+            heads, width = section["num_heads"], section["head_dim"]
+            return cls(heads, heads, width, width, tiled=False)
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
         num_k, num_v, k_dim, v_dim = (config[f"linear_{name}"] for name in names)
         return cls(num_k, num_v, k_dim, v_dim, tiled and num_k not in (1, num_v))
@@ -87,6 +91,9 @@ def hybrid_tensors(
     sizes = {"rates": heads.num_v, "heads": heads.num_v, "values": v, "outputs": v}
     sizes |= {"qkv": 2 * k + v, "taps": 2 * k + v, "gates": 2 * heads.num_v, "inputs": 2 * (k + v)}
     axis = 1 if layout == "outputs" else 0
+    if layout in _CHANNELS:
+        yield name, _of_channels(layout, stored_as, tensor, heads)
+        return
     if layout in sizes and tensor.shape[axis : axis + 1] != (sizes[layout],):
         raise CheckpointError(
             f"tensor {stored_as} of {tensor.path} has shape {tensor.shape}, and its heads need "
@@ -236,12 +243,27 @@ def _taps(_: str, tensor: GGUFTensor, heads: DeltaHeads) -> Stored:
     return Changed(Moved(tensor, heads.channels), (channels, 1, *taps), _same)
 
 
+def _of_channels(layout: Layout, stored_as: str, tensor: GGUFTensor, heads: DeltaHeads) -> Stored:
+    """A tensor of Kimi Linear, whose dimensions of 1 depend on the program that wrote the file."""
+    count = heads.num_v if layout == "channel_rates" else heads.num_v * heads.v_dim
+    rows = math.prod(tensor.shape if layout == "channel_rates" else tensor.shape[:-1])
+    if rows != count:
+        raise CheckpointError(
+            f"tensor {stored_as} of {tensor.path} has shape {tensor.shape}, and its heads need "
+            f"{count} rows; convert the model again"
+        )
+    if layout == "channel_taps":
+        return Changed(Plain(tensor), (count, 1, tensor.shape[-1]), _same)
+    return Changed(Plain(tensor), (1, 1, count, 1), partial(_log_of_rates, stored_as, tensor))
+
+
 def _row(_: str, tensor: GGUFTensor, __: DeltaHeads) -> Stored:
     """A matrix with one row, of which a file may have only the row."""
     shape = tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape)
     return Changed(Plain(tensor), shape, _same)
 
 
+_CHANNELS = ("channel_rates", "channel_taps")
 _READERS: Mapping[Layout, Callable[[str, GGUFTensor, DeltaHeads], Stored]] = MappingProxyType(
     {
         "norm": _norm,

@@ -1,6 +1,7 @@
 """Builds the configs of decoders with the gated delta rule from GGUF metadata.
 
-Source: ``load_arch_hparams`` of llama.cpp's src/models/{qwen35,qwen35moe,qwen3next}.cpp.
+Source: ``load_arch_hparams`` of llama.cpp's
+src/models/{qwen35,qwen35moe,qwen3next,kimi-linear}.cpp.
 """
 
 from __future__ import annotations
@@ -90,4 +91,62 @@ def _delta(meta: ArchitectureMetadata) -> dict[str, Any]:
         "linear_key_head_dim": meta.count("ssm.state_size"),
         "linear_value_head_dim": inner // values,
         "linear_conv_kernel_dim": meta.count("ssm.conv_kernel"),
+    }
+
+
+def kimi_linear_config(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Kimi Linear: a layer without kv heads has the delta rule, the others attend over latents.
+
+    llama.cpp reads neither the widths of heads that have no names of their own nor the base of the
+    rope, as nothing rotates, and renormalises the weights of the experts.
+    """
+    for key in ("attention.key_length", "attention.value_length", "rope.freq_base"):
+        meta.skip(key)
+    heads, rope_dim = meta.count("attention.head_count"), meta.count("rope.dimension_count")
+    key_dim = meta.count("attention.key_length_mla")
+    if key_dim <= rope_dim:
+        words = f"must exceed rope.dimension_count, which is {rope_dim}"
+        meta.refuse("attention.key_length_mla", key_dim, words)
+    meta.only("hidden_activation", "silu", "swish")
+    numbered = list(enumerate(meta.counts("attention.head_count_kv")[: meta.num_layers], 1))
+    section = {
+        "kda_layers": [i for i, kv_heads in numbered if not kv_heads],
+        "full_attn_layers": [i for i, kv_heads in numbered if kv_heads],
+        "num_heads": heads,
+        "head_dim": meta.count("kda.head_dim"),
+        "short_conv_kernel_size": meta.count("ssm.conv_kernel"),
+    }
+    return {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "hidden_size": meta.count("embedding_length"),
+        "intermediate_size": meta.count("feed_forward_length"),
+        "num_hidden_layers": meta.num_layers,
+        "num_attention_heads": heads,
+        "q_lora_rank": meta.count_if_set("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": meta.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": key_dim - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": meta.count("attention.value_length_mla"),
+        "model_max_length": meta.count("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "linear_attn_config": section,
+        **_kimi_experts(meta),
+    }
+
+
+def _kimi_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
+    meta.only("expert_gating_func", 2)  # sigmoid
+    meta.only("expert_weights_norm", True)
+    return {
+        "first_k_dense_replace": meta.count_if_set("leading_dense_block_count", 0),
+        "num_experts": meta.count("expert_count"),
+        "num_experts_per_token": meta.count("expert_used_count"),
+        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "num_shared_experts": meta.count_if_set("expert_shared_count", 0),
+        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
+        "moe_renormalize": True,
+        "num_expert_group": meta.count_if_set("expert_group_count", 1),
+        "topk_group": meta.count_if_set("expert_group_used_count", 1),
     }

@@ -80,6 +80,13 @@ class ArchitectureMetadata:
             self.refuse(key, stored, "must be a list of true or false")
         return stored
 
+    def counts(self, key: str) -> list[int]:
+        """A list of integers from 0, one for each block."""
+        stored, blocks = self._value(key, None, list, "a list"), self.count("block_count")
+        if len(stored) != blocks or not all(type(one) is int and one >= 0 for one in stored):
+            self.refuse(key, stored, f"must be a list of {blocks} integers from 0")
+        return stored
+
     def only(self, key: str, *values: Any) -> None:
         """Refuse a value other than ``values``; the key may be absent."""
         stored = self._stored(key)

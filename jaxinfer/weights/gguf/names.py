@@ -25,7 +25,18 @@ ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 # Layouts of decoders with the gated delta rule, see ``hybrid``.
 type Layout = Literal[
-    "norm", "rates", "heads", "values", "qkv", "taps", "outputs", "row", "gates", "inputs"
+    "norm",
+    "rates",
+    "heads",
+    "values",
+    "qkv",
+    "taps",
+    "outputs",
+    "row",
+    "gates",
+    "inputs",
+    "channel_rates",
+    "channel_taps",
 ]
 
 
@@ -120,6 +131,7 @@ _EXPERTS = MappingProxyType(
         "ffn_down_exps": "mlp.experts.{}.down_proj",
     }
 )
+_MOE = "block_sparse_moe."
 _QWEN3_MOE = replace(_DECODER, layer={**_DECODER.layer, **_EXPERTS})
 _MIXTRAL = replace(
     _LLAMA,
@@ -246,6 +258,37 @@ _QWEN3_NEXT = replace(
     layouts={**_QWEN3_5_MOE.layouts, "ssm_ba": "gates", "ssm_in": "inputs"},
     tiled=False,
 )
+_KIMI_LINEAR = replace(
+    _DEEPSEEK,
+    layer={
+        **_DEEPSEEK.layer,
+        "ffn_gate_inp": f"{_MOE}gate",
+        "ffn_gate_shexp": f"{_MOE}shared_experts.gate_proj",
+        "ffn_up_shexp": f"{_MOE}shared_experts.up_proj",
+        "ffn_down_shexp": f"{_MOE}shared_experts.down_proj",
+        "ffn_gate_exps": _MOE + "experts.{}.w1",
+        "ffn_up_exps": _MOE + "experts.{}.w3",
+        "ffn_down_exps": _MOE + "experts.{}.w2",
+        "ssm_conv1d_q": "self_attn.q_conv1d",
+        "ssm_conv1d_k": "self_attn.k_conv1d",
+        "ssm_conv1d_v": "self_attn.v_conv1d",
+        "ssm_f_a": "self_attn.f_a_proj",
+        "ssm_f_b": "self_attn.f_b_proj",
+        "ssm_g_a": "self_attn.g_a_proj",
+        "ssm_g_b": "self_attn.g_b_proj",
+        "ssm_beta": "self_attn.b_proj",
+        "ssm_norm": "self_attn.o_norm",
+    },
+    bare={
+        "exp_probs_b.bias": f"{_MOE}gate.e_score_correction_bias",
+        "ssm_a": "self_attn.A_log",
+        "ssm_dt.bias": "self_attn.dt_bias",
+    },
+    layouts={
+        "ssm_a": "channel_rates",
+        **dict.fromkeys(("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), "channel_taps"),
+    },
+)
 # by the model_type of config.json
 _TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -263,6 +306,7 @@ _TABLES: Mapping[str, NameTable] = MappingProxyType(
         "gpt2": _GPT2,
         "qwen3_5": _QWEN3_5,
         "qwen3_5_moe": _QWEN3_5_MOE,
+        "kimi_linear": _KIMI_LINEAR,
     }
 )
 

@@ -459,7 +459,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<float>("eps"));
+        .Attr<float>("eps")
+        .Attr<bool>("sigmoid"));
 
 // The names of the variants that this processor runs, the fastest first, joined by spaces.
 const char* jaxinfer_variants() {

@@ -118,6 +118,7 @@ using DrawFunction = int32_t (*)(const DrawCall&);
 // A token of the gated delta rule in each row: see delta_decode.ref.
 struct DeltaCall {
   int64_t channels, key_heads, heads, key_dim, value_dim, width;  // C, K, V, Dk, Dv, W
+  bool by_channel, sigmoid;  // each component of keys has a decay; the gate's activation, else SiLU
   const float *qkv, *gates, *z, *conv, *decay, *norm;
   const int32_t *positions, *rows, *keeps;
   float *out, *states, *convs;
@@ -126,7 +127,7 @@ struct DeltaCall {
 inline int64_t Padded(int64_t floats) { return (floats + kLanes - 1) / kLanes * kLanes; }
 // Floats that a head needs for its vectors.
 inline int64_t DeltaFloats(const DeltaCall& call) {
-  return 2 * Padded(call.key_dim) + 4 * Padded(call.value_dim);
+  return 4 * Padded(call.key_dim) + 4 * Padded(call.value_dim);
 }
 // Computes one head of one row, head + V * row, and makes the state of the next one ready.
 using DeltaFunction = void (*)(const DeltaCall&, int64_t unit, int64_t next, float* scratch);
