@@ -54,6 +54,8 @@ def supports(args: DecodeArgs) -> str | None:
         return f"heads are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
     if norms is not None and norms.dtype != dtype:
         return f"heads are {dtype} and norms {norms.dtype}"
+    if args.values != "projected" or not args.appends:
+        return f"values are {args.values}, and tokens are {'' if args.appends else 'not '}appended"
     if h not in HEAD_DIMS:
         return f"head_dim {h} is neither 64 nor 128"
     if n // num_kv_heads > GROUP_TILE:

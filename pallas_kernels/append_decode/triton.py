@@ -11,6 +11,7 @@ the states of all, always in the same order. Softmax is computed in base 2, sums
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,9 @@ def _append_and_attend(
     ROTATE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no window
     TABLE_WIDTH: tl.constexpr,
+    APPENDS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,  # values have a norm without weights
+    NEW: tl.constexpr,  # heads of a new token for each kv head; 1: the value is made of the key
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per kv head
     GROUP_TILE: tl.constexpr,
@@ -138,11 +142,12 @@ def _append_and_attend(
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(last + 1 - WINDOW, 0)
-    per_split = tl.cdiv(tl.cdiv(last - oldest, SPLITS), BLOCK) * BLOCK
+    written = last if APPENDS else length  # keys in the pages
+    per_split = tl.cdiv(tl.cdiv(written - oldest, SPLITS), BLOCK) * BLOCK
     start = oldest + split * per_split
-    end = tl.minimum(start + per_split, last)
+    end = tl.minimum(start + per_split, written)
 
-    at_row = qkv + row.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    at_row = qkv + row.to(tl.int64) * (NUM_HEADS + NEW * NUM_KV_HEADS) * HEAD_DIM
     cos += row * (HEAD_DIM // 2)
     sin += row * (HEAD_DIM // 2)
     at_heads = at_row + (kv_head * GROUP + heads)[:, None] * HEAD_DIM
@@ -155,13 +160,22 @@ def _append_and_attend(
     m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    if split == SPLITS - 1:  # splits are whole blocks, so the last has the fewest keys
+    if not APPENDS and HAS_SINKS and split == SPLITS - 1:
+        at_sink = sinks + kv_head * GROUP + heads
+        m_i = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
+    if APPENDS and split == SPLITS - 1:  # splits are whole blocks, so the last has the fewest keys
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
         key = _norm_and_rotate(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
         ).to(k_pages.dtype.element_ty)
-        at_value = at_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM
-        value = tl.load(at_value + dims, mask=in_dim, other=0.0).to(v_pages.dtype.element_ty)
+        at_value = at_row + (NUM_HEADS + (NEW - 1) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        value = tl.load(at_value + dims, mask=in_dim, other=0.0)
+        if NORM_VALUES:
+            value32 = value.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(value32 * value32, 0) / HEAD_DIM + EPS)
+            value = (value32 * norm).to(value.dtype)
+        value = value.to(v_pages.dtype.element_ty)
         page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
         slot = page * PAGE_SIZE + last % PAGE_SIZE
         at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
@@ -238,15 +252,15 @@ def launch_with(
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
     unused = args.seq_lens  # placeholder for an array that the kernel does not read
     partials = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
-    # jax-triton updates a Ref in place
-    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
+    pools: tuple[Any, Any] = (args.k_pages, args.v_pages)
+    if args.appends:  # jax-triton updates a Ref in place
+        pools = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
     out, _, _ = jt.triton_call(
         args.qkv,
         unused if args.cos is None else args.cos,
         unused if args.sin is None else args.sin,
         unused if args.qk_norms is None else args.qk_norms,
-        k_ref,
-        v_ref,
+        *pools,
         args.page_table,
         args.seq_lens,
         arrivals,
@@ -267,6 +281,9 @@ def launch_with(
         ROTATE=args.cos is not None,
         WINDOW=args.window or 0,
         TABLE_WIDTH=args.page_table.shape[1],
+        APPENDS=args.appends,
+        NORM_VALUES=args.values != "projected",
+        NEW=args.new_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_TILE=max(MIN_TILE, power_of_two(group)),
@@ -276,4 +293,4 @@ def launch_with(
         SPLITS=splits,
         BLOCK=config.block,
     )
-    return out, jax.freeze(k_ref), jax.freeze(v_ref)
+    return out, *(map(jax.freeze, pools) if args.appends else pools)

@@ -195,8 +195,6 @@ def supports(args: ExpertsArgs) -> str | None:
         return f"tokens are {dtype}, not one of {', '.join(DTYPES)}"
     if not args.choices.size:
         return "there are no tokens"
-    if args.activation.kind != "silu":
-        return f"the activation is {args.activation.kind}, not silu"
     for stack in (args.gate_up, args.down):
         if isinstance(stack, Quantised) and (reason := _unfit(stack, dtype)) is not None:
             return reason
