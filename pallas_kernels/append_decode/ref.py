@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def append_decode(
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
     slots = jnp.asarray(np.where(lens > 0, page * page_size + last % page_size, 0))
-    new = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    new: Any = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(jnp.asarray(args.qkv), args.k_pages.shape[2])
         k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **new))

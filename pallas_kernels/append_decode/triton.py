@@ -293,4 +293,6 @@ def launch_with(
         SPLITS=splits,
         BLOCK=config.block,
     )
-    return out, *(map(jax.freeze, pools) if args.appends else pools)
+    if not args.appends:
+        return out, args.k_pages, args.v_pages
+    return out, jax.freeze(pools[0]), jax.freeze(pools[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +29,7 @@ def append_decode(
     last = jnp.maximum(lens - 1, 0)
     page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
     slots = jnp.where(lens > 0, page * page_size + last % page_size, 0)
-    new = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    new: Any = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(args.qkv, args.k_pages.shape[2])
         k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **new))

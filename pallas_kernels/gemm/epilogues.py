@@ -38,6 +38,11 @@ def gelu_logit(gate: jax.Array) -> jax.Array:
     return gate * (GELU_FACTOR + GELU_FACTOR * GELU_CUBIC * (gate * gate))
 
 
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """GELU of the gate, with its approximation by tanh, times the up."""
+    return times_sigmoid(gate * up, gelu_logit(gate))
+
+
 def swiglu_of_many(gate: jax.Array, up: jax.Array) -> jax.Array:
     """``swiglu`` without a division."""
     return times_sigmoid(gate * up, gate)

@@ -103,12 +103,12 @@ def append_decode(
     args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
-    assert args.cos is not None and args.sin is not None
     settings = args.sinks, args.scale, args.window
     if not args.appends:
         q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
         return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), *settings), *pools
     args = args.with_values()
+    assert args.cos is not None and args.sin is not None
     rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
     context = args.page_table, args.seq_lens
     where = (_nothing(), *context)

@@ -28,8 +28,8 @@ class RopeCase:
     num_pages: int = 16
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: as the heads
-    values: Values = "projected"
     tags: tuple[str, ...] = ("ci",)
+    values: Values = "projected"
 
 
 def _decode_step(rows: int, page_size: int = 16, kv_dtype: str = "") -> RopeCase:

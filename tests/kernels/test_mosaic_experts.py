@@ -23,7 +23,7 @@ from pallas_kernels.experts import cases, hopper, launch, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.experts.stack import GEGLU, PLAIN
 from pallas_kernels.gemm import tiles as gemm_tiles
 from pallas_kernels.harness.registry import Impl, select
 from pallas_kernels.harness.testing import mismatch
@@ -43,13 +43,16 @@ INTERPRETED = {
     "one_token": replace(BF16, tokens=1),
     "outside": replace(BF16, tokens=33, load="holes"),
     "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
+    "geglu": replace(BF16, tokens=9, activation=GEGLU),
     "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),
     "many_of_few": CASES["holes_bf16_t100"],
     "several_steps": replace(BF16, tokens=8, width=320, inner=192),
     "prompt": replace(BF16, tokens=MANY, load="holes", split=False),
     "prompt_few_experts": replace(BF16, tokens=150, count=3, load="few", inner=128),
+    "geglu_prompt": replace(BF16, tokens=MANY, activation=GEGLU),
     "prompt_biases": replace(BF16, tokens=MANY, biases=True, activation=cases.CLAMPED),
     "int4": TILES,
+    "geglu_int4": replace(TILES, activation=GEGLU),
     "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
     "int4_offsets": replace(TILES, form="int4_offsets", inner=128),
@@ -67,6 +70,7 @@ INTERPRETED = {
     "fp8_blocks_many_of_few": CASES["fp8_blocks_tiles_t100"],
     "fp8_prompt": replace(TILES, form="fp8", group=0, tokens=MANY),
     "fp8_blocks_prompt": CASES["fp8_blocks_tiles_t200"],
+    "geglu_int4_prompt": replace(TILES, tokens=MANY, activation=GEGLU),
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "int4_offsets_prompt": replace(TILES, form="int4_offsets", tokens=MANY, load="holes"),
     "q4_k_prompt": replace(TILES, form="q4_k", tokens=200, **K_FORM),
@@ -78,6 +82,7 @@ INTERPRETED = {
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
 NIGHTLY = (
+    *("geglu_prompt", "geglu_int4", "geglu_int4_prompt", "gemma4_26b_t1024"),
     *("fp8", "fp8_prompt", "fp8_blocks_many_of_few", "qwen3_30b_fp8_t8192"),
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
     *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
@@ -87,6 +92,7 @@ NIGHTLY = (
 LOWERED = (
     *("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192"),
     *("qwen3_30b_fp8_t8", "qwen3_30b_fp8_t8192"),
+    *("gemma4_26b_t8", "gemma4_26b_t1024"),
 )
 
 

@@ -38,6 +38,13 @@ class QKNorm(NamedTuple):
     eps: float  # static
 
 
+class _Norms(NamedTuple):
+    """The arguments of every kernel that normalises heads."""
+
+    qk_norm: QKNorm
+    values: Values
+
+
 class Attention(nn.Module):
     """The attention block of a layer, with the norm before it."""
 
@@ -149,7 +156,8 @@ def attend(
     """
     angles = ctx.angles[0] if ctx.angles else None
     if state is None or angles is None:  # the kernels that rotate make the values, too
-        qkv, values = with_values(qkv, num_kv_heads, values, qk_norm.eps), "projected"
+        qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
+        values = "projected"
     if state is None:
         return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only)
     pages, d = ctx.pages[0], ctx.num_decodes
@@ -159,7 +167,7 @@ def attend(
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
-    slots, norms = pages.slot_mapping[d:], (qk_norm, values)
+    slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
     q, pools = _append(prompts, pools, slots, ctx, angles, *norms)
     state = {"k": pools[0], "v": pools[1]}
     if only is not None:  # a decode of all rows, which appends their last tokens again
