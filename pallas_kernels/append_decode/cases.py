@@ -148,15 +148,16 @@ def _gemma4(dtype: str) -> tuple[DecodeCase, ...]:
     )
 
 
-def _steps_of_gemma4() -> tuple[DecodeCase, ...]:
-    """Decode steps of Gemma 4 26B-A4B on a GPU: the layers with a window, and those without."""
+def _steps_of_wide_heads() -> tuple[DecodeCase, ...]:
+    """Decode steps on a GPU: layers of Gemma 4 26B-A4B with and without a window, Qwen3.5-4B."""
     layers: tuple[tuple[str, Heads, int | None, Values], ...] = (
-        ("window", shapes.GEMMA4_26B, 1024, "normalised"),
-        ("full", shapes.GEMMA4_26B_FULL, None, "keys"),
+        ("gemma4_26b_window", shapes.GEMMA4_26B, 1024, "normalised"),
+        ("gemma4_26b_full", shapes.GEMMA4_26B_FULL, None, "keys"),
+        ("qwen3_5_4b", shapes.QWEN3_5_4B, None, "projected"),
     )
     return tuple(
         DecodeCase(
-            f"gemma4_26b_{name}_b{rows}_ctx{context}",
+            f"{name}_b{rows}_ctx{context}",
             heads,
             (context,) * rows,
             max_pages=2048,
@@ -236,6 +237,35 @@ CASES = (
     *_steps_with_sinks(),
     *_gemma4("float32"),
     *_gemma4("bfloat16"),
+    DecodeCase(
+        "qwen3_5_4b_rows_bf16",
+        shapes.QWEN3_5_4B,
+        tuple(range(1, 600, 13)),
+        padding=2,
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DecodeCase(
+        "gemma4_26b_window_rows_bf16",
+        shapes.GEMMA4_26B,
+        (*range(1, 600, 13), 1500),
+        padding=2,
+        window=1024,
+        values="normalised",
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DecodeCase(
+        "gemma4_values_bf16",
+        Heads(4, 2, 256),
+        (200, 0, 300),
+        values="normalised",
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -247,7 +277,7 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
-    *_steps_of_gemma4(),
+    *_steps_of_wide_heads(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
 )
