@@ -141,7 +141,7 @@ def _gemma4(dtype: str) -> tuple[DecodeCase, ...]:
     suffix, wide = {"float32": "", "bfloat16": "_bf16"}[dtype], shapes.GEMMA4_E2B_FULL
     few, common = Heads(4, 2, 256), {"norms": True, "dtype": dtype}
     return (
-        DecodeCase(f"gemma4_keys{suffix}", wide, (40, 3), values="keys", padding=1, **common),
+        DecodeCase(f"gemma4_keys{suffix}", wide, (300, 3), values="keys", padding=1, **common),
         DecodeCase(f"gemma4_window{suffix}", few, (70,), window=32, values="normalised", **common),
         DecodeCase(f"gemma4_shared{suffix}", wide, (33, 0, 1), appends=False, **common),
         DecodeCase(f"gemma4_shared_window{suffix}", few, (70,), window=9, appends=False, **common),

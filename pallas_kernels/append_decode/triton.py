@@ -2,10 +2,11 @@
 
 A CTA reads one split of a row's keys for one kv head, with all queries of that head in one tile
 (padded to 16, the smallest tile of the tensor cores), so each key and value is read once. Each CTA
-rotates the queries. The CTA of the last split also rotates the new key and uses it and the new
-value from its registers, so no CTA waits until they are in memory. With few rows a context has
-several splits (Flash-Decoding: Dao et al., 2023); the last CTA of a row and head to arrive merges
-the states of all, always in the same order. Softmax is computed in base 2, sums in float32.
+rotates the queries. The CTA of the last split that has keys also rotates the new key and uses it
+and the new value from its registers, so no CTA waits until they are in memory. With few rows a
+context has several splits (Flash-Decoding: Dao et al., 2023); the last CTA of a row and head to
+arrive merges the states of all, always in the same order. Softmax is computed in base 2, sums in
+float32.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def _merge_splits(
     m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
     out,  # [G, H] of the row and kv head
     first_split,
+    used,  # splits that have keys
     dims,  # int32[H tile]
     is_row,  # False for padding
     GROUP: tl.constexpr,
@@ -78,14 +80,17 @@ def _merge_splits(
     """Merge the splits of one row and kv head."""
     # ".cg" bypasses L1, which is not coherent with the writes of other SMs
     splits = first_split + tl.arange(0, SPLITS)
+    is_used = tl.arange(0, SPLITS) < used
     in_dim = dims < HEAD_DIM
+    readable = is_used[:, None] & in_dim[None, :]
     # unrolled, so that all loads are in flight at the same time
     for head in tl.static_range(GROUP):  # type: ignore[attr-defined]
-        m_i = tl.load(m_l + splits * 2 * GROUP + head, cache_modifier=".cg")
-        l_i = tl.load(m_l + splits * 2 * GROUP + GROUP + head, cache_modifier=".cg")
+        at_m = m_l + splits * 2 * GROUP + head
+        m_i = tl.load(at_m, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(at_m + GROUP, mask=is_used, other=0.0, cache_modifier=".cg")
         alpha = tl.exp2(m_i - tl.max(m_i, 0))
         at_acc = accs + (splits * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
-        acc = tl.load(at_acc, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
+        acc = tl.load(at_acc, mask=readable, other=0.0, cache_modifier=".cg")
         result = tl.sum(acc * alpha[:, None], 0) / tl.sum(l_i * alpha, 0)
         result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
@@ -124,6 +129,7 @@ def _append_and_attend(
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys per loop iteration
+    MIN_KEYS: tl.constexpr,  # of a split, but for the last one
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -143,7 +149,15 @@ def _append_and_attend(
     if WINDOW > 0:
         oldest = tl.maximum(last + 1 - WINDOW, 0)
     written = last if APPENDS else length  # keys in the pages
-    per_split = tl.cdiv(tl.cdiv(written - oldest, SPLITS), BLOCK) * BLOCK
+    keys_of_row = written - oldest
+    per_split = tl.cdiv(keys_of_row, SPLITS)
+    if MIN_KEYS > 0:
+        fewer = tl.minimum(tl.cdiv(keys_of_row, MIN_KEYS), SPLITS)
+        per_split = tl.cdiv(keys_of_row, tl.maximum(fewer, 1))
+    per_split = tl.cdiv(per_split, BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(keys_of_row, tl.maximum(per_split, 1)), 1)
+    if split >= used:
+        return
     start = oldest + split * per_split
     end = tl.minimum(start + per_split, written)
 
@@ -160,11 +174,11 @@ def _append_and_attend(
     m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    if not APPENDS and HAS_SINKS and split == SPLITS - 1:
+    if not APPENDS and HAS_SINKS and split == used - 1:
         at_sink = sinks + kv_head * GROUP + heads
         m_i = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
-    if APPENDS and split == SPLITS - 1:  # splits are whole blocks, so the last has the fewest keys
+    if APPENDS and split == used - 1:  # splits are whole blocks, so the last has the fewest keys
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
         key = _norm_and_rotate(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
@@ -228,11 +242,11 @@ def _append_and_attend(
     at_acc = accs + (first_split + split) * ACC_SIZE
     tl.store(at_acc + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
     tl.debug_barrier()  # all stores of the CTA come before the arrival, which releases them
-    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < SPLITS - 1:
+    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < used - 1:
         return
     tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * ACC_SIZE
-    _merge_splits(accs, m_l, at_heads, first_split, dims, is_row, GROUP, HEAD_DIM, SPLITS)
+    _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
@@ -292,6 +306,7 @@ def launch_with(
         PAGE_SIZE=page_size,
         SPLITS=splits,
         BLOCK=config.block,
+        MIN_KEYS=config.min_keys,
     )
     if not args.appends:
         return out, args.k_pages, args.v_pages

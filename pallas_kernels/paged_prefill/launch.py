@@ -133,7 +133,7 @@ def heuristic_config(q: jax.Array) -> TritonConfig:  # [T, N, H]
     if q.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
         return TritonConfig(16, 16, 4, 3, value_columns)
     if h > WIDE_HEAD:
-        return TritonConfig(128, 32, 8, 2, value_columns)
+        return TritonConfig(128, 32, 8, 3, value_columns)  # with two stages page ids are awaited
     if h > 128:  # acc of 64 rows on four warps would spill
         return TritonConfig(rows=128, block=64, num_warps=8, num_stages=3)
     block = 128 if h <= 64 else 64

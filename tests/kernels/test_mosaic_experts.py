@@ -44,6 +44,7 @@ INTERPRETED = {
     "outside": replace(BF16, tokens=33, load="holes"),
     "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
     "geglu": replace(BF16, tokens=9, activation=GEGLU),
+    "odd_steps": replace(BF16, tokens=40, width=256, inner=320),
     "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),
     "many_of_few": CASES["holes_bf16_t100"],
     "several_steps": replace(BF16, tokens=8, width=320, inner=192),
@@ -125,7 +126,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp.
     monkeypatch.setattr(plgpu, "warp_map", lambda run: run(jnp.int32(0)))
     few_sms = SimpleNamespace(num_sms=3)  # so that CTAs compute several items
-    monkeypatch.setattr(gemm_tiles, "current_device", lambda: few_sms)
+    for module in (gemm_tiles, launch):
+        monkeypatch.setattr(module, "current_device", lambda: few_sms)
     replace_registers(monkeypatch)
 
 
@@ -267,3 +269,21 @@ def test_rows_of_a_prompts_tile(tokens: int, rows: int) -> None:
     assert launch.width_of(tokens, 4, 32, (fp8, fp8)) == rows
     small_groups = mxfp4._replace(scales_weights=False, group=16)
     assert launch.width_of(tokens, 4, 32, (mxfp4, small_groups)) <= 96  # else registers spill
+
+
+def test_steps_of_few_tokens() -> None:
+    """Inputs in an odd number of tiles are shared by two warpgroups, if all CTAs have items."""
+
+    def config(tokens: int, inner: int) -> launch.DecodeConfig:
+        args = _shapes(replace(CASES["gemma4_26b_t8"], tokens=tokens, inner=inner))
+        return launch.decode_config(launch.sizes_of(args)[1])
+
+    assert config(1, 704) == launch.DecodeConfig(64, 16)
+    assert config(64, 704) == launch.DecodeConfig(64, 13, 2)
+    assert config(64, 768) == launch.DecodeConfig(256, 6)
+
+
+@pytest.mark.parametrize(("inner", "all_tokens"), [(704, False), (768, True)])
+def test_tokens_are_sorted_if_an_item_is_narrow(inner: int, all_tokens: bool) -> None:
+    args = _shapes(replace(CASES["gemma4_26b_t8"], tokens=64, inner=inner))
+    assert launch.sizes_of(args)[0].all_tokens == all_tokens
