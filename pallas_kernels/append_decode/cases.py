@@ -139,7 +139,7 @@ def _steps_with_sinks() -> tuple[DecodeCase, ...]:
 def _gemma4(dtype: str) -> tuple[DecodeCase, ...]:
     """Heads of 512, values with a norm and those made of keys, and layers that append nothing."""
     suffix, wide = {"float32": "", "bfloat16": "_bf16"}[dtype], shapes.GEMMA4_E2B_FULL
-    few, common = Heads(4, 2, 256), {"norms": True, "dtype": dtype}
+    few, common = Heads(2, 1, 256), {"norms": True, "dtype": dtype}
     return (
         DecodeCase(f"gemma4_keys{suffix}", wide, (300, 3), values="keys", padding=1, **common),
         DecodeCase(f"gemma4_window{suffix}", few, (70,), window=32, values="normalised", **common),

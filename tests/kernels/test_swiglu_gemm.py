@@ -38,7 +38,7 @@ LAUNCHES = {
         SwigluConfig(128, 64, 128, 3, 1, 2),
     ),
     "tokens_overhang": (SwigluCase("odd", 600, 320, 192), SwigluConfig(256, 64, 64, 3, 1, 2)),
-    "geglu": (replace(SMALL, tokens=256, gelu=True), SwigluConfig(128, 128, 64, 2, 1, 8)),
+    "geglu": (replace(SMALL, tokens=128, outer=64, gelu=True), SwigluConfig(128, 64, 64, 2, 1, 8)),
     "a_cluster_shares_weights": (SMALL, SwigluConfig(128, 128, 64, 2, 2, 2)),
     "the_first_warpgroup_leads": (
         replace(SMALL, inner=256),
