@@ -103,7 +103,9 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
     every: dict[int, list[float]] = {}
     for prompt, output in zip(prompts, outputs, strict=True):
         made = output.outputs[0]
-        logits = llm.model.forward([*prompt, *made.token_ids]).astype(jnp.float32)
+        tokens = [*prompt, *made.token_ids]  # padded, so that one compilation serves all
+        padding = [0] * (max(PROMPT_TOKENS) + OUTPUT_TOKENS - len(tokens))
+        logits = llm.model.forward([*tokens, *padding]).astype(jnp.float32)
         logprobs = np.asarray(jax.nn.log_softmax(logits))
         for i, (token, found) in enumerate(zip(made.token_ids, made.logprobs or (), strict=True)):
             difference = abs(found[token].logprob - float(logprobs[len(prompt) - 1 + i, token]))
