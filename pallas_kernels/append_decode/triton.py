@@ -97,6 +97,46 @@ def _merge_splits(
 
 
 @triton.jit
+def _merge_wide_splits(
+    accs,  # float32[B, K, SPLITS, G, H]
+    m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
+    out,  # [G, H] of the row and kv head
+    first_split,
+    used,  # splits that have keys
+    dims,  # int32[H tile]
+    is_row,  # False for padding
+    GROUP: tl.constexpr,
+    MERGE_TILE: tl.constexpr,  # the power of two that is at least GROUP
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """``_merge_splits`` split by split: so many components of all splits of a head, as it has in
+    flight, would not leave registers for those of the next head.
+    """
+    heads = tl.arange(0, MERGE_TILE)
+    splits = tl.arange(0, SPLITS)
+    in_group = heads < GROUP
+    inside = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    valid = (splits < used)[:, None] & in_group[None, :]
+    at_m = m_l + (first_split + splits)[:, None] * 2 * GROUP + heads[None, :]
+    m_i = tl.load(at_m, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    l_i = tl.load(at_m + GROUP, mask=valid, other=0.0, cache_modifier=".cg")
+    m_max = tl.where(in_group, tl.max(m_i, 0), 0.0)
+    l_sum = tl.sum(l_i * tl.exp2(m_i - m_max[None, :]), 0)
+    acc_sum = tl.zeros((MERGE_TILE, dims.shape[0]), tl.float32)
+    for split in tl.static_range(SPLITS):  # type: ignore[attr-defined]
+        is_used = split < used
+        at_m = m_l + (first_split + split) * 2 * GROUP + heads
+        m_i = tl.load(at_m, mask=in_group & is_used, other=float("-inf"), cache_modifier=".cg")
+        at_acc = accs + ((first_split + split) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+        acc = tl.load(at_acc, mask=inside & is_used, other=0.0, cache_modifier=".cg")
+        acc_sum += acc * tl.exp2(m_i - m_max)[:, None]
+    result = tl.where(is_row, acc_sum / l_sum[:, None], 0.0)
+    to = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _append_and_attend(
     qkv,  # [B, N + 2K, H]
     cos,  # float32[B, H / 2]
@@ -130,6 +170,7 @@ def _append_and_attend(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys per loop iteration
     MIN_KEYS: tl.constexpr,  # of a split, but for the last one
+    MERGE_TILE: tl.constexpr,  # see ``_merge_wide_splits``; 0: ``_merge_splits`` merges
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -246,7 +287,22 @@ def _append_and_attend(
         return
     tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * ACC_SIZE
-    _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
+    if MERGE_TILE > 0:
+        _merge_wide_splits(
+            accs,
+            m_l,
+            at_heads,
+            first_split,
+            used,
+            dims,
+            is_row,
+            GROUP,
+            MERGE_TILE,
+            HEAD_DIM,
+            SPLITS,
+        )
+    else:
+        _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
@@ -307,6 +363,7 @@ def launch_with(
         SPLITS=splits,
         BLOCK=config.block,
         MIN_KEYS=config.min_keys,
+        MERGE_TILE=power_of_two(group) if h > launch.WIDE_HEAD else 0,
     )
     if not args.appends:
         return out, args.k_pages, args.v_pages
