@@ -20,8 +20,8 @@ from pallas_kernels.paged_prefill.cases import CASES
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 HEAD_DIMS = (16, 512)  # smallest and largest
-# With all columns of wider values there are registers for 64 rows alone, for whose scores Triton has
-# both warpgroups of a CTA compute the same matmul.
+# With all columns of wider values there are registers for 64 rows alone, for whose scores Triton
+# has both warpgroups of a CTA compute the same matmul.
 WIDE_HEAD = 256
 MAX_GROUP = 16  # query heads per kv head: the smallest tile has one token of each
 # A CTA reads all of query_start_loc at once, padded to at least this, so all buckets of up to 511
