@@ -38,6 +38,25 @@ SIZES = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermedi
 GLM = {"architectures": ["GlmForCausalLM"], "model_type": "glm", "attention_bias": True}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False}
 
+GEMMA4_26B = Path("bench/shapes/gemma4-26b-a4b/config.json")
+GEMMA4_LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "sliding_window": 128,  # shorter than the longest prompt
+    "vocab_size_per_layer_input": 32064,
+}
+GEMMA4_E2B = {  # the last two layers use the keys and values of the first two
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": LAYERS // 2,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+}
+GEMMA4_EXPERTS = ("moe_intermediate_size", "num_experts", "top_k_experts")
+
 
 def configs() -> dict[str, dict[str, Any]]:
     """The configs by name, with four layers and a small vocabulary."""
@@ -47,6 +66,10 @@ def configs() -> dict[str, dict[str, Any]]:
     made |= {name: {**llama, **_sizes(of)} for name, of in LIKE_LLAMA.items()}
     made["glm-4-9b"] |= GLM
     made["glm-small"] = {**made["glm-4-9b"], "intermediate_size": 6144}
+    made["gemma-4-26b-a4b"] = json.loads(GEMMA4_26B.read_text("utf-8")) | GEMMA4_LAYERS
+    made["gemma-4-e2b"] = made["gemma-4-26b-a4b"] | GEMMA4_E2B
+    for key in GEMMA4_EXPERTS:
+        del made["gemma-4-e2b"][key]
     for config in found.values():
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:LAYERS]
@@ -83,7 +106,9 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
     every: dict[int, list[float]] = {}
     for prompt, output in zip(prompts, outputs, strict=True):
         made = output.outputs[0]
-        logits = llm.model.forward([*prompt, *made.token_ids]).astype(jnp.float32)
+        tokens = [*prompt, *made.token_ids]  # padded, so that one compilation serves all
+        padding = [0] * (max(PROMPT_TOKENS) + OUTPUT_TOKENS - len(tokens))
+        logits = llm.model.forward([*tokens, *padding]).astype(jnp.float32)
         logprobs = np.asarray(jax.nn.log_softmax(logits))
         for i, (token, found) in enumerate(zip(made.token_ids, made.logprobs or (), strict=True)):
             difference = abs(found[token].logprob - float(logprobs[len(prompt) - 1 + i, token]))

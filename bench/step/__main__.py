@@ -38,7 +38,6 @@ from bench.step.start import measure_starts, start_rows
 from jaxinfer import LLM
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_PAGE_SIZE,
     prepare_backend,
 )
 from jaxinfer.engine.api.vllm_args import engine_config
@@ -98,9 +97,8 @@ class Bench:
         settings = self.settings(config, **{"enable_prefix_caching": False, **more})
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
-            page_size = settings.get("page_size", DEFAULT_PAGE_SIZE)
-            groups = len(plan_engine(engine_config(None, settings)).program.limits.groups)
-            settings.setdefault("num_pages", self.work.num_pages(page_size, groups))
+            limits = plan_engine(engine_config(None, settings)).program.limits
+            settings.setdefault("num_pages", self.work.num_pages(limits))
         if self._engine is None or self.used != settings:
             self._engine = None
             gc.collect()

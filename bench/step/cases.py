@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.core.limits import Limits
+from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages
 
 DECODED = 64  # tokens that TPOT covers
 
@@ -65,17 +67,22 @@ class Workload:
         long = self.long_input if self.long_batches else 0
         return max(self.tpot_input, long, *self.ttft_inputs) + 2 * DECODED
 
-    def num_pages(self, page_size: int, groups: int) -> int:
-        """Enough for every case: the pool's size does not change times.
+    def num_pages(self, limits: Limits) -> int:
+        """Enough for every case, so that the size of the pools does not change times.
 
-        ``groups`` of layers, with and without windows, have pages of their own.
+        Layers with and without windows have pools of their own, and an engine divides its pages
+        among these for sequences of a typical length: shorter ones fill the pool of windows first,
+        and would wait for its pages.
         """
         batches = [(batch, self.tpot_input) for batch in self.tpot_batches]
         batches += [(batch, self.long_input) for batch in self.long_batches]
         count, tokens_in, tokens_out = self.offline
         batches += [(count, tokens_in + tokens_out), (1, max(self.ttft_inputs))]
-        spare = DECODED + page_size  # the pages in use end in one that is not full
-        return 1 + groups * max(n * (-(-(tokens + spare) // page_size)) for n, tokens in batches)
+        spare = DECODED + limits.page_size  # the pages in use end in one that is not full
+        cases = [(n, limits.pages_needed(tokens + spare)) for n, tokens in batches]
+        least = [1 + max(n * own[pool] for n, own in cases) for pool in range(len(cases[0][1]))]
+        pairs = zip(least, most_pages(limits), strict=True)
+        return fewest_pages(limits, [min(pair) for pair in pairs])
 
 
 @dataclass(frozen=True)

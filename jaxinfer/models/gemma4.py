@@ -199,7 +199,9 @@ def _mixture(config: Mapping[str, Any]) -> ExpertsConfig | None:
     return ExpertsConfig(
         count=count,
         width=hf.positive_int(config, "moe_intermediate_size"),
-        routing=Routing(chosen, renormalised=True),
+        routing=Routing(
+            chosen, renormalised=True, logit_scale=hf.positive_int(config, "hidden_size") ** -0.5
+        ),
         activation=_EXPERT_ACTIVATIONS[name],
         expert_scale=True,
     )

@@ -142,7 +142,8 @@ class StepContext:
         It is for layers that write no state: pages have the slots of the other tokens.
         """
         angles = tuple([one.take(tokens) for one in self.angles])
-        return replace(self.of_tokens(tokens), angles=angles, num_decodes=len(tokens))
+        own = self.of_tokens(tokens)
+        return replace(own, angles=angles, num_decodes=len(tokens), arrivals=None)
 
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or changed; see ``nn.points``.

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, NormSpec, ResidualSpec
-from jaxinfer.nn.linear import Norm, Stream, normalised
+from jaxinfer.nn.linear import BlockOutput, Norm, Outputs, Stream, normalised, outputs_of
 from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
@@ -115,8 +115,8 @@ def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
     """
     if not ctx.uses(point):
         return stream
-    if stream.delta is None:
-        stream = Stream(ctx.shifted(point, stream.x))
+    if stream.delta is None or isinstance(stream.delta, Outputs):
+        stream = Stream(ctx.shifted(point, stream.total(ctx.pins)))
     else:
         stream = Stream(stream.x, ctx.shifted(point, stream.delta))
     total = stream.total()
@@ -125,12 +125,16 @@ def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
 
 
 def _output(
-    point: str, x: jax.Array, delta: jax.Array, post: Norm | None, ctx: StepContext
-) -> jax.Array:  # as ``delta``
-    """A block's output, after the block's post norm if there is one; ``x`` is its input."""
-    if post is not None:
+    point: str, x: jax.Array, delta: BlockOutput, post: Norm | None, ctx: StepContext
+) -> BlockOutput:
+    """A block's output with the block's post norm if there is one; ``x`` is its input."""
+    if post is not None and post.kind == "rms":
+        delta = outputs_of(delta, post)
+    elif post is not None:
         _, delta = normalised(Stream(jnp.zeros_like(x), delta), post, ctx)
-    if not ctx.uses(point):
+    if isinstance(delta, Outputs):
+        delta = delta.alone(x, ctx) if ctx.uses(point) else delta
+    if isinstance(delta, Outputs) or not ctx.uses(point):
         return delta
     delta = ctx.shifted(point, delta)
     total = Stream(jnp.zeros_like(x), delta).total()
@@ -224,7 +228,7 @@ class Decoder(nn.Module):
             own = place.take(state) if state is not None else dense.get(place.of)
             rotation = None if rope is None else c.ropes.index(rope)
             if only is not None and i > last:
-                x = stream.total()
+                x = stream.total(ctx.pins)
                 stream = Stream(x if i > layers.start else take_rows(x, only))
                 ctx, only = ctx.of_rows(only), None
             own_only = only if i == last else None

@@ -27,6 +27,7 @@ from jaxinfer.nn.state import (
     state_layout,
 )
 from pallas_kernels.experts.stack import SWIGLU, Activation
+from pallas_kernels.lib.numerics import Values
 from pallas_kernels.route.routing import Routing
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ class AttentionConfig(BlockSpec):
     ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
     together. With ``sinks`` each head has a logit beside its scores that takes part in the softmax.
     With ``gate`` the output of each head is multiplied by the sigmoid of a projection of the token.
-    ``values`` are projected from the token as they are, "normalised" by an RMS norm without weight
-    of each head, or the "keys" before their norm and rope, normalised so.
+    ``values`` says how values are made.
     """
 
     num_heads: int
@@ -93,7 +93,7 @@ class AttentionConfig(BlockSpec):
     qk_norm: Literal["head", "all_heads"] | None = None
     sinks: bool = False
     gate: bool = False
-    values: Literal["projected", "normalised", "keys"] = "projected"
+    values: Values = "projected"
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""

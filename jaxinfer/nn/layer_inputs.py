@@ -11,6 +11,8 @@ and of ``LayerEnd`` within those of the layer:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, normalised
+from jaxinfer.nn.linear import Norm, Outputs, Stream, linear
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.numerics import rms_norm
 
@@ -54,13 +56,15 @@ class LayerEnd(nn.Module):
     @nn.compact
     def __call__(self, stream: Stream, eps: float, ctx: StepContext) -> Stream:
         """The stream after it; ``eps`` is that of the norms of the residual stream."""
-        x = stream.total()
+        factor, end = param(self, "end_scale"), stream.delta
+        if self.config.activation is None and isinstance(end, Outputs):
+            return Stream(stream.x, replace(end, factor=factor))
+        x = stream.total(ctx.pins)
         if self.config.activation is not None:
             assert ctx.layer_inputs is not None, "the decoder has no inputs for its layers"
             hidden = linear(x, weight(self, "end_gate"), ctx).y
             hidden = ACTIVATIONS[self.config.activation](hidden) * ctx.layer_inputs
             out = linear(hidden, weight(self, "end_projection"), ctx).y
             norm = Norm(param(self, "end_norm"), 0, eps)
-            _, out = normalised(Stream(jnp.zeros_like(x), out), norm, ctx)
-            x = x + out
-        return Stream(x * param(self, "end_scale"))
+            return Stream(x, Outputs((out,), (norm,), factor=factor))
+        return Stream(x * factor)

@@ -1,13 +1,15 @@
 """The residual stream, its norms, and its GEMMs with the operations fused with them.
 
 A block's output is added to the residual stream by the kernel of the next norm. Until then the
-stream is a pair (``Stream``), whose second part may still be split-K partials. Statistics of norms
-are float32 for every dtype; results keep the input's dtype.
+stream is a pair (``Stream``), whose second part may still be split-K partials, or outputs that are
+normalised before they are added (``Outputs``). Statistics of norms are float32 for every dtype;
+results keep the input's dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +18,13 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
+from pallas_kernels.harness.pins import ALL_XLA, Pins
+from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.lib.numerics import add_partials
 from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
+from pallas_kernels.sandwich_norm.api import SandwichArgs, sandwich_norm
+from pallas_kernels.sandwich_norm.ref import NormRow
 
 
 def added(
@@ -31,22 +37,7 @@ def added(
     return jnp.concatenate([*both])
 
 
-class Stream(NamedTuple):
-    """The residual stream, and the last block's output, which has not been added yet."""
-
-    x: jax.Array  # [T, D]
-    delta: jax.Array | None = None  # [T, D], or split-K partials float32[S, T, D]; None at first
-
-    def total(self) -> jax.Array:  # [T, D]
-        """The sum of both."""
-        return self.x if self.delta is None else add_partials(self.x, self.delta)
-
-    def take(self, tokens: jax.Array) -> jax.Array:  # [B, D]
-        """The stream for a subset of the tokens; the delta must have been added."""
-        assert self.delta is None, "a pending delta would be lost"
-        return take_rows(self.x, tokens)
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Norm:
     """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row.
@@ -55,15 +46,93 @@ class Norm:
     """
 
     weights: jax.Array  # [W, D]
-    row: int
-    eps: float
-    kind: Literal["rms", "layer", "none"] = "rms"
+    row: int = field(metadata=STATIC)
+    eps: float = field(metadata=STATIC)
+    kind: Literal["rms", "layer", "none"] = field(default="rms", metadata=STATIC)
 
     def args(self, stream: Stream) -> NormArgs:
         """An RMS norm of a stream as the argument of its kernels."""
+        assert not isinstance(stream.delta, Outputs)
         return NormArgs(
             x=stream.x, partials=stream.delta, weights=self.weights, row=self.row, eps=self.eps
         )
+
+    def as_none(self) -> Norm:
+        """The norm before a block whose input has been normalised."""
+        return replace(self, kind="none")
+
+    @property
+    def place(self) -> NormRow:
+        """An RMS norm's row as kernels take it."""
+        return NormRow(self.weights, self.row)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs of one or two blocks, with RMS norms that are applied before they are added.
+
+    ``norms`` are those of each output, ``post`` is that of their sum. The stream with their sum is
+    multiplied by ``factor``.
+    """
+
+    parts: tuple[jax.Array, ...]  # [T, D], or split-K partials float32[S, T, D]
+    norms: tuple[Norm | None, ...]
+    post: Norm | None = None
+    factor: jax.Array | None = None  # [1]
+
+    def added_to(self, x: jax.Array, norms: Sequence[Norm], pins: Pins) -> SandwichArgs:
+        """The arguments of ``sandwich_norm`` for the stream ``x`` and the norms of the sum."""
+        of_parts = tuple([norm and norm.place for norm in self.norms])
+        every = [norm for norm in (*self.norms, self.post, *norms) if norm is not None]
+        (eps,) = {norm.eps for norm in every}
+        return SandwichArgs(
+            x=x,
+            outputs=self.parts,
+            output_norms=of_parts,
+            post=self.post and self.post.place,
+            factor=self.factor,
+            norms=tuple([norm.place for norm in norms]),
+            eps=eps,
+            pins=pins,
+        )
+
+    def alone(self, x: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
+        """The sum of the outputs after their norms; ``x`` is the stream, to which it is added."""
+        assert self.factor is None, "it is that of the stream"
+        return sandwich_norm(self.added_to(jnp.zeros_like(x), (), ctx.pins))[0]
+
+
+# A block's output: [T, D], or split-K partials float32[S, T, D], or with norms
+type BlockOutput = jax.Array | Outputs
+
+
+def outputs_of(delta: BlockOutput, post: Norm) -> Outputs:
+    """A block's output with this norm after those that it has."""
+    if isinstance(delta, Outputs):
+        assert delta.post is None, "a block's output has one post norm"
+        return replace(delta, post=post)
+    return Outputs((delta,), (None,), post)
+
+
+class Stream(NamedTuple):
+    """The residual stream, and the last block's output, which has not been added yet."""
+
+    x: jax.Array  # [T, D]
+    delta: BlockOutput | None = None  # None at first
+
+    def total(self, pins: Pins = ALL_XLA) -> jax.Array:  # [T, D]
+        """The sum of both; ``pins`` count for ``Outputs``."""
+        if self.delta is None:
+            return self.x
+        if not isinstance(self.delta, Outputs):
+            return add_partials(self.x, self.delta)
+        return sandwich_norm(self.delta.added_to(self.x, (), pins))[0]
+
+    def take(self, tokens: jax.Array) -> jax.Array:  # [B, D]
+        """The stream for a subset of the tokens; the delta must have been added."""
+        assert self.delta is None, "a pending delta would be lost"
+        return take_rows(self.x, tokens)
 
 
 def normalised(
@@ -71,13 +140,30 @@ def normalised(
 ) -> tuple[Stream, jax.Array]:  # and [T, D]
     """The stream with its delta added, and its norm, or with no norm itself."""
     if norm is None or norm.kind == "none":
-        return Stream(x := stream.total()), x
+        return Stream(x := stream.total(ctx.pins)), x
+    if isinstance(stream.delta, Outputs) and norm.kind == "rms":
+        stream, (h,) = normalised_by(stream, (norm,), ctx)
+        return stream, h
     if norm.kind == "layer":
-        x = stream.total()
+        x = stream.total(ctx.pins)
         weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
         return Stream(x), layer_norm(x, weight, bias, norm.eps)
     x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
     return Stream(x), h
+
+
+def normalised_by(
+    stream: Stream, norms: Sequence[Norm], ctx: StepContext
+) -> tuple[Stream, tuple[jax.Array, ...]]:  # and [T, D] each
+    """The stream with its delta added, and its RMS norms; in one kernel if it has ``Outputs``."""
+    if isinstance(stream.delta, Outputs):
+        total, found = sandwich_norm(stream.delta.added_to(stream.x, norms, ctx.pins))
+        return Stream(total), found
+    found = []
+    for norm in norms:
+        stream, h = normalised(stream, norm, ctx)
+        found.append(h)
+    return stream, tuple(found)
 
 
 class Result(NamedTuple):
@@ -96,12 +182,14 @@ def linear(
     norm: Norm | None = None,
     bias: jax.Array | None = None,  # [O]
     swiglu: bool = False,
+    gelu: bool = False,
     partial: bool = False,
     keep: bool = False,
 ) -> Result:
     """``x`` times the weight, plus the bias; with a norm, the norm of ``x`` times the weight.
 
-    With ``swiglu`` the result is SiLU(gate) * up, in the same kernel. ``keep`` returns the
+    With ``swiglu`` the result is SiLU(gate) * up, in the same kernel, and with ``gelu`` as well
+    GELU(gate) * up, of a dense weight. ``keep`` returns the
     normalised tokens, too, which is a kernel more.
 
     A ``partial`` result is the delta of a ``Stream``. It may be the partials of a split-K kernel,
@@ -109,14 +197,17 @@ def linear(
     ``x``'s columns and of the weight's inputs, and the devices' partial results are added here.
     """
     stream, h = x if isinstance(x, Stream) else Stream(x), None
-    if norm is not None and norm.kind == "rms" and w.matrix is not None and not keep:
-        args = NormGemmArgs(norm=norm.args(stream), w=w.matrix, swiglu=swiglu, pins=ctx.pins)
+    alone = norm is not None and norm.kind == "rms" and not isinstance(stream.delta, Outputs)
+    if norm is not None and alone and w.matrix is not None and not keep:
+        args = NormGemmArgs(
+            norm=norm.args(stream), w=w.matrix, swiglu=swiglu, gelu=gelu, pins=ctx.pins
+        )
         total, y = norm_gemm(args)
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
         split = partial and bias is None and ctx.axis is None
-        y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, split=split))
+        y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
     if partial and ctx.axis is not None:
         y = jax.lax.psum(y, ctx.axis)
     return Result(y if bias is None else y + bias, stream, h if keep else None)

@@ -37,6 +37,7 @@ class Matmul(NamedTuple):
 
     pins: Pins
     swiglu: bool = False  # outputs are gates, then ups; the result is SiLU(gate) * up [T, O / 2]
+    gelu: bool = False  # with swiglu, of a dense weight: GELU by tanh instead of SiLU
     split: bool = False  # the result may be split-K partials float32[S, T, O]
     wide: bool = False  # the result is float32[..., O], for logits
 
@@ -55,6 +56,11 @@ class Weight(ABC):
         how: Matmul,
     ) -> jax.Array:  # [T, O], but see ``Matmul``
         """``x`` times the matrix, in the dtype of ``x``, accumulated in float32."""
+
+    @property
+    def is_dense(self) -> bool:
+        """True of one array of floats."""
+        return self.matrix is not None and not isinstance(self.matrix, Quantised)
 
     @property
     def num_outputs(self) -> int:
@@ -101,7 +107,8 @@ class Dense(Weight):
             equation = "...D,VD->...V" if self.by_output else "...D,DV->...V"
             return jnp.einsum(equation, x, self.matrix, preferred_element_type=jnp.float32)
         assert not self.by_output, "an embedding is only multiplied for logits"
-        args = GemmArgs(x=x, w=self.matrix, swiglu=how.swiglu, split=how.split)
+        static = {"swiglu": how.swiglu, "gelu": how.gelu, "split": how.split}
+        args = GemmArgs(x=x, w=self.matrix, **static)
         if how.swiglu:
             return swiglu_gemm(args, how.pins.of("swiglu_gemm"))
         return skinny_gemm(args, how.pins.of("skinny_gemm"))

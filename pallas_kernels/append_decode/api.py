@@ -64,21 +64,24 @@ def append_decode(
 
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
     slot of each row's context, then ``attend_ref.attend``. Rows of length 0 are padding and yield
-    zeros; page 0 may be written for them. In place when the caller donates the pools. A row's bits
-    do not depend on the other rows. With ``xla`` they do not depend on the number of rows either;
-    the GPU kernels use more splits with fewer rows. ``impl`` pins an implementation. Raises
-    ValueError on arguments that do not fit together.
+    zeros; page 0 may be written for them. Without ``appends`` the tokens are in the pages, which
+    stay as they are. In place when the caller donates the pools. A row's bits do not depend on the
+    other rows. With ``xla`` they do not depend on the number of rows either; the GPU kernels use
+    more splits with fewer rows. ``impl`` pins an implementation. Raises ValueError on arguments
+    that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
     PagedAttention (Kwon et al., 2023, arXiv:2309.06180).
     """
     num_kv_heads, head_dim = args.k_pages.shape[2:]
     rows, qkv = args.seq_lens.shape[0], args.qkv
-    if qkv.ndim != 3 or qkv.shape[0] != rows or qkv.shape[1] <= 2 * num_kv_heads:
+    if qkv.ndim != 3 or qkv.shape[0] != rows or args.queries.shape[1] < 1:
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {args.k_pages.shape}")
     context = args.page_table, args.seq_lens, args.window, args.sinks
     check_paged("append_decode", args.queries, args.k_pages, args.v_pages, *context)
     cos, sin, qk_norms, arrivals = args.cos, args.sin, args.qk_norms, args.arrivals
+    if not args.appends and args.values != "projected":
+        raise ValueError(f"append_decode: without appends there are no values to be {args.values}")
     if (cos is None) != (sin is None):
         raise ValueError("append_decode: cos and sin come together or not at all")
     if cos is not None and sin is not None and not cos.shape == sin.shape == (rows, head_dim // 2):
@@ -86,10 +89,11 @@ def append_decode(
             f"append_decode: cos {cos.shape} and sin {sin.shape} do not fit {rows} rows of "
             f"head_dim {head_dim}"
         )
-    if qk_norms is not None and (cos is None or qk_norms.shape != (2, head_dim)):
+    normed = ("one", "two")[args.appends]  # queries, and keys
+    if qk_norms is not None and (cos is None or qk_norms.shape != (1 + args.appends, head_dim)):
         raise ValueError(
-            f"append_decode: qk_norms {qk_norms.shape} must be two of head_dim {head_dim}, with "
-            "cos and sin"
+            f"append_decode: qk_norms {qk_norms.shape} must be {normed} of head_dim {head_dim}, "
+            "with cos and sin"
         )
     if arrivals is not None and arrivals.shape[0] < rows * num_kv_heads:
         raise ValueError(

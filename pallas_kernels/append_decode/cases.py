@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
+from pallas_kernels.lib.numerics import Values, heads_of_new_token
 from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
 
 
@@ -18,12 +19,15 @@ from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
 class DecodeCase(PagedCase):
     """Contexts that end with the new token; ``rotary`` is False for models without rope (GPT-2).
 
-    Without ``arrivals`` the op allocates the counters.
+    Without ``arrivals`` the op allocates the counters, without ``appends`` the new token is in the
+    pages.
     """
 
     norms: bool = False
     rotary: bool = True
     arrivals: bool = True
+    values: Values = "projected"
+    appends: bool = True
 
 
 _FP8 = "float8_e4m3fn"
@@ -132,6 +136,42 @@ def _steps_with_sinks() -> tuple[DecodeCase, ...]:
     )
 
 
+def _gemma4(dtype: str) -> tuple[DecodeCase, ...]:
+    """Heads of 512, values with a norm and those made of keys, and layers that append nothing."""
+    suffix, wide = {"float32": "", "bfloat16": "_bf16"}[dtype], shapes.GEMMA4_E2B_FULL
+    few, common = Heads(2, 1, 256), {"norms": True, "dtype": dtype}
+    return (
+        DecodeCase(f"gemma4_keys{suffix}", wide, (300, 3), values="keys", padding=1, **common),
+        DecodeCase(f"gemma4_window{suffix}", few, (70,), window=32, values="normalised", **common),
+        DecodeCase(f"gemma4_shared{suffix}", wide, (33, 0, 1), appends=False, **common),
+        DecodeCase(f"gemma4_shared_window{suffix}", few, (70,), window=9, appends=False, **common),
+    )
+
+
+def _steps_of_wide_heads() -> tuple[DecodeCase, ...]:
+    """Decode steps on a GPU: layers of Gemma 4 26B-A4B with and without a window, Qwen3.5-4B."""
+    layers: tuple[tuple[str, Heads, int | None, Values], ...] = (
+        ("gemma4_26b_window", shapes.GEMMA4_26B, 1024, "normalised"),
+        ("gemma4_26b_full", shapes.GEMMA4_26B_FULL, None, "keys"),
+        ("qwen3_5_4b", shapes.QWEN3_5_4B, None, "projected"),
+    )
+    return tuple(
+        DecodeCase(
+            f"{name}_b{rows}_ctx{context}",
+            heads,
+            (context,) * rows,
+            max_pages=2048,
+            window=window,
+            values=values,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+            norms=True,
+        )
+        for name, heads, window, values in layers
+        for rows, context in ((1, 1056), (8, 1056), (64, 1056), (1, 16416))
+    )
+
+
 def _contexts(model: str, heads: Heads) -> tuple[DecodeCase, ...]:
     """Decode steps on a CPU: batch 1, 8 and 64 at contexts 128, 1024 and 4096."""
     return tuple(
@@ -195,27 +235,71 @@ CASES = (
     *_decode_steps(),
     *_steps_of_four_kv_heads(),
     *_steps_with_sinks(),
+    *_gemma4("float32"),
+    *_gemma4("bfloat16"),
+    DecodeCase(
+        "qwen3_5_4b_rows_bf16",
+        shapes.QWEN3_5_4B,
+        tuple(range(1, 600, 13)),
+        padding=2,
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DecodeCase(
+        "gemma4_26b_window_rows_bf16",
+        shapes.GEMMA4_26B,
+        (*range(1, 600, 13), 1500),
+        padding=2,
+        window=1024,
+        values="normalised",
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DecodeCase(
+        "gemma4_values_bf16",
+        Heads(4, 2, 256),
+        (200, 0, 300),
+        values="normalised",
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
+    DecodeCase(
+        "gemma4_26b_rows",
+        shapes.GEMMA4_26B_FULL,
+        tuple(range(1, 900, 29)),
+        padding=2,
+        values="keys",
+        norms=True,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
+    *_steps_of_wide_heads(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
 )
 
 
 def build(case: DecodeCase, seed: int) -> Inputs:
-    """Inputs of a case. The new token's slot holds NaN, and so do the heads of padding rows."""
+    """Inputs of a case. A slot that is written holds NaN, and so do the heads of padding rows."""
     rng = np.random.default_rng(seed)
     real, heads, dtype = len(case.seq_lens), case.heads, jnp.dtype(case.dtype)
     rows, h = real + case.padding, heads.head_dim
     arrays = paged_arrays(case, rows, rng)
     seq_lens = np.zeros(rows, np.int32)
     seq_lens[:real] = case.seq_lens
-    for row in np.flatnonzero(seq_lens):
+    for row in np.flatnonzero(seq_lens) if case.appends else ():
         page, offset = divmod(seq_lens[row] - 1, case.page_size)
         for pool in (arrays.k_pages, arrays.v_pages):
             pool[arrays.page_table[row, page], offset] = np.nan
-    qkv = rng.standard_normal((rows, heads.num_heads + 2 * heads.num_kv_heads, h), np.float32)
+    new = heads_of_new_token(case.values) * heads.num_kv_heads if case.appends else 0
+    qkv = rng.standard_normal((rows, heads.num_heads + new, h), np.float32)
     qkv[seq_lens == 0] = np.nan
     angles = rng.uniform(-np.pi, np.pi, (rows, h // 2)).astype(np.float32)
-    norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
+    norms = rng.uniform(0.5, 1.5, (1 + case.appends, h)).astype(dtype) if case.norms else None
     arrivals = np.zeros(rows * heads.num_kv_heads, np.int32) if case.arrivals else None
     args: dict[str, Any] = {
         "qkv": qkv.astype(dtype),
@@ -229,7 +313,8 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "arrivals": arrivals,
         "sinks": sinks_of(case, rng),
     }
-    return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, window=case.window),))
+    static: dict[str, Any] = {"window": case.window, "values": case.values}
+    return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
 
 
 def observable(outputs: Any) -> Any:

@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.append_decode.mosaic_launch import (
     GROUP_TILE,
     MMA_KEYS,
+    WIDE_HEAD,
     MosaicConfig,
     choose_config,
 )
@@ -57,7 +58,8 @@ MEMORY_WARPGROUP = 1
 LOG2_E = math.log2(math.e)
 WARPGROUP_THREADS = 128
 # Scratch of a maximum over keys: two heads of each thread. The default, twice as much, would exceed
-# the shared memory of an SM by 224 bytes for two CTAs with splits.
+# the shared memory of an SM by 224 bytes for two CTAs with splits. The maximum over heads of half
+# of a wide head takes twice as much.
 REDUCTION_BYTES = 2 * WARPGROUP_THREADS * 4
 
 type _Halves = tuple[jax.Array, jax.Array]  # of heads: [GROUP_TILE, H / 2] each
@@ -162,15 +164,28 @@ def _broadcast_halves(spec: DecodeSpec, head: Ref) -> _Halves:  # [H]
     return first, second
 
 
-def _rms_norm(spec: DecodeSpec, heads: _Halves, weights: _Halves) -> _Halves:
-    """Heads over their root mean square, times weights, rounded to the dtype."""
+def _rms_norm(spec: DecodeSpec, heads: _Halves, weights: _Halves | None) -> _Halves:
+    """Heads over their root mean square, times weights if there are any, rounded to the dtype."""
     first, second = heads
     squares = (first * first + second * second).sum(axis=1)
     factor = lax.rsqrt(squares / spec.head_dim + spec.eps)
     factor = lax.broadcast_in_dim(factor, first.shape, [0])
-    first, second = first * factor * weights[0], second * factor * weights[1]
+    first, second = first * factor, second * factor
+    if weights is not None:
+        first, second = first * weights[0], second * weights[1]
     first, second = first.astype(spec.dtype), second.astype(spec.dtype)
     return first.astype(jnp.float32), second.astype(jnp.float32)
+
+
+def _norm_value(spec: DecodeSpec, gmem: GmemRefs, item: WorkItem, scratch: DecodeScratch) -> None:
+    """Normalise the new value."""
+    head = spec.num_heads + spec.num_kv_heads + item.kv_head
+    first, second = (
+        plgpu.layout_cast(half, spec.half_layout)
+        for half in _broadcast_halves(spec, gmem.qkv.at[item.row, head])
+    )
+    for half, x in zip(spec.halves, _rms_norm(spec, (first, second), None), strict=True):
+        scratch.new_v_smem.at[0, half][...] = x.max(axis=0).astype(spec.dtype)
 
 
 def _load_queries(spec: DecodeSpec, scratch: DecodeScratch) -> _Halves:
@@ -185,6 +200,8 @@ def _prepare_heads(
     spec: DecodeSpec, gmem: GmemRefs, item: WorkItem, scratch: DecodeScratch
 ) -> None:
     """Norm and rope of the queries and of the new key, and the new key's scores."""
+    if spec.norm_value:
+        _norm_value(spec, gmem, item, scratch)
     key = _broadcast_halves(spec, gmem.qkv.at[item.row, spec.num_heads + item.kv_head])
     weights = angles = None
     if gmem.qk_norms is not None:
@@ -392,12 +409,14 @@ def _store_output(
 def _copy_heads(
     spec: DecodeSpec, gmem: GmemRefs, row: jax.Array, kv_head: jax.Array, scratch: DecodeScratch
 ) -> None:
-    """Start to copy the queries of the group and the new value."""
+    """Start to copy the queries of the group, and the new value if it has no norm."""
     # Heads next to the group's are copied and computed too; their results are not stored.
     for start in range(0, spec.num_copies * spec.heads_per_copy, spec.heads_per_copy):
         source = gmem.qkv.at[row, pl.ds(kv_head * spec.group + start, spec.heads_per_copy)]
         target = scratch.heads_smem.at[pl.ds(start, spec.heads_per_copy)]
         plgpu.copy_gmem_to_smem(source, target, scratch.heads_barrier)
+    if spec.norm_value:
+        return
     value = gmem.qkv.at[row, pl.ds(spec.num_heads + spec.num_kv_heads + kv_head, 1)]
     plgpu.copy_gmem_to_smem(value, scratch.new_v_smem, scratch.heads_barrier)
 
@@ -476,7 +495,8 @@ def launch_with(
     """
     (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
     sizes = (n, num_kv_heads, h, page_size, args.page_table.shape[1])
-    settings = (args.qkv.dtype, args.scale * LOG2_E, args.eps, args.window)
+    norm_value = args.values == "normalised"
+    settings = (args.qkv.dtype, args.scale * LOG2_E, args.eps, args.window, norm_value)
     spec = DecodeSpec(*sizes, *settings, b * num_kv_heads, config)
     sinks = args.sinks
     if sinks is not None:
@@ -504,7 +524,8 @@ def launch_with(
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
+            approx_math=True,
+            reduction_scratch_bytes=REDUCTION_BYTES * (2 if h == WIDE_HEAD else 1),
         ),
         kernel_name="append_decode",
         **cluster,

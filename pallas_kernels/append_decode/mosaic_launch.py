@@ -18,7 +18,8 @@ from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.numerics import power_of_two
 
 DTYPES = ("bfloat16", "float16")
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
+WIDE_HEAD = 256  # two CTAs with two blocks each in flight exceed the shared memory of an SM
 GROUP_TILE = 8  # query heads per kv head, padded to N of a wgmma
 MMA_KEYS = 64  # M of a wgmma: the smallest block of keys
 PAGE_SIZES = (8, 16, 32, 64)  # TMA writes swizzled tiles of 8 rows
@@ -27,7 +28,7 @@ MAX_SPLITS = 8  # a cluster of 8 runs on every Hopper GPU; 16 were slower at 16,
 # One row of Qwen3-30B-A3B, 32 CTAs: 10.0 and 20.6 us at 1,056 and 16,416 keys; the fastest Triton
 # launches took 20.7 and 29.8 us (H100). Fewer were not timed.
 MIN_CTAS = 32
-IN_FLIGHT_BYTES = 192 << 10  # of an SM, for keys and values in flight
+IN_FLIGHT_BYTES = 192 << 10  # of an SM, for keys and values in flight; of wide heads in one CTA
 LARGE_BLOCKS_BYTES = 128 << 10  # the same with large blocks, for one CTA per SM
 
 
@@ -54,8 +55,10 @@ def supports(args: DecodeArgs) -> str | None:
         return f"heads are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"
     if norms is not None and norms.dtype != dtype:
         return f"heads are {dtype} and norms {norms.dtype}"
+    if args.values == "keys" or not args.appends:
+        return f"values are {args.values}, and tokens are {'' if args.appends else 'not '}appended"
     if h not in HEAD_DIMS:
-        return f"head_dim {h} is neither 64 nor 128"
+        return f"head_dim {h} is not 64, 128 or 256"
     if n // num_kv_heads > GROUP_TILE:
         return f"{n // num_kv_heads} query heads share a kv head, at most {GROUP_TILE} may"
     if page_size not in PAGE_SIZES:
@@ -87,12 +90,19 @@ def heuristic_config(args: DecodeArgs) -> MosaicConfig:
     fitting = num_sms // (b * num_kv_heads)
     splits = max(min(fitting, -(-longest // MMA_KEYS), MAX_SPLITS), 1)
     splits = power_of_two(splits + 1) // 2
+    if h == WIDE_HEAD:
+        stages = IN_FLIGHT_BYTES // _block_bytes(args, MMA_KEYS)
+        return MosaicConfig(splits, MMA_KEYS, stages, num_sms)
     one_cta_per_sm = b * num_kv_heads * splits <= num_sms
     block, budget = MMA_KEYS, IN_FLIGHT_BYTES // CTAS_PER_SM
     if one_cta_per_sm and longest >= 2 * MMA_KEYS * splits:
         block, budget = 2 * MMA_KEYS, LARGE_BLOCKS_BYTES
-    block_bytes = 2 * block * h * args.qkv.dtype.itemsize
-    return MosaicConfig(splits, block, budget // block_bytes, CTAS_PER_SM * num_sms)
+    return MosaicConfig(splits, block, budget // _block_bytes(args, block), CTAS_PER_SM * num_sms)
+
+
+def _block_bytes(args: DecodeArgs, block: int) -> int:
+    """Of the keys and values of a block."""
+    return 2 * block * args.qkv.shape[2] * args.qkv.dtype.itemsize
 
 
 def choose_config(args: DecodeArgs) -> MosaicConfig:

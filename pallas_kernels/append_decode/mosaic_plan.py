@@ -35,6 +35,7 @@ class DecodeSpec:
     scale: float  # of scores, times log2(e)
     eps: float
     window: int | None
+    norm_value: bool  # the new value has a norm without weights
     num_items: int  # rows times kv heads
     config: MosaicConfig
 
@@ -112,7 +113,7 @@ class DecodeScratch(NamedTuple):
     v_smem: Ref  # [stages, block, H]
     new_v_smem: Ref  # [1, H]
     p_smem: Ref  # [GROUP_TILE, block]
-    heads_barrier: Ref  # queries and the new value
+    heads_barrier: Ref  # queries, and the new value if it is copied as it is
     k_consumed_barriers: Ref  # [stages]
     k_barriers: Ref  # [stages]: one arrival per page
     v_consumed_barriers: Ref  # [stages]
@@ -209,7 +210,7 @@ def scratch_types(spec: DecodeSpec) -> DecodeScratch:
         new_v_smem=plgpu.SMEM((1, h), dtype),
         p_smem=plgpu.SMEM((GROUP_TILE, config.block), dtype, transforms=swizzled),
         cluster_barrier=plgpu.ClusterBarrier(collective_axes=("split",)) if is_split else None,
-        heads_barrier=plgpu.Barrier(num_arrivals=spec.num_copies + 1),
+        heads_barrier=plgpu.Barrier(num_arrivals=spec.num_copies + (not spec.norm_value)),
         k_consumed_barriers=consumed_barriers,
         k_barriers=barriers,
         v_consumed_barriers=consumed_barriers,

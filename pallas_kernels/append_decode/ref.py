@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,14 @@ import numpy as np
 from pallas_kernels.append_decode.attend_ref import attend
 from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
-from pallas_kernels.lib.numerics import split_heads
+from pallas_kernels.lib.numerics import (
+    Values,
+    heads_of_new_token,
+    rms_norm,
+    rotate,
+    split_heads,
+    with_values,
+)
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs, qk_rope_append
 
 
@@ -22,13 +30,17 @@ class DecodeArgs:
 
     ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
     last one to arrive. They are zero before and after, so one array serves all layers of a step
-    (None: allocated by the call). ``sinks`` are those of ``attend_ref.attend``.
+    (None: allocated by the call). ``sinks`` are those of ``attend_ref.attend``. ``values`` says how
+    the new token's values are made.
+
+    Without ``appends`` the new tokens' keys and values are in the pages already, and ``qkv`` has
+    only queries.
     """
 
-    qkv: jax.Array  # [B, N + 2K, H]
+    qkv: jax.Array  # [B, N + 2K, H]; with values "keys" [B, N + K, H], without appends [B, N, H]
     cos: jax.Array | None = None  # float32[B, H / 2]
     sin: jax.Array | None = None  # float32[B, H / 2]
-    qk_norms: jax.Array | None = None  # [2, H]
+    qk_norms: jax.Array | None = None  # [2, H]: of queries, of keys; without appends [1, H]
     k_pages: jax.Array  # [P, S, K, H]
     v_pages: jax.Array  # [P, S, K, H]
     page_table: jax.Array  # int32[B, M]
@@ -38,13 +50,34 @@ class DecodeArgs:
     scale: float = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
+    values: Values = field(default="projected", metadata=STATIC)
+    appends: bool = field(default=True, metadata=STATIC)
+
+    @property
+    def new_heads(self) -> int:
+        """Heads of ``qkv`` that are keys or values."""
+        of_each = heads_of_new_token(self.values) if self.appends else 0
+        return of_each * self.k_pages.shape[2]
 
     @property
     def queries(self) -> jax.ShapeDtypeStruct:  # [B, N, H]
         """Shape and dtype of the queries in ``qkv``."""
         rows, heads, head_dim = self.qkv.shape
-        num_heads = heads - 2 * self.k_pages.shape[2]
-        return jax.ShapeDtypeStruct((rows, num_heads, head_dim), self.qkv.dtype)
+        return jax.ShapeDtypeStruct((rows, heads - self.new_heads, head_dim), self.qkv.dtype)
+
+    def with_values(self) -> DecodeArgs:
+        """The same call with values that are projected."""
+        if self.values == "projected":
+            return self
+        heads = with_values(self.qkv, self.k_pages.shape[2], self.values, self.eps)
+        return replace(self, qkv=heads, values="projected")
+
+    def rotated_queries(self) -> jax.Array:  # [B, N, H]
+        """The queries of a call without ``appends``, after their norm and rotation."""
+        q = self.qkv
+        if self.qk_norms is not None:
+            q = rms_norm(q, self.qk_norms[0], self.eps)
+        return q if self.cos is None or self.sin is None else rotate(q, self.cos, self.sin)
 
 
 def append_decode(
@@ -52,18 +85,22 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
+    static = {"scale": args.scale, "window": args.window}
+    if not args.appends:
+        q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), (args.k_pages, args.v_pages)
+        return attend(q, *pools, args.page_table, lens, args.sinks, **static), *pools
+    args = args.with_values()
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
     slots = jnp.asarray(np.where(lens > 0, page * page_size + last % page_size, 0))
-    pools = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    new: Any = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(jnp.asarray(args.qkv), args.k_pages.shape[2])
-        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **pools))
+        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **new))
     else:
         rotated = RopeAppendArgs(
-            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **pools, eps=args.eps
+            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, k_pages, v_pages = qk_rope_append(rotated)
-    static = {"scale": args.scale, "window": args.window}
     out = attend(q, k_pages, v_pages, args.page_table, lens, args.sinks, **static)
     return out, k_pages, v_pages

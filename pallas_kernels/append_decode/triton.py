@@ -2,15 +2,17 @@
 
 A CTA reads one split of a row's keys for one kv head, with all queries of that head in one tile
 (padded to 16, the smallest tile of the tensor cores), so each key and value is read once. Each CTA
-rotates the queries. The CTA of the last split also rotates the new key and uses it and the new
-value from its registers, so no CTA waits until they are in memory. With few rows a context has
-several splits (Flash-Decoding: Dao et al., 2023); the last CTA of a row and head to arrive merges
-the states of all, always in the same order. Softmax is computed in base 2, sums in float32.
+rotates the queries. The CTA of the last split that has keys also rotates the new key and uses it
+and the new value from its registers, so no CTA waits until they are in memory. With few rows a
+context has several splits (Flash-Decoding: Dao et al., 2023); the last CTA of a row and head to
+arrive merges the states of all, always in the same order. Softmax is computed in base 2, sums in
+float32.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,7 @@ def _merge_splits(
     m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
     out,  # [G, H] of the row and kv head
     first_split,
+    used,  # splits that have keys
     dims,  # int32[H tile]
     is_row,  # False for padding
     GROUP: tl.constexpr,
@@ -77,17 +80,60 @@ def _merge_splits(
     """Merge the splits of one row and kv head."""
     # ".cg" bypasses L1, which is not coherent with the writes of other SMs
     splits = first_split + tl.arange(0, SPLITS)
+    is_used = tl.arange(0, SPLITS) < used
     in_dim = dims < HEAD_DIM
+    readable = is_used[:, None] & in_dim[None, :]
     # unrolled, so that all loads are in flight at the same time
     for head in tl.static_range(GROUP):  # type: ignore[attr-defined]
-        m_i = tl.load(m_l + splits * 2 * GROUP + head, cache_modifier=".cg")
-        l_i = tl.load(m_l + splits * 2 * GROUP + GROUP + head, cache_modifier=".cg")
+        at_m = m_l + splits * 2 * GROUP + head
+        m_i = tl.load(at_m, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+        l_i = tl.load(at_m + GROUP, mask=is_used, other=0.0, cache_modifier=".cg")
         alpha = tl.exp2(m_i - tl.max(m_i, 0))
         at_acc = accs + (splits * GROUP + head)[:, None] * HEAD_DIM + dims[None, :]
-        acc = tl.load(at_acc, mask=in_dim[None, :], other=0.0, cache_modifier=".cg")
+        acc = tl.load(at_acc, mask=readable, other=0.0, cache_modifier=".cg")
         result = tl.sum(acc * alpha[:, None], 0) / tl.sum(l_i * alpha, 0)
         result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
+
+
+@triton.jit
+def _merge_wide_splits(
+    accs,  # float32[B, K, SPLITS, G, H]
+    m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
+    out,  # [G, H] of the row and kv head
+    first_split,
+    used,  # splits that have keys
+    dims,  # int32[H tile]
+    is_row,  # False for padding
+    GROUP: tl.constexpr,
+    MERGE_TILE: tl.constexpr,  # the power of two that is at least GROUP
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """``_merge_splits`` split by split: so many components of all splits of a head, as it has in
+    flight, would not leave registers for those of the next head.
+    """
+    heads = tl.arange(0, MERGE_TILE)
+    splits = tl.arange(0, SPLITS)
+    in_group = heads < GROUP
+    inside = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    valid = (splits < used)[:, None] & in_group[None, :]
+    at_m = m_l + (first_split + splits)[:, None] * 2 * GROUP + heads[None, :]
+    m_i = tl.load(at_m, mask=valid, other=float("-inf"), cache_modifier=".cg")
+    l_i = tl.load(at_m + GROUP, mask=valid, other=0.0, cache_modifier=".cg")
+    m_max = tl.where(in_group, tl.max(m_i, 0), 0.0)
+    l_sum = tl.sum(l_i * tl.exp2(m_i - m_max[None, :]), 0)
+    acc_sum = tl.zeros((MERGE_TILE, dims.shape[0]), tl.float32)
+    for split in tl.static_range(SPLITS):  # type: ignore[attr-defined]
+        is_used = split < used
+        at_m = m_l + (first_split + split) * 2 * GROUP + heads
+        m_i = tl.load(at_m, mask=in_group & is_used, other=float("-inf"), cache_modifier=".cg")
+        at_acc = accs + ((first_split + split) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
+        acc = tl.load(at_acc, mask=inside & is_used, other=0.0, cache_modifier=".cg")
+        acc_sum += acc * tl.exp2(m_i - m_max)[:, None]
+    result = tl.where(is_row, acc_sum / l_sum[:, None], 0.0)
+    to = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -112,6 +158,9 @@ def _append_and_attend(
     ROTATE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no window
     TABLE_WIDTH: tl.constexpr,
+    APPENDS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,  # values have a norm without weights
+    NEW: tl.constexpr,  # heads of a new token for each kv head; 1: the value is made of the key
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per kv head
     GROUP_TILE: tl.constexpr,
@@ -120,6 +169,8 @@ def _append_and_attend(
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys per loop iteration
+    MIN_KEYS: tl.constexpr,  # of a split, but for the last one
+    MERGE_TILE: tl.constexpr,  # see ``_merge_wide_splits``; 0: ``_merge_splits`` merges
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -138,11 +189,20 @@ def _append_and_attend(
     oldest = 0
     if WINDOW > 0:
         oldest = tl.maximum(last + 1 - WINDOW, 0)
-    per_split = tl.cdiv(tl.cdiv(last - oldest, SPLITS), BLOCK) * BLOCK
+    written = last if APPENDS else length  # keys in the pages
+    keys_of_row = written - oldest
+    per_split = tl.cdiv(keys_of_row, SPLITS)
+    if MIN_KEYS > 0:
+        fewer = tl.minimum(tl.cdiv(keys_of_row, MIN_KEYS), SPLITS)
+        per_split = tl.cdiv(keys_of_row, tl.maximum(fewer, 1))
+    per_split = tl.cdiv(per_split, BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(keys_of_row, tl.maximum(per_split, 1)), 1)
+    if split >= used:
+        return
     start = oldest + split * per_split
-    end = tl.minimum(start + per_split, last)
+    end = tl.minimum(start + per_split, written)
 
-    at_row = qkv + row.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    at_row = qkv + row.to(tl.int64) * (NUM_HEADS + NEW * NUM_KV_HEADS) * HEAD_DIM
     cos += row * (HEAD_DIM // 2)
     sin += row * (HEAD_DIM // 2)
     at_heads = at_row + (kv_head * GROUP + heads)[:, None] * HEAD_DIM
@@ -155,13 +215,22 @@ def _append_and_attend(
     m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    if split == SPLITS - 1:  # splits are whole blocks, so the last has the fewest keys
+    if not APPENDS and HAS_SINKS and split == used - 1:
+        at_sink = sinks + kv_head * GROUP + heads
+        m_i = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
+    if APPENDS and split == used - 1:  # splits are whole blocks, so the last has the fewest keys
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
         key = _norm_and_rotate(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
         ).to(k_pages.dtype.element_ty)
-        at_value = at_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM
-        value = tl.load(at_value + dims, mask=in_dim, other=0.0).to(v_pages.dtype.element_ty)
+        at_value = at_row + (NUM_HEADS + (NEW - 1) * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        value = tl.load(at_value + dims, mask=in_dim, other=0.0)
+        if NORM_VALUES:
+            value32 = value.to(tl.float32)
+            norm = tl.rsqrt(tl.sum(value32 * value32, 0) / HEAD_DIM + EPS)
+            value = (value32 * norm).to(value.dtype)
+        value = value.to(v_pages.dtype.element_ty)
         page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
         slot = page * PAGE_SIZE + last % PAGE_SIZE
         at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
@@ -214,11 +283,26 @@ def _append_and_attend(
     at_acc = accs + (first_split + split) * ACC_SIZE
     tl.store(at_acc + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
     tl.debug_barrier()  # all stores of the CTA come before the arrival, which releases them
-    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < SPLITS - 1:
+    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < used - 1:
         return
     tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * ACC_SIZE
-    _merge_splits(accs, m_l, at_heads, first_split, dims, is_row, GROUP, HEAD_DIM, SPLITS)
+    if MERGE_TILE > 0:
+        _merge_wide_splits(
+            accs,
+            m_l,
+            at_heads,
+            first_split,
+            used,
+            dims,
+            is_row,
+            GROUP,
+            MERGE_TILE,
+            HEAD_DIM,
+            SPLITS,
+        )
+    else:
+        _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 
 
 def append_decode(
@@ -238,15 +322,15 @@ def launch_with(
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
     unused = args.seq_lens  # placeholder for an array that the kernel does not read
     partials = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
-    # jax-triton updates a Ref in place
-    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
+    pools: tuple[Any, Any] = (args.k_pages, args.v_pages)
+    if args.appends:  # jax-triton updates a Ref in place
+        pools = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
     out, _, _ = jt.triton_call(
         args.qkv,
         unused if args.cos is None else args.cos,
         unused if args.sin is None else args.sin,
         unused if args.qk_norms is None else args.qk_norms,
-        k_ref,
-        v_ref,
+        *pools,
         args.page_table,
         args.seq_lens,
         arrivals,
@@ -267,6 +351,9 @@ def launch_with(
         ROTATE=args.cos is not None,
         WINDOW=args.window or 0,
         TABLE_WIDTH=args.page_table.shape[1],
+        APPENDS=args.appends,
+        NORM_VALUES=args.values != "projected",
+        NEW=args.new_heads // num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_TILE=max(MIN_TILE, power_of_two(group)),
@@ -275,5 +362,9 @@ def launch_with(
         PAGE_SIZE=page_size,
         SPLITS=splits,
         BLOCK=config.block,
+        MIN_KEYS=config.min_keys,
+        MERGE_TILE=power_of_two(group) if h > launch.WIDE_HEAD else 0,
     )
-    return out, jax.freeze(k_ref), jax.freeze(v_ref)
+    if not args.appends:
+        return out, args.k_pages, args.v_pages
+    return out, jax.freeze(pools[0]), jax.freeze(pools[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -19,18 +21,22 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     page_size, lens = args.k_pages.shape[1], args.seq_lens
+    static = {"scale": args.scale, "window": args.window}
+    if not args.appends:
+        q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
+        return attend(q, *pools, args.page_table, lens, args.sinks, **static), *pools
+    args = args.with_values()
     last = jnp.maximum(lens - 1, 0)
     page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
     slots = jnp.where(lens > 0, page * page_size + last % page_size, 0)
-    pools = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    new: Any = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(args.qkv, args.k_pages.shape[2])
-        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **pools))
+        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **new))
     else:
         rotated = RopeAppendArgs(
-            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **pools, eps=args.eps
+            qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, k_pages, v_pages = qk_rope_append(rotated)
-    static = {"scale": args.scale, "window": args.window}
     out = attend(q, k_pages, v_pages, args.page_table, lens, args.sinks, **static)
     return out, k_pages, v_pages

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import PLAIN, SWIGLU, Activation, Stack
+from pallas_kernels.experts.stack import GEGLU, PLAIN, SWIGLU, Activation, Stack
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib.arrangements import LANES
 from pallas_kernels.lib.quantised import PACKED, Quantised
@@ -67,6 +67,7 @@ GPT_OSS_20B = replace(
     tiled=True,
 )
 V2_LITE = replace(QWEN3_30B, name="v2_lite", count=64, chosen=6, inner=1408)
+GEMMA4_26B = replace(QWEN3_30B, name="gemma4_26b", width=2816, inner=704, activation=GEGLU)
 INT4 = replace(QWEN3_30B, name="qwen3_30b_int4", form="int4", group=128, tiled=True)
 Q4_K = replace(INT4, name="qwen3_30b_q4_k", form="q4_k", group=32)
 FP8 = replace(QWEN3_30B, name="qwen3_30b_fp8", form="fp8_blocks", group=128, tiled=True)
@@ -113,6 +114,7 @@ CASES = (
     replace(_SMALL, name="outside", tokens=33, load="holes"),
     replace(_SMALL, name="all_chosen", count=3),
     replace(_SMALL, name="one_expert", count=1, chosen=1),
+    replace(_SMALL, name="geglu", activation=GEGLU),
     replace(_SMALL, name="gpt_oss", biases=True, activation=CLAMPED),
     *(
         replace(_SMALL, name=form, form=form, width=256, inner=256, group=group, tokens=tokens)
@@ -152,6 +154,18 @@ CASES = (
     replace(_BF16, name="gpt_oss_bf16", tokens=9, biases=True, activation=CLAMPED),
     replace(_BF16, name="gpt_oss_bf16_t200", tokens=200, biases=True, activation=CLAMPED),
     replace(_BF16, name="many_bf16", tokens=700, count=13, split=False),
+    replace(_BF16, name="geglu_bf16", tokens=9, activation=GEGLU),
+    replace(_BF16, name="geglu_bf16_t200", tokens=200, activation=GEGLU, width=704, inner=704),
+    replace(_BF16, name="geglu_int4_tiles", form="int4", tiled=True, activation=GEGLU),
+    replace(
+        _BF16,
+        name="geglu_fp8_tiles_t300",
+        form="fp8",
+        group=0,
+        tiled=True,
+        tokens=300,
+        activation=GEGLU,
+    ),
     replace(_BF16, name="int4_tiles", form="int4", tiled=True),
     replace(_BF16, name="int4_tiles_t300", form="int4", tiled=True, tokens=300),
     replace(_BF16, name="int8_tiles", form="int8", tiled=True),
@@ -174,7 +188,7 @@ CASES = (
     ),
     *(
         case
-        for model in (QWEN3_30B, INT4, Q4_K, FP8, FP8_ROWS, V3, GPT_OSS_20B, V2_LITE)
+        for model in (QWEN3_30B, GEMMA4_26B, INT4, Q4_K, FP8, FP8_ROWS, V3, GPT_OSS_20B, V2_LITE)
         for case in _steps(model)
     ),
 )

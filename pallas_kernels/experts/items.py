@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.experts.launch import GemmSizes
 from pallas_kernels.experts.stack import Activation
+from pallas_kernels.gemm.epilogues import geglu, times_sigmoid
 from pallas_kernels.gemm.pipeline import launch
 from pallas_kernels.gemm.tiles import resident_ctas
 
@@ -98,11 +99,11 @@ def load_bias(
 
 def activated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
     """``activation`` of values in registers."""
+    if activation.kind == "gelu_tanh":
+        return geglu(gate, up)
     if activation.limit is not None:
         gate = jnp.minimum(gate, activation.limit)
         up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
     if activation.shift:
         up = up + activation.shift
-    # The square of a reciprocal root is cheaper than a division, which is several instructions.
-    root = lax.rsqrt(1.0 + jnp.exp(-activation.alpha * gate))
-    return gate * up * root * root
+    return times_sigmoid(gate * up, activation.alpha * gate)

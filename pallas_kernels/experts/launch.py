@@ -15,6 +15,7 @@ from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Activation, Stack, size_of
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.lib.checks import not_hopper, without_triton
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.quantised import PACKED, Quantised
 from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
@@ -33,7 +34,8 @@ DTYPES = ("bfloat16", "float16")
 FEW_TOKENS = 128  # at most so many are multiplied by ``decode``
 ALL_TOKENS = 64  # at most so many are all multiplied by every expert in use
 ALL_TOKENS_QUANTISED = 16  # the same, where weights are unpacked before
-MAX_STAGES = 8
+MAX_STAGES = 8  # of K steps that are wider than a tile; twice as many of others
+MANY_ITEMS = 4  # for each CTA
 # Of few tokens and quantised weights, of down and of gate_up: tiles of outputs of an item,
 # warpgroups for each of them, and tiles of inputs of each warpgroup in a K step. The first one that
 # fits is the fastest. us on an H100 at 1, 8 and 64 tokens, of the 3 fastest of 12 combinations:
@@ -170,6 +172,8 @@ def sizes_of(args: ExpertsArgs) -> tuple[GemmSizes, GemmSizes]:
     tiles = max_tiles(args.choices.size, experts, rows)
     common = (tokens, chosen, tiles, rows)
     most = ALL_TOKENS if forms[0] is None else ALL_TOKENS_QUANTISED
+    if hidden // 2 % (2 * TILE):  # an item of 64 outputs would read half as many tokens as weights
+        most = min(most, ALL_TOKENS // 2)
     all_tokens = tokens <= most and (tokens <= MMA_TOKENS or tokens % MMA_TOKENS == 0)
     dtype = str(args.x.dtype)
     gate_up = GemmSizes(
@@ -195,8 +199,6 @@ def supports(args: ExpertsArgs) -> str | None:
         return f"tokens are {dtype}, not one of {', '.join(DTYPES)}"
     if not args.choices.size:
         return "there are no tokens"
-    if args.activation.kind != "silu":
-        return f"the activation is {args.activation.kind}, not silu"
     for stack in (args.gate_up, args.down):
         if isinstance(stack, Quantised) and (reason := _unfit(stack, dtype)) is not None:
             return reason
@@ -252,14 +254,23 @@ class DecodeConfig:
 
 
 def decode_config(sizes: GemmSizes) -> DecodeConfig:
-    """One wide step is a few large copies; as many of them as shared memory holds."""
-    warpgroups = 2 if sizes.columns > 32 and sizes.outer % (2 * TILE) == 0 else 1
+    """One wide step is a few large copies; as many of them as shared memory holds.
+
+    Where the inputs cannot be divided into wide steps, two warpgroups share each step, if there are
+    items enough for all CTAs. So 64 tokens of Gemma 4 26B-A4B, experts of width 704, take 373 us on
+    an H200 with their sort, at 4,047 GB/s.
+    """
+    items = sizes.tiles * sizes.outer // (2 * TILE)
+    odd = all(sizes.inner // TILE % n for n in (2, 3))
+    wide = sizes.columns > 32 or (odd and items >= MANY_ITEMS * current_device().num_sms)
+    warpgroups = 2 if wide and sizes.outer % (2 * TILE) == 0 else 1
     input_bytes = (sizes.halves * TILE * warpgroups + sizes.columns) * ITEM_BYTES
     most = max(1, STEP_BYTES // (TILE * input_bytes))
     steps = sizes.inner // TILE
     block_k = TILE * max(n for n in range(1, min(most, 4) + 1) if steps % n == 0)
     stages = SMEM_BYTES // (block_k * input_bytes)
-    return DecodeConfig(block_k, max(2, min(stages, MAX_STAGES)), warpgroups)
+    most = MAX_STAGES if block_k > TILE else 2 * MAX_STAGES
+    return DecodeConfig(block_k, max(2, min(stages, most)), warpgroups)
 
 
 @dataclass(frozen=True)

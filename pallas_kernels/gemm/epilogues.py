@@ -1,7 +1,8 @@
-"""Epilogues of GEMMs: SwiGLU of accumulators, and results from registers to global memory."""
+"""Epilogues of GEMMs: activations of accumulators, and results from registers to global memory."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -11,16 +12,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 type Ref = Any
 
+GELU_FACTOR, GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """SiLU of the gate times the up (Shazeer, 2020, arXiv:2002.05202)."""
     return gate / (1.0 + jnp.exp(-gate)) * up
 
 
+def times_sigmoid(x: jax.Array, logit: jax.Array) -> jax.Array:
+    """The sigmoid of a logit times ``x``.
+
+    The square of a reciprocal root is cheaper than a division, which is several instructions.
+    """
+    root = lax.rsqrt(1.0 + jnp.exp(-logit))
+    return x * root * root
+
+
+def gelu_logit(gate: jax.Array) -> jax.Array:
+    """The logit whose sigmoid times the gate is GELU(gate), with its approximation by tanh.
+
+    (1 + tanh(z)) / 2 is the sigmoid of 2 z, and z is sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)
+    (Hendrycks and Gimpel, 2016, arXiv:1606.08415).
+    """
+    return gate * (GELU_FACTOR + GELU_FACTOR * GELU_CUBIC * (gate * gate))
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """GELU of the gate, with its approximation by tanh, times the up."""
+    return times_sigmoid(gate * up, gelu_logit(gate))
+
+
 def swiglu_of_many(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The square of a reciprocal root is cheaper than a division, which is several instructions."""
-    root = lax.rsqrt(1.0 + jnp.exp(-gate))
-    return gate * up * root * root
+    """``swiglu`` without a division."""
+    return times_sigmoid(gate * up, gate)
 
 
 def transposed(result: jax.Array, dtype: Any) -> jax.Array:

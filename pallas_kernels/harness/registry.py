@@ -48,6 +48,7 @@ OP_NAMES = (
     "residual_norm",
     "route",
     "sample",
+    "sandwich_norm",
     "short_conv",
     "skinny_gemm",
     "swiglu_gemm",

@@ -5,8 +5,14 @@ Statistics and angles are float32 whatever the dtype; results keep the input's d
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+
+# The values of attention: projected from the token as they are, normalised by an RMS norm without
+# weights of each head, or made of the keys before their norm and rotation by such a norm (Gemma 4).
+type Values = Literal["projected", "normalised", "keys"]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D]
@@ -50,6 +56,26 @@ def split_heads(
     values = qkv.shape[1] - num_kv_heads
     q, k, v = jnp.split(qkv, (values - num_kv_heads, values), axis=1)
     return q, k, v
+
+
+def heads_of_new_token(values: Values) -> int:
+    """Heads of a new token for each kv head: a key, and a value unless it is made of the key."""
+    return 1 if values == "keys" else 2
+
+
+def with_values(
+    heads: jax.Array,  # [T, N + 2K, H], or without values [T, N + K, H]
+    num_kv_heads: int,
+    values: Values,
+    eps: float,
+) -> jax.Array:  # [T, N + 2K, H]
+    """Queries, keys, and values after their norm; they may be made of the keys."""
+    if values == "projected":
+        return heads
+    last = heads[:, -num_kv_heads:]
+    normed = rms_norm(last, jnp.ones(heads.shape[2], heads.dtype), eps)
+    others = heads if values == "keys" else heads[:, :-num_kv_heads]
+    return jnp.concatenate([others, normed], axis=1)
 
 
 def split_and_rotate(

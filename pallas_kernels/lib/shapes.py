@@ -48,6 +48,10 @@ QWEN2_5_7B = Heads(28, 4, 128)
 GPT_OSS_20B = Heads(64, 8, 64)
 GPT_OSS_20B_TP8 = Heads(8, 1, 64)
 GEMMA3_4B = Heads(8, 4, 256)
+QWEN3_5_4B = Heads(16, 4, 256)
+GEMMA4_26B = Heads(16, 8, 256)  # layers with a window
+GEMMA4_26B_FULL = Heads(16, 2, 512)  # and those without
+GEMMA4_E2B_FULL = Heads(8, 1, 512)
 PHI3_MINI = Heads(32, 32, 96)
 LLAMA3_70B_TP8 = Heads(8, 1, 128)
 

@@ -93,6 +93,7 @@ def qk_rope_append(
     args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
+    args = args.with_values()
     where = (args.slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
     rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
     return tuple(_append(args.qkv, *rotation, *pools, where, args.eps))
@@ -102,12 +103,16 @@ def append_decode(
     args: DecodeArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
+    settings = args.sinks, args.scale, args.window
+    if not args.appends:
+        q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
+        return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), *settings), *pools
+    args = args.with_values()
     assert args.cos is not None and args.sin is not None
     rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
     context = args.page_table, args.seq_lens
     where = (_nothing(), *context)
     q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
-    settings = args.sinks, args.scale, args.window
     out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
     return out, k_pages, v_pages
 

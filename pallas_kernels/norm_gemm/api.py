@@ -73,6 +73,8 @@ def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
     if norms.ndim != 2 or norms.shape[1] != x.shape[1] or not 0 <= row < norms.shape[0]:
         raise ValueError(f"norm_gemm: tokens {x.shape} do not fit row {row} of norms {norms.shape}")
     check_partials("norm_gemm", x, args.norm.partials)
+    if args.gelu and (not args.swiglu or isinstance(w, Quantised)):
+        raise ValueError("norm_gemm: gelu needs dense weights and swiglu")
     if args.swiglu and columns % 2:
         raise ValueError(f"norm_gemm: {columns} columns are not a gate and an up of one width")
     return dispatch(OP, (args,), {}, args.pins.of("norm_gemm"))

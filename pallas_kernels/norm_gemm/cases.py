@@ -30,6 +30,7 @@ class NormGemmCase:
     outer: int
     partials: int
     swiglu: bool = False
+    gelu: bool = False
     dtype: str = "bfloat16"
     tags: tuple[str, ...] = ("ci",)
     form: str | None = None  # as of ``quantised_gemm.cases``
@@ -49,6 +50,7 @@ CASES = (
     NormGemmCase("narrow_qkv_parts3", 1, 512, 192, 3),
     NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16"),
     NormGemmCase("narrow_gate_up_parts2", 1, 1024, 128, 2, swiglu=True),
+    NormGemmCase("narrow_geglu_parts2", 1, 512, 128, 2, swiglu=True, gelu=True),
     NormGemmCase("narrow_gate_up_t4_parts2", 4, 512, 128, 2, swiglu=True),
     NormGemmCase("narrow_qkv_int4_tiles", 1, 1024, 128, 3, form="int4", group=128),
     NormGemmCase("narrow_gate_up_q4_k_tiles", 1, 512, 128, 2, swiglu=True, form="q4_k", group=32),
@@ -89,7 +91,7 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
         w = w if w.kind == "fp8" else arrange(w)
     args: Any = {"x": normal(rng, size, dtype), "partials": partials, "weights": norms}
     norm = NormArgs(**args, row=row, eps=1e-6)
-    return Inputs((NormGemmArgs(norm=norm, w=w, swiglu=case.swiglu),))
+    return Inputs((NormGemmArgs(norm=norm, w=w, swiglu=case.swiglu, gelu=case.gelu),))
 
 
 def cost(case: NormGemmCase) -> Cost:

@@ -37,6 +37,7 @@ class NormGemmSizes(NamedTuple):
     inner: int
     outer: int
     swiglu: bool
+    gelu: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class NormGemmConfig:
 
 def sizes_of(args: NormGemmArgs) -> NormGemmSizes:
     """The sizes of a call of the dense kernel."""
-    return NormGemmSizes(args.norm.x.shape[1], args.num_outputs, args.swiglu)
+    return NormGemmSizes(args.norm.x.shape[1], args.num_outputs, args.swiglu, args.gelu)
 
 
 def supports(args: NormGemmArgs) -> str | None:

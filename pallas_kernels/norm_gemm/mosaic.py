@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import swiglu, write_rows
+from pallas_kernels.gemm.epilogues import geglu, swiglu, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.lib.pdl import launch_dependents
@@ -111,7 +111,9 @@ def _compute_warpgroup(
     release = partial(ring.release_previous_if_reused, num_steps=spec.num_steps)
     shape = (COLUMNS, TOKEN_ROWS)
     accs = matmul(ring, spec.num_steps, shape, issue, release, count=spec.halves)
-    result = swiglu(*accs) if spec.sizes.swiglu else accs[0]
+    result = accs[0]
+    if spec.sizes.swiglu:
+        result = (geglu if spec.sizes.gelu else swiglu)(*accs)
     write_rows(out, 1, pl.ds(column, COLUMNS), result)
 
 

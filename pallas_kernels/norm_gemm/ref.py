@@ -30,6 +30,7 @@ class NormGemmArgs:
     norm: NormArgs
     w: jax.Array | Quantised  # [D, O], or of O outputs; with swiglu of 2 * O: gate, up
     swiglu: bool = field(default=False, metadata=STATIC)
+    gelu: bool = field(default=False, metadata=STATIC)  # with swiglu and dense weights, as there
     pins: Pins = field(default=NO_PINS, metadata=STATIC)
 
     @property
@@ -42,8 +43,9 @@ class NormGemmArgs:
         """The arguments of the GEMM of the normed tokens: ``GemmArgs``, or those of a quantised
         matrix.
         """
-        record: Any = QuantisedGemmArgs if isinstance(self.w, Quantised) else GemmArgs
-        return record(x=x, w=self.w, swiglu=self.swiglu)
+        if isinstance(self.w, Quantised):
+            return QuantisedGemmArgs(x=x, w=self.w, swiglu=self.swiglu)
+        return GemmArgs(x=x, w=self.w, swiglu=self.swiglu, gelu=self.gelu)
 
 
 def in_turn(

@@ -36,6 +36,25 @@ def _prompts_with_sinks() -> tuple[PagedCase, ...]:
     )
 
 
+def _prompts_of_gemma4() -> tuple[PagedCase, ...]:
+    """Prompt steps of Gemma 4 26B-A4B on a GPU: the layers with a window, and those without."""
+    layers = (("window", shapes.GEMMA4_26B, 1024), ("full", shapes.GEMMA4_26B_FULL, None))
+    return tuple(
+        PagedCase(
+            f"gemma4_26b_{name}_t{tokens}",
+            heads,
+            (tokens,),
+            (tokens,),
+            max_pages=2048,
+            window=window,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for name, heads, window in layers
+        for tokens in (512, 8192)
+    )
+
+
 def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ...]:
     """Prompt steps of Qwen3-4B on a GPU, from (name, rows, queries, context, page size)."""
     return tuple(
@@ -99,6 +118,8 @@ CASES = (
     PagedCase("phi3_head96_bf16", shapes.PHI3_MINI, (80,), (5,), dtype="bfloat16"),
     PagedCase("gemma3_head256_bf16", shapes.GEMMA3_4B, (90,), (9,), window=40, dtype="bfloat16"),
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (50,), (40,), window=32),
+    PagedCase("gemma4_head512", shapes.GEMMA4_E2B_FULL, (50, 0), (20, 0), padding=3),
+    PagedCase("gemma4_head512_bf16", shapes.GEMMA4_E2B_FULL, (90,), (9,), dtype="bfloat16"),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -140,6 +161,15 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    PagedCase(
+        "gemma4_26b_many",
+        shapes.GEMMA4_26B_FULL,
+        (300, 1, 2000, 0, 77),
+        (300, 1, 900, 0, 64),
+        padding=99,
+        dtype="bfloat16",
+        tags=("full",),
+    ),
     PagedCase("qwen3_4b_long", shapes.QWEN3_4B, (4097, 100), (130, 100), tags=("full",)),
     PagedCase(
         "qwen3_4b_many",
@@ -159,6 +189,7 @@ CASES = (
         ("t512_ctx512", 1, 512, 512, 16),
     ),
     *_prompts_with_sinks(),
+    *_prompts_of_gemma4(),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),

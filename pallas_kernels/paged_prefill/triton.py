@@ -1,10 +1,11 @@
 """paged_prefill in Triton, for NVIDIA GPUs from compute capability 8.0 on.
 
 A CTA has a tile of one row's queries for one kv head: consecutive tokens with all query heads that
-share the kv head, so a key is read once for all of them. It finds its row from ``query_start_loc``:
-the grid depends on the bucket only, and CTAs without queries return. Blocks that every query of the
-tile sees need no mask; those at the diagonal and at the window's edge are masked (FlashAttention-2:
-Dao, 2023, arXiv:2307.08691). Softmax is computed in base 2, sums in float32.
+share the kv head, so a key is read once for all of them. Of wide heads several CTAs have the same
+tile, each for some of the values' columns. A CTA finds its row from ``query_start_loc``: the grid
+depends on the bucket only, and CTAs without queries return. Blocks that every query of the tile
+sees need no mask; those at the diagonal and at the window's edge are masked (FlashAttention-2: Dao,
+2023, arXiv:2307.08691). Softmax is computed in base 2, sums in float32.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def _attend_blocks(
     last_key,  # int32[ROWS]: position of the last visible key of each query
     m_i,  # float32[ROWS]: largest score so far
     l_i,  # float32[ROWS]: sum of exp2(score - m_i)
-    acc,  # float32[ROWS, DIM_TILE]: sum of exp2(score - m_i) * value
+    acc,  # float32[ROWS, VALUE_TILE]: sum of exp2(score - m_i) * value
     k_pages,  # [P, S, K, H], of one kv head
     v_pages,  # [P, S, K, H], of one kv head
+    columns,  # int32[VALUE_TILE]: components of values
     page_ids,  # int32[M] of the row
     start,
     end,
@@ -52,14 +54,18 @@ def _attend_blocks(
             written = position < end
             page = tl.load(page_ids + position // PAGE_SIZE, mask=written, other=0)
             readable = written[:, None] & (dims < HEAD_DIM)[None, :]
+            usable = written[:, None] & (columns < HEAD_DIM)[None, :]
         else:
             page = tl.load(page_ids + position // PAGE_SIZE)
             if HEAD_DIM < DIM_TILE:
                 readable = (dims < HEAD_DIM)[None, :] & (keys >= 0)[:, None]
+                usable = (columns < HEAD_DIM)[None, :] & (keys >= 0)[:, None]
             else:
                 readable = None
+                usable = None
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE  # offsets exceed int32
         at_key = (slot * SLOT_STRIDE)[:, None] + dims[None, :]
+        at_value = (slot * SLOT_STRIDE)[:, None] + columns[None, :]
         if readable is None:
             k = tl.load(k_pages + at_key).to(query.dtype)
         else:
@@ -79,10 +85,10 @@ def _attend_blocks(
         p = tl.exp2(scores * SCALE - base[:, None])
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if readable is None:
-            v = tl.load(v_pages + at_key).to(query.dtype)
+        if usable is None:
+            v = tl.load(v_pages + at_value).to(query.dtype)
         else:
-            v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+            v = tl.load(v_pages + at_value, mask=usable, other=0.0).to(query.dtype)
         acc = tl.dot(p.to(query.dtype), v, acc, input_precision="ieee")
         m_i = m_ij
     return m_i, l_i, acc
@@ -109,12 +115,15 @@ def _attend_tile(
     GROUP: tl.constexpr,  # query heads per kv head
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,  # columns of values of the CTA
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # (token, query head) pairs of the tile
     TOKENS: tl.constexpr,  # tokens of the tile: ROWS // GROUP
     BLOCK: tl.constexpr,  # keys per loop iteration
 ):
-    kv_head = tl.program_id(0)
+    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
+    kv_head = tl.program_id(0) // PARTS
+    columns = tl.program_id(0) % PARTS * VALUE_TILE + tl.arange(0, VALUE_TILE)
     # The longest tiles, those at the end of a row, come first, so none runs alone at the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
 
@@ -168,22 +177,24 @@ def _attend_tile(
     if HAS_SINKS:
         m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
         l_i += 1.0
-    acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_TILE), tl.float32)
     if WINDOW > 0:
         m_i, l_i, acc = _attend_blocks(
-            query, last_key, m_i, l_i, acc, k_head, v_head, page_ids, start, common,
+            query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, start, common,
             SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
         )  # fmt: skip
     m_i, l_i, acc = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, page_ids, common, diagonal,
+        query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, common, diagonal,
         SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
     )  # fmt: skip
     m_i, l_i, acc = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, page_ids, diagonal, end,
+        query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, diagonal, end,
         SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
     )  # fmt: skip
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
-    tl.store(out + at_tile + at_query, result.to(out.dtype.element_ty), mask=inside)
+    at_result = in_tile[:, None] + columns[None, :]
+    inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(out + at_tile + at_result, result.to(out.dtype.element_ty), mask=inside)
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -198,6 +209,8 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
     num_starts = num_seqs + 1
     group = n // num_kv_heads
     tokens = config.rows // group
+    dim_tile = power_of_two(h)
+    value_tile = min(config.value_columns or dim_tile, dim_tile)
     return jt.triton_call(
         args.q,
         args.k_pages,
@@ -208,7 +221,7 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         args.seq_lens if args.sinks is None else args.sinks,
         kernel=_attend_tile,
         out_type=args.q,
-        grid=(num_kv_heads, t // tokens + num_starts),
+        grid=(num_kv_heads * (dim_tile // value_tile), t // tokens + num_starts),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         SCALE=args.scale * LOG2_E.value,
@@ -221,7 +234,8 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=h,
-        DIM_TILE=power_of_two(h),
+        DIM_TILE=dim_tile,
+        VALUE_TILE=value_tile,
         PAGE_SIZE=page_size,
         ROWS=config.rows,
         TOKENS=tokens,

@@ -40,7 +40,8 @@ def qk_rope_append(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """Queries ready for attention, and the pools with the step's keys and values.
 
-    ``qkv`` holds a token's heads: N of queries, K of keys, K of values. Queries and keys are
+    ``qkv`` holds a token's heads: N of queries, K of keys, K of values; ``values`` may change
+    these, or make values of the keys. Queries and keys are
     normalised over H by their root mean square (``qk_norms``: weights of queries, of keys; None
     no norm; ``eps`` under the root), then components i and i + H/2 are rotated by the token's
     angles. Keys and values go to the slots of ``slot_mapping``, as in ``kv_append``, and
@@ -56,7 +57,7 @@ def qk_rope_append(
         raise ValueError(
             f"qk_rope_append: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ"
         )
-    if qkv.ndim != 3 or qkv.shape[1] <= 2 * num_kv_heads or qkv.shape[2] != head_dim:
+    if qkv.ndim != 3 or args.num_heads < 1 or qkv.shape[2] != head_dim:
         raise ValueError(f"qk_rope_append: heads {qkv.shape} do not fit pages {k_pages.shape}")
     tokens = qkv.shape[0]
     if not cos.shape == sin.shape == (tokens, head_dim // 2) or slots.shape != (tokens,):

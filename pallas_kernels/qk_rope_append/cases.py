@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
+from pallas_kernels.lib.numerics import Values, heads_of_new_token
 from pallas_kernels.lib.shapes import Heads
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
@@ -28,6 +29,7 @@ class RopeCase:
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: as the heads
     tags: tuple[str, ...] = ("ci",)
+    values: Values = "projected"
 
 
 def _decode_step(rows: int, page_size: int = 16, kv_dtype: str = "") -> RopeCase:
@@ -49,6 +51,8 @@ CASES = (
     RopeCase("qwen3_4b_fp8_pages", shapes.QWEN3_4B, 4, 0, True, 16, 8, "bfloat16", "float8_e4m3fn"),
     RopeCase("phi3_head96_bf16", shapes.PHI3_MINI, 4, padding=1, dtype="bfloat16"),
     RopeCase("gemma3_head256", shapes.GEMMA3_4B, 5, norms=True, padding=3),
+    RopeCase("gemma4_keys", shapes.GEMMA4_E2B_FULL, 3, norms=True, padding=1, values="keys"),
+    RopeCase("gemma4_values", Heads(4, 2, 256), 5, norms=True, padding=2, values="normalised"),
     RopeCase("smollm2_decode64", shapes.SMOLLM2_135M, 64, 0, False, 16, 4096, tags=("bench",)),
     RopeCase("qwen3_0_6b_chunk512", shapes.QWEN3_0_6B, 512, 0, True, 16, 4096, tags=("bench",)),
     *(_decode_step(rows) for rows in (1, 8, 32, 64, 128, 256)),
@@ -74,7 +78,7 @@ def build(case: RopeCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     dtype, heads = jnp.dtype(case.dtype), case.heads
     tokens, h = case.num_tokens + case.padding, heads.head_dim
-    num_heads = heads.num_heads + 2 * heads.num_kv_heads
+    num_heads = heads.num_heads + heads_of_new_token(case.values) * heads.num_kv_heads
     qkv = rng.standard_normal((tokens, num_heads, h), np.float32).astype(dtype)
     angles = rng.uniform(-np.pi, np.pi, (tokens, h // 2)).astype(np.float32)
     norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
@@ -97,7 +101,7 @@ def build(case: RopeCase, seed: int) -> Inputs:
         "v_pages": pools[1],
         "slot_mapping": slots.astype(np.int32),
     }
-    return Inputs((RopeAppendArgs(**args, eps=1e-6),))
+    return Inputs((RopeAppendArgs(**args, eps=1e-6, values=case.values),))
 
 
 def cost(case: RopeCase) -> Cost:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
+from pallas_kernels.lib.numerics import Values, heads_of_new_token, with_values
 
 
 @jax.tree_util.register_dataclass
@@ -16,7 +17,7 @@ from pallas_kernels.kv_append.ref import KvAppendArgs, kv_append
 class RopeAppendArgs:
     """The arguments of ``qk_rope_append``."""
 
-    qkv: jax.Array  # [T, N + 2K, H]
+    qkv: jax.Array  # [T, N + 2K, H]; with values "keys" [T, N + K, H]
     cos: jax.Array  # float32[T, H / 2]
     sin: jax.Array  # float32[T, H / 2]
     qk_norms: jax.Array | None = None  # [2, H]
@@ -24,6 +25,19 @@ class RopeAppendArgs:
     v_pages: jax.Array  # [P, S, K, H]
     slot_mapping: jax.Array  # int32[T]
     eps: float = field(metadata=STATIC)
+    values: Values = field(default="projected", metadata=STATIC)
+
+    @property
+    def num_heads(self) -> int:
+        """N."""
+        return self.qkv.shape[1] - heads_of_new_token(self.values) * self.k_pages.shape[2]
+
+    def with_values(self) -> RopeAppendArgs:
+        """The same call with values that are projected."""
+        if self.values == "projected":
+            return self
+        heads = with_values(self.qkv, self.k_pages.shape[2], self.values, self.eps)
+        return replace(self, qkv=heads, values="projected")
 
     def appended(self, k: jax.Array, v: jax.Array) -> KvAppendArgs:  # [T, K, H] each
         """The arguments of ``kv_append`` for rotated keys, and values."""
@@ -35,8 +49,8 @@ def qk_rope_append(
     args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """Normalised heads are rounded to their dtype before the rotation, as in models."""
-    num_kv_heads = args.k_pages.shape[2]
-    num_heads = args.qkv.shape[1] - 2 * num_kv_heads
+    num_heads, num_kv_heads = args.num_heads, args.k_pages.shape[2]
+    args = jax.tree.map(jnp.asarray, args).with_values()
     rotation = jax.lax.complex(jnp.asarray(args.cos), jnp.asarray(args.sin))  # [T, H / 2]
 
     def rotated_head(head: int) -> jax.Array:  # [T, H]

@@ -10,7 +10,7 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.numerics import heads_of_new_token, power_of_two
 from pallas_kernels.qk_rope_append import launch
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
@@ -27,6 +27,8 @@ def _turn_and_append(
     q,  # [T, N, H]
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    NORM_VALUES: tl.constexpr,  # values have a norm without weights
+    NEW: tl.constexpr,  # heads of a token for each kv head; 1: values are made of the keys
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # H / 2
@@ -41,14 +43,15 @@ def _turn_and_append(
     is_query = tile < QUERY_TILES
     is_value = kv_tile >= KV_TILES
     # The kind's first head in qkv, its number of heads, and this CTA's heads within the kind.
-    kind_start = tl.where(is_query, 0, NUM_HEADS + tl.where(is_value, NUM_KV_HEADS, 0))
+    of_values = (NEW - 1) * NUM_KV_HEADS
+    kind_start = tl.where(is_query, 0, NUM_HEADS + tl.where(is_value, of_values, 0))
     kind_heads = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
     kind_tile = tl.where(is_query, tile, tl.where(is_value, kv_tile - KV_TILES, kv_tile))
     head = kind_tile * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, HALF_TILE)
     inside = (head < kind_heads)[:, None] & (half < HALF)[None, :]
 
-    token_heads = token * (NUM_HEADS + 2 * NUM_KV_HEADS) + kind_start
+    token_heads = token * (NUM_HEADS + NEW * NUM_KV_HEADS) + kind_start
     at = (token_heads + head)[:, None] * (2 * HALF) + half[None, :]
     first = tl.load(qkv + at, mask=inside, other=0.0)
     second = tl.load(qkv + at + HALF, mask=inside, other=0.0)
@@ -67,6 +70,14 @@ def _turn_and_append(
         s = tl.load(sin + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
         first = (first32 * c - second32 * s).to(first.dtype)
         second = (second32 * c + first32 * s).to(first.dtype)
+
+    elif NORM_VALUES:
+        first32 = first.to(tl.float32)
+        second32 = second.to(tl.float32)
+        squares = tl.sum(first32 * first32, 1) + tl.sum(second32 * second32, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
+        first = (first32 * scale).to(first.dtype)
+        second = (second32 * scale).to(first.dtype)
 
     if is_query:
         to = (token * NUM_HEADS + head)[:, None] * (2 * HALF) + half[None, :]
@@ -87,7 +98,7 @@ def qk_rope_append(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
     (t, heads, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
-    num_heads = heads - 2 * num_kv_heads
+    num_heads, new = args.num_heads, heads_of_new_token(args.values)
     tile = launch.heads_per_cta(t, heads)
     tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
     # jax-triton updates a Ref in place
@@ -107,6 +118,8 @@ def qk_rope_append(
         num_stages=1,
         EPS=args.eps,
         HAS_NORMS=args.qk_norms is not None,
+        NORM_VALUES=args.values != "projected",
+        NEW=new,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=h // 2,

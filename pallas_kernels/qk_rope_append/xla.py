@@ -14,6 +14,7 @@ def qk_rope_append(
     args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
+    args = args.with_values()
     rotation, num_kv_heads = (args.cos, args.sin, args.qk_norms), args.k_pages.shape[2]
     q, k, v = split_and_rotate(args.qkv, *rotation, num_kv_heads, args.eps)
     return q, *kv_append(args.appended(k, v))

@@ -38,7 +38,8 @@ def route(
     if args.x.ndim != 2 or args.w.ndim != 2 or args.x.shape[1] != args.w.shape[1]:
         raise ValueError(f"route: tokens {args.x.shape} do not fit a router {args.w.shape}")
     count = len(args.w)
-    for name, one in (("bias", args.bias), ("choice_bias", args.choice_bias)):
+    vectors = ("bias", "choice_bias", "expert_scale")
+    for name, one in ((name, getattr(args, name)) for name in vectors):
         if one is not None and one.shape != (count,):
             raise ValueError(f"route: {name} {one.shape} does not fit {count} experts")
     if args.is_token is not None and args.is_token.shape != args.x.shape[:1]:

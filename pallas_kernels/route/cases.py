@@ -25,6 +25,7 @@ class RouteCase:
     routing: Routing
     bias: bool = False
     choice_bias: bool = False
+    expert_scale: bool = False
     padded: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
@@ -35,6 +36,7 @@ GPT_OSS = Routing(4, renormalised=True)
 V2_LITE = Routing(6)
 V2 = Routing(6, scale=16.0, groups=Groups(8, 3, "best"))
 V3 = Routing(8, "sigmoid", True, 2.5, Groups(8, 4, "best_two"))
+GEMMA4 = Routing(8, renormalised=True, logit_scale=2816**-0.5)
 KIMI_K2 = Routing(8, "sigmoid", True, 2.827)
 type _Model = tuple[str, tuple[int, int], Routing, tuple[bool, bool]]
 _MODELS: tuple[_Model, ...] = (  # width and experts, bias and bias of the choice
@@ -52,6 +54,9 @@ CASES = (
     RouteCase("groups", 9, 64, 32, V2),
     RouteCase("sigmoid_groups", 9, 64, 32, V3, choice_bias=True),
     RouteCase("kimi_k2", 2, 64, 24, KIMI_K2, choice_bias=True),
+    RouteCase(
+        "gemma4", 3, 64, 24, GEMMA4._replace(logit_scale=3.0), expert_scale=True, padded=True
+    ),
     RouteCase("qwen3_bf16", 40, 256, 128, QWEN3, padded=True, dtype="bfloat16"),
     RouteCase("v3_bf16", 17, 256, 256, V3, choice_bias=True, dtype="bfloat16"),
     *(
@@ -85,6 +90,9 @@ def build(case: RouteCase, seed: int) -> Inputs:
         "w": w,
         "bias": bias,
         "choice_bias": choice_bias,
+        "expert_scale": rng.uniform(0.5, 2, case.count).astype(dtype)
+        if case.expert_scale
+        else None,
         "is_token": is_token,
     }
     return Inputs((RouteArgs(**args, routing=case.routing),))

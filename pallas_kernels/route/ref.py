@@ -22,6 +22,7 @@ class RouteArgs:
     w: jax.Array  # [E, D]
     bias: jax.Array | None = None  # [E], of the logits
     choice_bias: jax.Array | None = None  # float32[E], of the scores that choose
+    expert_scale: jax.Array | None = None  # [E], of the weights
     is_token: jax.Array | None = None  # bool[T]: False for padding, which chooses -1
     routing: Routing = field(metadata=STATIC)
 
@@ -30,7 +31,7 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     """See ``route.api``."""
     x, w, routing = args.x, args.w, args.routing
     x, w = (jnp.asarray(array, jnp.float32) for array in (x, w))
-    logits = jnp.matmul(x, w.T, precision="highest")
+    logits = jnp.matmul(x, w.T, precision="highest") * routing.logit_scale
     if args.bias is not None:
         logits = logits + jnp.asarray(args.bias, jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
@@ -49,6 +50,8 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+    if args.expert_scale is not None:
+        weights = weights * jnp.asarray(args.expert_scale, jnp.float32)[choices]
     if args.is_token is not None:
         choices = jnp.where(jnp.asarray(args.is_token)[:, None], choices, -1)
     return choices, weights * routing.scale

@@ -26,7 +26,8 @@ class Routing(NamedTuple):
     ``scores`` is the function of the logits, in float32 over all experts. (A softmax over the
     chosen logits alone, gpt-oss's, is a softmax over all of them, ``renormalised``.) Experts are
     chosen by score, plus a bias if there is one; their weights are the scores without the bias,
-    divided by their sum if ``renormalised``, times ``scale``.
+    divided by their sum if ``renormalised``, times ``scale``. Logits are multiplied by
+    ``logit_scale`` first.
     """
 
     chosen: int
@@ -34,3 +35,4 @@ class Routing(NamedTuple):
     renormalised: bool = False
     scale: float = 1.0
     groups: Groups | None = None
+    logit_scale: float = 1.0

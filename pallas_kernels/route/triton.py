@@ -40,6 +40,7 @@ def _choose(
     logits,  # float32[T, E]
     bias,  # [E], unused without BIAS
     choice_bias,  # float32[E], unused without CHOICE_BIAS
+    expert_scale,  # [E], unused without EXPERT_SCALE
     is_token,  # int32[T], unused without PADDED
     choices,  # int32[T, k]
     weights,  # float32[T, k]
@@ -50,18 +51,22 @@ def _choose(
     SIGMOID: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
+    LOGIT_SCALE: tl.constexpr,
     SMALLEST: tl.constexpr,
     NUM_GROUPS: tl.constexpr,  # 0: none
     GROUPS_CHOSEN: tl.constexpr,
     BEST_TWO: tl.constexpr,
     BIAS: tl.constexpr,
     CHOICE_BIAS: tl.constexpr,
+    EXPERT_SCALE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     token = tl.program_id(0)
     expert = tl.arange(0, TILE)
     inside = expert < EXPERTS
     z = tl.load(logits + token * EXPERTS + expert, mask=inside, other=float("-inf"))
+    if LOGIT_SCALE != 1.0:
+        z *= LOGIT_SCALE
     if BIAS:
         z += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
     if SIGMOID:
@@ -83,7 +88,10 @@ def _choose(
             allowed = allowed | (group == first)
             of_group = tl.where(group == first, float("-inf"), of_group)
         ranks = tl.where(allowed, ranks, float("-inf"))
+    if EXPERT_SCALE:
+        scales = tl.load(expert_scale + expert, mask=inside, other=0.0).to(tl.float32)
     number = tl.arange(0, CHOSEN_TILE)
+    factor = tl.zeros((CHOSEN_TILE,), tl.float32)
     chosen = tl.zeros((CHOSEN_TILE,), tl.int32)
     weight = tl.zeros((CHOSEN_TILE,), tl.float32)
     for i in tl.static_range(CHOSEN):  # type: ignore[misc]
@@ -92,9 +100,15 @@ def _choose(
         chosen = tl.where(number == i, first, chosen)
         own = tl.sum(tl.where(expert == first, scores, 0.0), 0)
         weight = tl.where(number == i, own, weight)
+        if EXPERT_SCALE:
+            factor = tl.where(
+                number == i, tl.sum(tl.where(expert == first, scales, 0.0), 0), factor
+            )
         ranks = tl.where(expert == first, float("-inf"), ranks)
     if RENORMALISED:
         weight = weight / (tl.sum(weight, 0) + SMALLEST)
+    if EXPERT_SCALE:
+        weight *= factor
     if PADDED:
         chosen = tl.where(tl.load(is_token + token) != 0, chosen, -1)
     at = token * CHOSEN + number
@@ -112,6 +126,7 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         logits,
         logits if args.bias is None else args.bias,
         logits if args.choice_bias is None else args.choice_bias,
+        logits if args.expert_scale is None else args.expert_scale,
         logits if args.is_token is None else args.is_token.astype(jnp.int32),
         kernel=_choose,
         out_type=(
@@ -128,12 +143,14 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         SIGMOID=routing.scores == "sigmoid",
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
+        LOGIT_SCALE=routing.logit_scale,
         SMALLEST=SMALLEST,
         NUM_GROUPS=0 if groups is None else groups.count,
         GROUPS_CHOSEN=0 if groups is None else groups.chosen,
         BEST_TWO=groups is not None and groups.score == "best_two",
         BIAS=args.bias is not None,
         CHOICE_BIAS=args.choice_bias is not None,
+        EXPERT_SCALE=args.expert_scale is not None,
         PADDED=args.is_token is not None,
     )
     return choices, weights

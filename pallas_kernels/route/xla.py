@@ -13,6 +13,8 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     """See ``route.api``."""
     routing = args.routing
     logits = logits_of(args.x, args.w)
+    if routing.logit_scale != 1.0:
+        logits = logits * routing.logit_scale
     if args.bias is not None:
         logits = logits + args.bias.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
@@ -23,6 +25,8 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
         weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+    if args.expert_scale is not None:
+        weights = weights * args.expert_scale.astype(jnp.float32)[choices]
     if args.is_token is not None:
         choices = jnp.where(args.is_token[:, None], choices, -1)
     return choices, weights * routing.scale

@@ -36,10 +36,11 @@ def skinny_gemm(
     """``x @ w`` in the dtype of ``x``, accumulated in float32. The kernels are for few tokens.
 
     With ``swiglu`` the result is SiLU of the first half of the columns times the second half
-    (Shazeer, 2020, arXiv:2002.05202). With ``split`` the result may be split-K partials, whose
-    number depends on the device; the next kernel adds them up, as ``residual_norm`` does. The
-    order of summation, and with it the bits, depends on shapes only. ``impl`` pins an
-    implementation. Raises ValueError on arguments that do not fit together.
+    (Shazeer, 2020, arXiv:2002.05202), and with ``gelu`` GELU of it, approximated by tanh. With
+    ``split`` the result may be split-K partials, whose number depends on the device; the next
+    kernel adds them up, as ``residual_norm`` does. The order of summation, and with it the bits,
+    depends on shapes only. ``impl`` pins an implementation. Raises ValueError on arguments that do
+    not fit together.
     """
     check(args, "skinny_gemm")
     return dispatch(OP, (args,), {}, impl)
@@ -50,6 +51,8 @@ def check(args: GemmArgs, op: str) -> None:
     x, w = args.x, args.w
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
         raise ValueError(f"{op}: tokens {x.shape} do not fit weights {w.shape}")
+    if args.gelu and not args.swiglu:
+        raise ValueError(f"{op}: gelu needs gates and ups, which are those of swiglu")
     if args.swiglu and w.shape[1] % 2:
         raise ValueError(f"{op}: {w.shape[1]} columns are not a gate and an up of one width")
     if args.swiglu and args.split:

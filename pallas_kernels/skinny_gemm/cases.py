@@ -22,12 +22,14 @@ class GemmSizes(NamedTuple):
     swiglu: bool
     split: bool
     dtype: str
+    gelu: bool = False
 
 
 def sizes_of(args: GemmArgs) -> GemmSizes:
     """The sizes of a call's arguments."""
     (tokens, inner), outer = args.x.shape, args.w.shape[1] // (1 + args.swiglu)
-    return GemmSizes(tokens, inner, outer, args.swiglu, args.split, str(args.x.dtype))
+    dtype = str(args.x.dtype)
+    return GemmSizes(tokens, inner, outer, args.swiglu, args.split, dtype, args.gelu)
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,15 @@ class GemmCase:
     outer: int
     swiglu: bool = False
     split: bool = False
+    gelu: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
     @property
     def sizes(self) -> GemmSizes:
         """The sizes of the case's call."""
-        return GemmSizes(self.tokens, self.inner, self.outer, self.swiglu, self.split, self.dtype)
+        sizes = self.tokens, self.inner, self.outer
+        return GemmSizes(*sizes, self.swiglu, self.split, self.dtype, self.gelu)
 
 
 def _qwen3_4b(tokens: int) -> tuple[GemmCase, ...]:
@@ -67,6 +71,8 @@ CASES = (
     GemmCase("smollm2_qkv_t128_f16", 128, 576, 960, dtype=_F16),
     GemmCase("smollm2_o_t3_bf16", 3, 576, 576, split=True, dtype=_BF16),
     GemmCase("smollm2_gate_up_t3", 3, 576, 1536, swiglu=True),
+    GemmCase("gemma3_gate_up_t3", 3, 640, 256, swiglu=True, gelu=True),
+    GemmCase("gemma3_gate_up_t3_bf16", 3, 640, 256, swiglu=True, gelu=True, dtype=_BF16),
     GemmCase("smollm2_gate_up_t1_bf16", 1, 576, 1536, swiglu=True, dtype=_BF16),
     GemmCase("smollm2_gate_up_t64_bf16", 64, 576, 1536, swiglu=True, dtype=_BF16),
     GemmCase("smollm2_down_t3", 3, 1536, 576, split=True),
@@ -84,7 +90,8 @@ def build(case: GemmCase, seed: int) -> Inputs:
     x = normal(rng, (case.tokens, case.inner), dtype)
     w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
     args: Any = {"x": x, "w": w}
-    return Inputs((GemmArgs(**args, swiglu=case.swiglu, split=case.split),))
+    args |= {"swiglu": case.swiglu, "split": case.split, "gelu": case.gelu}
+    return Inputs((GemmArgs(**args),))
 
 
 def cost(case: GemmCase) -> Cost:

@@ -126,8 +126,10 @@ def _block_k(length: int, inner: int, widest: int) -> int:
 
 
 def _padded(sizes: GemmSizes) -> GemmSizes:
-    """The sizes with the tokens padded as in shared memory: the key of tuned choices."""
-    return sizes._replace(tokens=max(sizes.tokens, MMA_TOKENS))
+    """The sizes with the tokens padded as in shared memory, whatever the activation is: the key of
+    tuned choices.
+    """
+    return sizes._replace(tokens=max(sizes.tokens, MMA_TOKENS), gelu=False)
 
 
 def shapes_of(case: GemmCase) -> GemmSizes:

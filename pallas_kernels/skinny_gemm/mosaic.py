@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import swiglu, write_columns, write_rows
+from pallas_kernels.gemm.epilogues import geglu, swiglu, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import SplitTile, split_tile
@@ -114,7 +114,9 @@ def _compute_warpgroup(
     release = partial(ring.release_previous_if_reused, num_steps=tile.num_steps)
     shape = spec.warpgroup_tile
     accs = matmul(ring, tile.num_steps, shape, issue, release, count=spec.halves)
-    result = swiglu(*accs) if spec.sizes.swiglu else accs[0]
+    result = accs[0]
+    if spec.sizes.swiglu:
+        result = (geglu if spec.sizes.gelu else swiglu)(*accs)
     columns = pl.ds(tile.output + column, width)
     if spec.sizes.tokens >= MMA_TOKENS:
         return write_columns(out, tokens, columns, result)

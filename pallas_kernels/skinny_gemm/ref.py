@@ -18,6 +18,7 @@ class GemmArgs:
     x: jax.Array  # [T, I]
     w: jax.Array  # [I, O]; with swiglu [I, 2 * O]: gate, up
     swiglu: bool = field(default=False, metadata=STATIC)
+    gelu: bool = field(default=False, metadata=STATIC)  # with swiglu: GELU instead of SiLU
     split: bool = field(default=False, metadata=STATIC)
 
 
@@ -25,7 +26,18 @@ def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; partials are defined by
     """See ``skinny_gemm.api``."""
     x32, w32 = jnp.asarray(args.x, jnp.float32), jnp.asarray(args.w, jnp.float32)
     out = jnp.matmul(x32, w32, precision="highest")
-    return (swiglu(out) if args.swiglu else out).astype(args.x.dtype)
+    if args.gelu:
+        out = geglu(out)
+    elif args.swiglu:
+        out = swiglu(out)
+    return out.astype(args.x.dtype)
+
+
+def geglu(columns: jax.Array) -> jax.Array:  # float32[T, 2 * O]: gate, up -> [T, O]
+    """GELU of the gates, with its approximation by tanh, times the ups (Shazeer, 2020)."""
+    gate, up = jnp.split(columns, 2, axis=1)
+    inner = (2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    return gate * (1.0 + jnp.tanh(inner)) / 2 * up
 
 
 def swiglu(columns: jax.Array) -> jax.Array:  # float32[T, 2 * O]: gate, up -> [T, O]

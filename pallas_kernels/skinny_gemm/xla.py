@@ -13,6 +13,9 @@ def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; XLA chooses split-K its
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
     precision = "highest" if args.x.dtype == jnp.float32 else None
     out = jnp.matmul(args.x, args.w, precision=precision)
+    if args.gelu:
+        gate, up = jnp.split(out, 2, axis=-1)
+        return jax.nn.gelu(gate, approximate=True) * up
     return swiglu(out) if args.swiglu else out
 
 

@@ -37,9 +37,9 @@ OP = KernelOp(
 def swiglu_gemm(args: GemmArgs, impl: str | None = None) -> jax.Array:  # [T, O]
     """SiLU of ``x`` times the first half of the columns, times ``x`` times the second half.
 
-    In the dtype of ``x``, accumulated in float32. The order of summation, and with it the bits,
-    depends on shapes only. ``impl`` pins an implementation. Raises ValueError on arguments that do
-    not fit together.
+    With ``gelu`` it is GELU, approximated by tanh, instead of SiLU. In the dtype of ``x``,
+    accumulated in float32. The order of summation, and with it the bits, depends on shapes only.
+    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     SwiGLU: Shazeer, 2020 (arXiv:2002.05202).
     """

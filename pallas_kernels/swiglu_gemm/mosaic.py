@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import swiglu_of_many
+from pallas_kernels.gemm.epilogues import geglu, swiglu_of_many
 from pallas_kernels.gemm.pipeline import Ring, copy_tiles, divide_roles, launch
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import Tile, TileGrid
@@ -47,6 +47,7 @@ class _Spec:
 
     sizes: SwigluSizes
     config: SwigluConfig
+    gelu: bool
 
     @property
     def rows(self) -> int:
@@ -170,7 +171,8 @@ def _compute_warpgroup(
         tile = _tile(spec, i)
         gate, up = _matmul(spec, tile, warpgroup, ring, scratch)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous tile has been read
-        out_smem[...] = swiglu_of_many(gate, up).astype(out.dtype)
+        activated = geglu(gate, up) if spec.gelu else swiglu_of_many(gate, up)
+        out_smem[...] = activated.astype(out.dtype)
         plgpu.commit_smem()
         # TMA does not write rows past the end.
         rows = pl.ds(tile.token + warpgroup * spec.rows, spec.rows)
@@ -220,7 +222,7 @@ def launch_with(config: SwigluConfig, args: GemmArgs) -> jax.Array:  # [T, O]
     sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    spec = _Spec(sizes, config)
+    spec = _Spec(sizes, config, args.gelu)
     return launch(
         "swiglu_gemm",
         partial(_kernel, spec),

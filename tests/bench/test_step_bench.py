@@ -24,9 +24,12 @@ from bench.step.cases import Prompts, Repeats
 from bench.step.experts import mean_distinct, share_of
 from bench.step.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.step import PageGroup
+from jaxinfer.exec.compile.page_pools import most_pages, split_pages
 from jaxinfer.models.base import abstract_params
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
+from kit.engines import tiny_limits
 from pallas_kernels.lib.quantised import Form
 
 TINY = step_cases.Workload(
@@ -304,12 +307,34 @@ def test_prompts_are_the_same_for_the_same_seed() -> None:
     assert all(0 <= token < 50 for prompt in prompts for token in prompt)
 
 
-def test_every_case_fits_in_the_pages() -> None:
+ONE_POOL = (PageGroup(),)
+TWO_POOLS = (PageGroup(), PageGroup(window=1024, pool=1))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "groups"), [(16, ONE_POOL), (64, ONE_POOL), (16, TWO_POOLS), (64, TWO_POOLS)]
+)
+def test_every_case_fits_in_the_pages(page_size: int, groups: tuple[PageGroup, ...]) -> None:
+    """Of each pool, also of that of windows, which gets fewer pages for typical contexts."""
     work = step_cases.Workload()
-    assert work.num_pages(16, groups=1) > 256 * -(-(1024 + 65) // 16)
-    assert work.num_pages(64, groups=1) > 16 * -(-(16384 + 65) // 64)
-    assert work.num_pages(16, groups=2) > 2 * 256 * -(-(1024 + 65) // 16)
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "page_size": page_size}
+    limits = tiny_limits(**sizes, max_model_len=work.max_model_len, groups=groups)
+    pages = split_pages(limits, work.num_pages(limits))
+    for own, most in zip(pages, most_pages(limits), strict=True):
+        assert min(256 * -(-(1024 + 65) // page_size), most - 1) < own
+    assert pages[0] > 16 * -(-(16384 + 65) // page_size)
     assert work.max_model_len >= 16384 + 65
+
+
+def test_the_sequences_of_a_batch_run_together() -> None:
+    """64 rows of Gemma 4, of two pools, once decoded in two batches, which doubled their TPOT."""
+    work = step_cases.Workload(tpot_batches=(64,), long_batches=(), ttft_inputs=(8192,))
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "page_size": 16}
+    limits = tiny_limits(**sizes, max_model_len=work.max_model_len, groups=TWO_POOLS)
+    pages = split_pages(limits, work.num_pages(limits))
+    tokens = work.tpot_input + 1 + step_cases.DECODED
+    needed = limits.pages_needed(tokens)
+    assert all(own > 64 * each for own, each in zip(pages, needed, strict=True))
 
 
 def test_a_file_of_another_machine_is_refused_before_measuring(

@@ -31,6 +31,13 @@ def test_arguments_that_fit() -> None:
     assert (out.shape, k_pages.shape) == ((ROWS, HEADS, HEAD_DIM), PAGES.shape)
 
 
+def test_without_appends_nothing_is_written() -> None:
+    pools = {"k_pages": PAGES + 1, "v_pages": PAGES + 2}
+    change = {"qkv": FITTING["qkv"][:, :HEADS], "qk_norms": jnp.ones((1, HEAD_DIM)), **pools}
+    out, k_pages, v_pages = append_decode(DecodeArgs(**FITTING | change, appends=False))
+    assert (out == 2).all() and (k_pages == 1).all() and (v_pages == 2).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -44,6 +51,8 @@ def test_arguments_that_fit() -> None:
         pytest.param({"cos": ANGLES[:2]}, "do not fit 3 rows of head_dim 8", id="angles"),
         pytest.param({"qk_norms": jnp.ones((1, 8))}, "must be two of head_dim 8", id="norms"),
         pytest.param({"cos": None, "sin": None}, "with cos and sin", id="norms_without_rope"),
+        pytest.param({"appends": False, "values": "keys"}, "no values to be keys", id="appends"),
+        pytest.param({"appends": False}, "must be one of head_dim 8", id="norms_of_keys"),
         pytest.param({"window": 0}, "window must be at least 1", id="window"),
         pytest.param({"arrivals": jnp.zeros(5, jnp.int32)}, "fewer than 3 rows", id="arrivals"),
     ],

@@ -19,6 +19,7 @@ from kit.residency import resident_pages
 from pallas_kernels.experts import cases, native, ref, xla
 from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.experts.tiles import Tiles, max_tiles, tiles_of
+from pallas_kernels.gemm import epilogues
 from pallas_kernels.native.library import library, variants
 from pallas_kernels.route.api import RouteArgs, route
 from pallas_kernels.route.routing import Groups, Routing
@@ -222,3 +223,11 @@ def test_wrong_arguments_of_route(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"w": jnp.zeros((5, 3)), "routing": Routing(2)}
     with pytest.raises(ValueError, match=message):
         route(RouteArgs(x=jnp.ones((2, 3)), **given | change))
+
+
+def test_gelu_by_a_sigmoid() -> None:
+    """The kernels' form of GELU is that by tanh; bfloat16 would hide a difference."""
+    gate = jnp.concatenate([jnp.linspace(-12, 12, 997), jnp.asarray([-1e9, 1e9, 0.0])])
+    expected = 3 * jax.nn.gelu(gate, approximate=True)
+    found = epilogues.geglu(gate, jnp.full(gate.shape, 3.0))
+    np.testing.assert_allclose(found, expected, rtol=3e-6, atol=2e-6)

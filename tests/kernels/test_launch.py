@@ -58,6 +58,8 @@ def call_of(
         pytest.param(call_of(64, 8, 64, 64), 1, 64, id="narrow_heads_take_no_more_keys"),
         pytest.param(call_of(64, 8, 96, 64), 1, 64, id="head_dim_is_padded"),
         pytest.param(call_of(64, 4, 256, 64), 1, 32, id="wide_heads_take_fewer_keys"),
+        pytest.param(call_of(1, 2, 512, 67), 32, 32, id="widest_heads_take_eight_warps"),
+        pytest.param(call_of(64, 2, 512, 67), 2, 32, id="widest_heads_of_many_rows"),
         pytest.param(call_of(8, 8, 128, 64, "float32"), 4, 16, id="float32"),
     ],
 )
@@ -81,12 +83,14 @@ def test_heads_per_cta(tokens: int, heads: int, expected: int) -> None:
         pytest.param((512, 32, 128), "bfloat16", 64, 64, id="smaller_tiles_for_few_queries"),
         pytest.param((8192, 9, 64), "float16", 128, 128, id="narrow_heads_take_more_keys"),
         pytest.param((16, 8, 256), "bfloat16", 128, 64, id="wide_heads_take_eight_warps"),
+        pytest.param((16, 8, 512), "bfloat16", 128, 32, id="widest_heads_divide_their_values"),
         pytest.param((8192, 32, 128), "float32", 16, 16, id="float32"),
     ],
 )
 def test_heuristic_of_prefill(q: tuple[int, ...], dtype: str, rows: int, block: int) -> None:
     choice = prefill_launch.heuristic_config(jax.ShapeDtypeStruct(q, jnp.dtype(dtype)))
     assert (choice.rows, choice.block) == (rows, block)
+    assert choice.value_columns == (256 if q[2] > 256 else 0)
 
 
 def test_a_tuned_choice_wins_over_the_heuristic(tmp_path: Path, monkeypatch) -> None:

@@ -39,6 +39,7 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Impl, Inputs, select
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.lib.shapes import (
+    GEMMA4_26B,
     GPT_OSS_20B_TP8,
     LLAMA3_2_3B,
     QWEN2_5_7B,
@@ -53,7 +54,11 @@ QWEN_STEPS = [
     for case in append_decode.CASES
     if case.name.startswith("qwen3_4b_step") and not case.kv_dtype and len(case.seq_lens) > 1
 ]
-STEPS = [*QWEN_STEPS, CASES["gpt_oss_20b_step_b8_ctx1056_window128"]]
+STEPS = [
+    *QWEN_STEPS,
+    CASES["gpt_oss_20b_step_b8_ctx1056_window128"],
+    *(CASES[f"gemma4_26b_window_b{rows}_ctx1056"] for rows in (1, 8, 64)),
+]
 INTERPRETED = [
     ("qwen3_4b_bf16", MosaicConfig(1, 64, 3, max_clusters=24)),
     ("gpt2_no_rope_f16", MosaicConfig(1, 128, 2, max_clusters=5)),
@@ -63,9 +68,11 @@ INTERPRETED = [
     ("qwen3_4b_tp8_page64_bf16", MosaicConfig(2, 128, 2, max_clusters=4)),
     ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(2, 64, 2, max_clusters=4)),
     ("qwen3_4b_tp8_window_page64_bf16", MosaicConfig(1, 128, 2, max_clusters=2)),
+    ("gemma4_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
 ]
 INTERPRETED_NIGHTLY = [
     ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
+    ("gemma4_values_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
     ("smollm2_tp3_sinks_window_of_one_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
 ]
 
@@ -164,11 +171,12 @@ def _call(case: DecodeCase) -> DecodeArgs:
         scale=h**-0.5,
         eps=1e-6,
         window=case.window,
+        values=case.values,
     )
 
 
-UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, GPT_OSS_20B_TP8]
-OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page64")
+UNSWIZZLED = [LLAMA3_2_3B, QWEN2_5_7B, GPT_OSS_20B_TP8, GEMMA4_26B]
+OFTEN = ("b8_ctx1056_page16", "b64_ctx1056_page64", "gemma4_26b_window_b64_ctx1056")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +227,9 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
     [
         pytest.param(replace(WANTED, dtype="float32"), "heads are float32", id="float32"),
         pytest.param(CASES["qwen3_4b_fp8"], "pages float8_e4m3fn", id="fp8"),
-        pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is neither", id="head_dim"),
+        pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is not", id="head_dim"),
+        pytest.param(CASES["gemma4_keys_bf16"], "values are keys", id="values"),
+        pytest.param(CASES["gemma4_shared_bf16"], "not appended", id="appends"),
         pytest.param(replace(WANTED, page_size=24), "page_size 24 is not", id="page_size"),
         pytest.param(
             replace(WANTED, heads=QWEN3_4B_TP8, seq_lens=(90,), padding=0),

@@ -23,7 +23,7 @@ from pallas_kernels.experts import cases, hopper, launch, tiles, triton
 from pallas_kernels.experts.api import OP
 from pallas_kernels.experts.cases import ExpertsCase
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import PLAIN
+from pallas_kernels.experts.stack import GEGLU, PLAIN
 from pallas_kernels.gemm import tiles as gemm_tiles
 from pallas_kernels.harness.registry import Impl, select
 from pallas_kernels.harness.testing import mismatch
@@ -43,13 +43,17 @@ INTERPRETED = {
     "one_token": replace(BF16, tokens=1),
     "outside": replace(BF16, tokens=33, load="holes"),
     "biases": replace(BF16, tokens=9, biases=True, activation=cases.CLAMPED),
+    "geglu": replace(BF16, tokens=1, width=64, activation=GEGLU),
+    "odd_steps": replace(BF16, tokens=40, width=128, inner=320, count=3, chosen=2),
     "one_expert_has_all": replace(BF16, tokens=24, load="few", count=3),
     "many_of_few": CASES["holes_bf16_t100"],
     "several_steps": replace(BF16, tokens=8, width=320, inner=192),
     "prompt": replace(BF16, tokens=MANY, load="holes", split=False),
     "prompt_few_experts": replace(BF16, tokens=150, count=3, load="few", inner=128),
+    "geglu_prompt": replace(BF16, tokens=MANY, activation=GEGLU),
     "prompt_biases": replace(BF16, tokens=MANY, biases=True, activation=cases.CLAMPED),
     "int4": TILES,
+    "geglu_int4": replace(TILES, activation=GEGLU),
     "int4_sorted": replace(TILES, tokens=17, load="holes", inner=128),
     "int4_zeros": replace(TILES, form="int4_zeros", group=64, width=128),
     "int4_offsets": replace(TILES, form="int4_offsets", inner=128),
@@ -67,6 +71,7 @@ INTERPRETED = {
     "fp8_blocks_many_of_few": CASES["fp8_blocks_tiles_t100"],
     "fp8_prompt": replace(TILES, form="fp8", group=0, tokens=MANY),
     "fp8_blocks_prompt": CASES["fp8_blocks_tiles_t200"],
+    "geglu_int4_prompt": replace(TILES, tokens=MANY, activation=GEGLU),
     "int4_prompt": replace(TILES, tokens=MANY, load="holes"),
     "int4_offsets_prompt": replace(TILES, form="int4_offsets", tokens=MANY, load="holes"),
     "q4_k_prompt": replace(TILES, form="q4_k", tokens=200, **K_FORM),
@@ -78,6 +83,7 @@ INTERPRETED = {
     "mxfp4_prompt": replace(TILES, tokens=MANY, form="mxfp4", biases=True, width=128),
 }
 NIGHTLY = (
+    *("geglu_prompt", "geglu_int4", "geglu_int4_prompt", "gemma4_26b_t1024"),
     *("fp8", "fp8_prompt", "fp8_blocks_many_of_few", "qwen3_30b_fp8_t8192"),
     *("several_steps", "one_expert_has_all", "prompt_few_experts", "int4", "int4_zeros", "int8"),
     *("int4_prompt", "fp4", "fp4_prompt", "qwen3_30b_t1024", "qwen3_30b_int4_t64"),
@@ -87,6 +93,7 @@ NIGHTLY = (
 LOWERED = (
     *("qwen3_30b_t1", "qwen3_30b_t1024", "qwen3_30b_int4_t64", "gpt_oss_20b_fp4_t8192"),
     *("qwen3_30b_fp8_t8", "qwen3_30b_fp8_t8192"),
+    *("gemma4_26b_t8", "gemma4_26b_t1024"),
 )
 
 
@@ -119,7 +126,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter would start a thread for each warp.
     monkeypatch.setattr(plgpu, "warp_map", lambda run: run(jnp.int32(0)))
     few_sms = SimpleNamespace(num_sms=3)  # so that CTAs compute several items
-    monkeypatch.setattr(gemm_tiles, "current_device", lambda: few_sms)
+    for module in (gemm_tiles, launch):
+        monkeypatch.setattr(module, "current_device", lambda: few_sms)
     replace_registers(monkeypatch)
 
 
@@ -261,3 +269,21 @@ def test_rows_of_a_prompts_tile(tokens: int, rows: int) -> None:
     assert launch.width_of(tokens, 4, 32, (fp8, fp8)) == rows
     small_groups = mxfp4._replace(scales_weights=False, group=16)
     assert launch.width_of(tokens, 4, 32, (mxfp4, small_groups)) <= 96  # else registers spill
+
+
+def test_steps_of_few_tokens() -> None:
+    """Inputs in an odd number of tiles are shared by two warpgroups, if all CTAs have items."""
+
+    def config(tokens: int, inner: int) -> launch.DecodeConfig:
+        args = _shapes(replace(CASES["gemma4_26b_t8"], tokens=tokens, inner=inner))
+        return launch.decode_config(launch.sizes_of(args)[1])
+
+    assert config(1, 704) == launch.DecodeConfig(64, 16)
+    assert config(64, 704) == launch.DecodeConfig(64, 13, 2)
+    assert config(64, 768) == launch.DecodeConfig(256, 6)
+
+
+@pytest.mark.parametrize(("inner", "all_tokens"), [(704, False), (768, True)])
+def test_tokens_are_sorted_if_an_item_is_narrow(inner: int, all_tokens: bool) -> None:
+    args = _shapes(replace(CASES["gemma4_26b_t8"], tokens=64, inner=inner))
+    assert launch.sizes_of(args)[0].all_tokens == all_tokens

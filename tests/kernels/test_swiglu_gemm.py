@@ -38,6 +38,7 @@ LAUNCHES = {
         SwigluConfig(128, 64, 128, 3, 1, 2),
     ),
     "tokens_overhang": (SwigluCase("odd", 600, 320, 192), SwigluConfig(256, 64, 64, 3, 1, 2)),
+    "geglu": (replace(SMALL, tokens=128, outer=64, gelu=True), SwigluConfig(128, 64, 64, 2, 1, 8)),
     "a_cluster_shares_weights": (SMALL, SwigluConfig(128, 128, 64, 2, 2, 2)),
     "the_first_warpgroup_leads": (
         replace(SMALL, inner=256),
@@ -102,7 +103,7 @@ def _call(case: SwigluCase) -> tuple[GemmArgs]:
     dtype = jnp.dtype(case.dtype)
     x: Any = jax.ShapeDtypeStruct((case.tokens, case.inner), dtype)
     w: Any = jax.ShapeDtypeStruct((case.inner, 2 * case.outer), dtype)
-    return (GemmArgs(x=x, w=w, swiglu=True),)
+    return (GemmArgs(x=x, w=w, swiglu=True, gelu=case.gelu),)
 
 
 @pytest.mark.parametrize("case", [*ON_GPU, MIXED_STEP], ids=lambda case: case.name)

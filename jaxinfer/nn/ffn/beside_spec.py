@@ -18,7 +18,7 @@ class DenseAndExpertsConfig(FeedForwardSpec):
     """A dense network and a mixture of experts of the same stream, as in Gemma 4.
 
     Each has a norm of its own before it and one of its output; the outputs are added. The router
-    has a third norm of the stream, and multiplies its result by D ** -0.5.
+    has a third norm of the stream.
     """
 
     dense: FeedForwardConfig

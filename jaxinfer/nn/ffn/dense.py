@@ -34,7 +34,8 @@ class FeedForward(nn.Module):
         c, name = self.config, "gate_up" if self.config.gated else "up"
         w, down = weight(self, name), weight(self, "down")
         bias = param(self, f"{name}_bias") if c.bias else None
-        swiglu = c.gated and c.activation == "silu" and not c.bias  # in one kernel
+        gelu = c.activation == "gelu_tanh" and w.is_dense
+        swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         # for one token ``norm_gemm`` has a kernel
         fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
@@ -44,7 +45,8 @@ class FeedForward(nn.Module):
             args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
             y = quantised_mlp(args)
             return stream.x, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
-        hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, swiglu=swiglu)
+        static = {"swiglu": swiglu, "gelu": swiglu and gelu}
+        hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)

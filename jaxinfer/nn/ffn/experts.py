@@ -84,12 +84,11 @@ class Experts(nn.Module):
             w=param(self, "router"),
             bias=param(self, "router_bias") if c.router_bias else None,
             choice_bias=param(self, "choice_bias") if c.choice_bias else None,
+            expert_scale=param(self, "expert_scale") if c.expert_scale else None,
             is_token=is_token,
             routing=c.routing,
         )
         choices, weights = route(args, ctx.pinned("route"))
-        if c.expert_scale:
-            weights = weights * param(self, "expert_scale").astype(jnp.float32)[choices]
         match c.dummy_routing:
             case "uniform":
                 dummy = _shifted(choices, h, c.count)

@@ -26,7 +26,7 @@ from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
-from pallas_kernels.lib.numerics import rms_norm, split_and_rotate, split_heads
+from pallas_kernels.lib.numerics import Values, split_and_rotate, split_heads, with_values
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -36,6 +36,13 @@ class QKNorm(NamedTuple):
 
     weights: jax.Array | None  # [2, H]: of queries, of keys; None without the norm
     eps: float  # static
+
+
+class _Norms(NamedTuple):
+    """The arguments of every kernel that normalises heads."""
+
+    qk_norm: QKNorm
+    values: Values
 
 
 class Attention(nn.Module):
@@ -67,8 +74,6 @@ class Attention(nn.Module):
         if c.qk_norm == "all_heads":
             qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
-        if c.values != "projected":
-            heads = _with_values(heads, c, norm.eps)
         out, state = attend(
             heads,
             state,
@@ -77,6 +82,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
+            values=c.values,
             sinks=param(self, "sinks") if c.sinks else None,
             only=only,
         )
@@ -108,18 +114,6 @@ def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
     return (out.astype(jnp.float32) * by).astype(out.dtype)
 
 
-def _with_values(
-    heads: jax.Array,  # [T, N + 2K, H], or without values [T, N + K, H]
-    config: AttentionConfig,
-    eps: float,
-) -> jax.Array:  # [T, N + 2K, H]
-    """Queries, keys, and values after their norm; they may be made of the keys."""
-    last = heads[:, -config.num_kv_heads :]
-    values = rms_norm(last, jnp.ones(config.head_dim, heads.dtype), eps)
-    others = heads if config.values == "keys" else heads[:, : -config.num_kv_heads]
-    return jnp.concatenate([others, values], axis=1)
-
-
 def _norm_all_heads(
     qkv: jax.Array,  # [T, (N + 2K) * H]
     weights: jax.Array,  # [(N + K) * H]: of queries, of keys
@@ -143,7 +137,7 @@ def _norm_all_heads(
 
 
 def attend(
-    qkv: jax.Array,  # [T, N + 2K, H]: heads of queries, keys and values
+    qkv: jax.Array,  # [T, N + 2K, H]: heads of queries, keys and values; see ``Values``
     state: LayerArrays | None,
     ctx: StepContext,
     *,
@@ -151,6 +145,7 @@ def attend(
     qk_norm: QKNorm,
     scale: float,
     window: int | None,
+    values: Values = "projected",
     sinks: jax.Array | None = None,  # [N]
     only: jax.Array | None = None,  # int32[B]
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
@@ -160,24 +155,28 @@ def attend(
     Without state, a whole sequence attends to itself.
     """
     angles = ctx.angles[0] if ctx.angles else None
+    if state is None or angles is None:  # the kernels that rotate make the values, too
+        qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
+        values = "projected"
     if state is None:
         return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only)
     pages, d = ctx.pages[0], ctx.num_decodes
     static = {"scale": scale, "window": window}
     if qkv.shape[0] == d:
-        return _decode(qkv, state, ctx, angles, qk_norm, sinks, **static)
+        return _decode(qkv, state, ctx, angles, qk_norm, values, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     prompts, pools = qkv[d:], (state["k"], state["v"])
-    q, pools = _append(prompts, pools, pages.slot_mapping[d:], ctx, angles, qk_norm, num_kv_heads)
+    slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
+    q, pools = _append(prompts, pools, slots, ctx, angles, *norms)
     state = {"k": pools[0], "v": pools[1]}
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, ctx, angles, qk_norm, sinks, **static)
+        return _decode(qkv[only], state, ctx, angles, *norms, sinks, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, ctx, first, qk_norm, sinks, **static)
+        out, state = _decode(qkv[:d], state, ctx, first, *norms, sinks, **static)
         parts.append(out)
     parts.append(prefill(q, state, ctx, sinks, **static))
     return jnp.concatenate(parts) if d else parts[0], state
@@ -216,16 +215,16 @@ def _append(
     ctx: StepContext,
     angles: Angles | None,
     qk_norm: QKNorm,
-    num_kv_heads: int,
+    values: Values,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # [T, N, H]
     """The queries of prompts, and the pools after appending their keys and values."""
     to = {"k_pages": pools[0], "v_pages": pools[1], "slot_mapping": slots}
     if angles is None:
-        q, k, v = split_heads(qkv, num_kv_heads)
+        q, k, v = split_heads(qkv, pools[0].shape[2])
         return q, kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append"))
     cos, sin = angles.take(slice(ctx.num_decodes, None))
     args = RopeAppendArgs(
-        qkv=qkv, cos=cos, sin=sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps
+        qkv=qkv, cos=cos, sin=sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps, values=values
     )
     q, k_pages, v_pages = qk_rope_append(args, ctx.pinned("qk_rope_append"))
     return q, (k_pages, v_pages)
@@ -237,6 +236,7 @@ def _decode(
     ctx: StepContext,
     angles: Angles | None,  # of these rows
     qk_norm: QKNorm,
+    values: Values,
     sinks: jax.Array | None,  # [N]
     *,
     scale: float,
@@ -259,6 +259,7 @@ def _decode(
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
+        values=values,
     )
     out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
     return out, {"k": k_pages, "v": v_pages}

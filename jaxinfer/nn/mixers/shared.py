@@ -8,19 +8,21 @@ Parameters of ``SharedAttention``:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.mixers.attention import dense_attention, output, prefill
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
+from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.lib.numerics import rms_norm, rotate
-from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 
 
 class SharedAttention(nn.Module):
@@ -45,60 +47,78 @@ class SharedAttention(nn.Module):
         bias = param(self, "q_bias") if c.qkv_bias else None
         q, stream, _ = linear(stream, weight(self, "q"), ctx, norm=norm, bias=bias)
         q = q.reshape(-1, c.num_heads, c.head_dim)
-        if c.qk_norm == "head":
-            q = rms_norm(q, param(self, "q_norm")[0], norm.eps)
-        if ctx.angles:
-            q = rotate(q, *ctx.angles[0])
+        angles = ctx.angles[0] if ctx.angles else None
+        rotation = _Rotation(
+            param(self, "q_norm") if c.qk_norm == "head" else None, norm.eps, angles
+        )
         if ctx.rows is None:
-            k, v = state["k"], state["v"]
-            out = dense_attention(ctx.at("q", q), k, v, ctx, c.scale, c.window)
+            q, k, v = ctx.at("q", rotation.of(q, slice(None))), state["k"], state["v"]
+            out = dense_attention(q, k, v, ctx, c.scale, c.window)
             out = out if only is None else out[only]
         else:
-            out = _paged(q, state, ctx, c, only)
+            out = _paged(q, rotation, state, ctx, c, only)
         return *output(self, c, stream, out, ctx, only), state
+
+
+class _Rotation(NamedTuple):
+    """The norm and the rotation of queries before they attend."""
+
+    norm: jax.Array | None  # [1, H]
+    eps: float
+    angles: Angles | None
+
+    def of(self, q: jax.Array, tokens: slice) -> jax.Array:  # [T, N, H]
+        """Queries of these tokens, normalised and rotated."""
+        if self.norm is not None:
+            q = rms_norm(q, self.norm[0], self.eps)
+        return q if self.angles is None else rotate(q, *self.angles.take(tokens))
 
 
 def _paged(
     q: jax.Array,  # [T, N, H]
+    rotation: _Rotation,
     state: LayerArrays,
     ctx: StepContext,
     config: AttentionConfig,
     only: jax.Array | None,  # int32[B]
 ) -> jax.Array:  # [T, N, H], or with only [B, N, H]
-    """Attention over the pages of the other layer.
-
-    Nothing is written: a write after a read makes XLA copy the pools. So single tokens attend as
-    prompts of one token, and not in ``append_decode``.
-    """
+    """Attention over the pages of the other layer; nothing is written."""
     d = ctx.num_decodes
     if only is not None:
-        return _single_tokens(q[only], state, ctx, config)
-    parts = [_single_tokens(q[:d], state, ctx, config)] if d else []
+        return _single_tokens(q[only], rotation, only, state, ctx, config)
+    parts = [_single_tokens(q[:d], rotation, slice(d), state, ctx, config)] if d else []
     if d < len(q):
-        parts.append(prefill(q[d:], state, ctx, scale=config.scale, window=config.window))
+        prompts = rotation.of(q[d:], slice(d, None))
+        parts.append(prefill(prompts, state, ctx, scale=config.scale, window=config.window))
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _single_tokens(
     q: jax.Array,  # [rows, N, H]
+    rotation: _Rotation,
+    tokens: jax.Array | slice,  # of ``q`` in the step
     state: LayerArrays,
     ctx: StepContext,
     config: AttentionConfig,
 ) -> jax.Array:  # [rows, N, H]
     """Attention of the last token of each of the first rows; zeros for rows without context."""
     rows, pages = len(q), ctx.pages[0]
-    lens = pages.seq_lens[:rows]
-    is_real = lens > 0
-    args = PrefillArgs(
-        q=q,
+    if rotation.angles is None:  # the kernels have no norm without a rotation
+        q, rotation = rotation.of(q, slice(None)), rotation._replace(norm=None)
+    cos, sin = (None, None) if rotation.angles is None else rotation.angles.take(tokens)
+    args = DecodeArgs(
+        qkv=q,
+        cos=cos,
+        sin=sin,
+        qk_norms=rotation.norm,
         k_pages=state["k"],
         v_pages=state["v"],
-        # a prompt has a context: that of padding is the first entry of page 0
-        page_table=jnp.where(is_real[:, None], pages.page_table[:rows], 0),
-        seq_lens=jnp.maximum(lens, 1),
-        query_start_loc=jnp.arange(rows + 1, dtype=jnp.int32),
+        page_table=pages.page_table[:rows],
+        seq_lens=pages.seq_lens[:rows],
+        arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
         scale=config.scale,
+        eps=rotation.eps,
         window=config.window,
+        appends=False,
     )
-    out = paged_prefill(args, ctx.pinned("paged_prefill"))
-    return jnp.where(is_real[:, None, None], out, 0)
+    return append_decode(args, ctx.pinned("append_decode"))[0]
