@@ -22,6 +22,14 @@ def part(count: int, devices: int, what: str) -> int:
     return own
 
 
+def kv_part(count: int, devices: int) -> int:
+    """One device's part of so many KV heads; several devices may have the same one.
+
+    Raises ``ConfigError`` if they cannot be divided.
+    """
+    return 1 if devices % count == 0 else part(count, devices, "KV heads")
+
+
 class BlockSpec(Protocol):
     """A mixer or a feed-forward network as data. Hashable.
 

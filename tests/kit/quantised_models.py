@@ -15,7 +15,6 @@ import numpy as np
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.plan import plan_params
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -101,7 +100,7 @@ def quantised_model(arrangement: str | None = None) -> tuple[Model, Params]:
     model = replace(model, arrangement=arrangement)
     made: dict[str, np.ndarray] = {}
     for planned in plan_params(model, checkpoint):
-        made |= planned.whole(checkpoint, default_placement())
+        made |= planned.whole(checkpoint)
     return model, nested({path: jnp.asarray(array) for path, array in made.items()})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxinfer.core.errors import ArgumentError
 from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import nested
+from jaxinfer.models.place import placed_leaves
 from jaxinfer.nn.placement import Axes, Placement
 
 
@@ -30,6 +31,23 @@ def placed_params(model: Model, params: Any, placement: Placement) -> Params:
     floats = {p: array for p, array in made.items() if jnp.issubdtype(array.dtype, jnp.floating)}
     check_values(floats)
     return nested(made)
+
+
+def placed_parts(
+    model: Model, leaves: Mapping[str, Any], placement: Placement, others: Container[str]
+) -> dict[str, jax.Array]:
+    """Whole arrays by path, all but ``others``, divided among the devices of the model.
+
+    Raises ``ArgumentError``, naming the parameter, as ``placed_params`` does, and for a part of a
+    quantised matrix.
+    """
+    wanted = {path: whole for path, whole in model.whole.arrays.items() if path not in others}
+    known = checked_params(nested(leaves), wanted)
+    for path, leaf in known.items():
+        _check_alive(path, leaf)
+    # a copy of numpy's, whose memory JAX may keep on a CPU
+    given = {p: one if isinstance(one, jax.Array) else np.array(one) for p, one in known.items()}
+    return placed_leaves(given, model, placement)
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:

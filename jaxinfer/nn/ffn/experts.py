@@ -47,9 +47,12 @@ class Experts(nn.Module):
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
-        if ctx.axis is not None:  # numbers of this device's experts; others are outside
+        down_bias = param(self, "down_bias") if c.bias else None
+        if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
             own = c.count // jax.lax.axis_size(ctx.axis)
             choices = choices - own * jax.lax.axis_index(ctx.axis)
+        elif ctx.axis is not None and down_bias is not None:  # one device adds it
+            down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
         args = ExpertsArgs(
             x=h,
             choices=choices,
@@ -57,7 +60,7 @@ class Experts(nn.Module):
             gate_up=weight(self, "gate_up").matrix,
             down=weight(self, "down").matrix,
             gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
-            down_bias=param(self, "down_bias") if c.bias else None,
+            down_bias=down_bias,
             activation=c.activation,
             split=ctx.axis is None,
         )
