@@ -1,4 +1,4 @@
-"""Engines on several fake CPU devices draw the tokens of one: ``python -m kit.parallel FOLDER ...``.
+"""Engines on several fake CPU devices draw the tokens of one: ``python -m kit.parallel ...``.
 
 A process, as the number of devices must be set before JAX starts. Prints "checked".
 """

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,6 +50,9 @@ from pallas_kernels.harness.pins import Pins, checked_pins
 from pallas_kernels.harness.tuned import check_choices
 from pallas_kernels.native.library import BrokenLibrary, library
 
+# settings of bundles that were made when there was one device
+_OF_ONE_DEVICE = MappingProxyType({"tensor_parallel_size": 1, "enable_expert_parallel": False})
+
 
 def plan_engine(
     config: EngineConfig,
@@ -69,6 +73,11 @@ def plan_engine(
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
     placement = _placement(config, mesh)
+    config = replace(
+        config,
+        tensor_parallel_size=placement.num_devices,
+        enable_expert_parallel=bool(config.enable_expert_parallel),
+    )
     if bundle is not None:
         bundle.check_machine(placement)
     given, config = config, with_device_defaults(config, platform)
@@ -214,7 +223,8 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
     """Replace missing settings by the bundle's; raises ``ConfigError`` for contradicting ones."""
     changes: dict[str, Any] = {}
     for name in COMPILED:
-        given, made = getattr(config, name), bundle.manifest.settings.get(name)
+        made = bundle.manifest.settings.get(name, _OF_ONE_DEVICE.get(name))
+        given = getattr(config, name)
         if given in (None, "auto"):
             changes[name] = made
         elif given != made and name != "num_pages":  # compared after planning, which may need fewer
