@@ -108,7 +108,7 @@ def place_to_publish(place: jax.Array, axis: str | None) -> jax.Array:  # int32[
 
     At address 0 ``publish`` writes nothing. ``axis`` is as in ``StepContext``.
     """
-    return place if axis is None else place * (lax.axis_index(axis) == 0)
+    return place if axis is None else jnp.where(lax.axis_index(axis) == 0, place, 0)
 
 
 def any_extras(
