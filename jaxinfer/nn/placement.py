@@ -253,13 +253,13 @@ def default_placement(count: int = 1) -> Placement:
         device = jax.devices(device)[0]
     if count == 1:
         return placement_on([device])
-    found = [one for one in jax.devices(device.platform) if one.process_index == 0]
+    found = jax.local_devices(backend=device.platform)
     if len(found) < count:
-        more = "; set JAX_NUM_CPU_DEVICES for a trial" if device.platform == "cpu" else ""
+        more = f" (JAX_NUM_CPU_DEVICES={count} makes some)" if device.platform == "cpu" else ""
         raise ConfigError(
             f"tensor_parallel_size is {count}, and JAX finds {len(found)} device"
-            f"{'s' * (len(found) != 1)} of the platform {device.platform}; lower it, or let JAX "
-            f"see more devices{more}"
+            f"{'s' * (len(found) != 1)} of the platform {device.platform}; lower it, or show JAX "
+            f"more devices{more}"
         )
     return placement_on(one_kind(found[:count]))
 

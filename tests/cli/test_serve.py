@@ -165,7 +165,8 @@ def test_flags_without_effect_are_noticed(started: Started, line: str) -> None:
 
 
 REFUSED = {
-    "-tp 2": "tensor_parallel_size=2 is not supported: one device is used",
+    "-tp 0": "tensor_parallel_size must be at least 1, got 0",
+    "-pp 2": "pipeline_parallel_size=2 is not supported: use tensor_parallel_size for several",
     "--quantization int3": "quantization 'int3' is unknown; use one of fp8, int8, int4",
     "--kv-cache-dtype fp8": "the cache has the model's dtype",
     "--no-enable-chunked-prefill": "prefill is always chunked",

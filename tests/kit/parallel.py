@@ -30,9 +30,10 @@ from jaxinfer.models.division import own_part
 from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
 from jaxinfer.nn.placement import Placement, default_placement, one_kind, placement_on
+from jaxinfer.rl.trainer_weights import TrainerWeights
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
-from jaxinfer.weights.save import write_model
+from jaxinfer.weights.save import ParamsCheckpoint, write_model
 from jaxinfer.weights.sources import resolve_source
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
@@ -401,6 +402,33 @@ def research(folder: Path) -> None:
     given = [{"prompt_token_ids": one} for one in PROMPTS]
     drawn = [tokens_of(model.generate(given, GREEDY)) for model in (one, two)]
     assert drawn[0] == drawn[1]
+    edit = {"layers.0.z": lambda z: 2 * z, "layers.1.mlp_post": lambda h: h.at[:, 3].add(1.0)}
+    edited = [tokens_of(model.generate(given, GREEDY, edit=edit)) for model in (one, two)]
+    assert edited[0] == edited[1] != drawn[0]
+
+
+def embeddings(folder: Path) -> None:
+    """Vectors of an engine that pools."""
+    path = written(folder / "qwen3", config_of("qwen3"))
+    settings = {**SIZES, "cache_dir": str(folder / "cache"), "task": "embed"}
+    given = [{"prompt_token_ids": one} for one in PROMPTS]
+    found = []
+    for degree in (1, DEVICES):
+        outputs = LLM(str(path), tensor_parallel_size=degree, **settings).embed(given)
+        found.append([output.outputs.embedding for output in outputs])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-5)
+
+
+def trainer(folder: Path) -> None:
+    """A trainer's weights are made into the parts of devices in one program."""
+    model, params, _ = model_and_weights(folder)
+    placement, divided = placement_on(jax.devices()), replace(model, devices=DEVICES)
+    tensors = ParamsCheckpoint(model, params)
+    tree = {name: jax.numpy.asarray(tensors.read(name)) for name in tensors.tensors}
+    tree = {n: a if a.ndim < 2 or "embed" in n else a.T for n, a in tree.items()}
+    mapping = {name: (name, None) for name in tree}
+    made = by_path(TrainerWeights(divided, placement, mapping).params(tree))
+    check_parts(made, by_path(params), divided, placement)
 
 
 def bundles(folder: Path) -> None:
@@ -432,6 +460,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "hybrid": hybrid,
     "quantised": quantised,
     "research": research,
+    "embeddings": embeddings,
+    "trainer": trainer,
     "bundles": bundles,
     **{name: family(name) for name in CONFIGS},
     **{f"{name}_sliced": sliced(name) for name in SLICED},
