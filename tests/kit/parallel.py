@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from gguf import GGMLQuantizationType
 
 import jaxinfer
 from jaxinfer import LLM, SamplingParams
@@ -25,6 +26,7 @@ from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
+from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.division import own_part
 from jaxinfer.models.params import by_path
@@ -35,6 +37,9 @@ from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.save import ParamsCheckpoint, write_model
 from jaxinfer.weights.sources import resolve_source
+from kit import published_formats
+from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+from kit.engines import tiny_limits
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -167,6 +172,37 @@ def quantised(folder: Path) -> None:
     write_gpt_oss(eight, num_local_experts=8)
     check_equal(eight, folder, (2, DEVICES))
     check_equal(eight, folder, (2,), cpu_weights="float32")
+
+
+def files(folder: Path) -> None:
+    """Quantised files of every published format, and GGUF."""
+    for name in published_formats.PUBLISHED:
+        config, tensors, _ = published_formats.published(name)
+        path = published_formats.write_published(folder / name, config, tensors)
+        check_equal(path, folder, (2, DEVICES))
+    of = tiny_llama_config(hidden_size=128, intermediate_size=256, head_dim=32)
+    tensors = random_hf_tensors(build_model(of, "float32"))
+    for kind in ("Q8_0", "Q4_1", "Q5_1"):
+        path = folder / f"{kind}.gguf"
+        write_gguf(path, of, tensors, kind=GGMLQuantizationType[kind])
+        check_equal(path, folder, (2, DEVICES))
+    check_equal(path, folder, (2,), cpu_weights="float32")
+
+
+def lowered(folder: Path) -> None:
+    """Steps for several GPUs can be lowered; none of them waits for masks."""
+    del folder
+    config = config_of("qwen3_moe", hidden_size=512, head_dim=128, moe_intermediate_size=256)
+    model = build_model(config, "bfloat16")
+    layers = (replace(x, ffn=x.ffn.with_experts(slices=True)) for x in model.config.layers)
+    sliced = replace(model, config=replace(model.config, layers=tuple(layers)))
+    for count, own in ((2, model), (DEVICES, sliced)):
+        placement, divided = default_placement(count), replace(own, devices=count)
+        program = Program(divided, tiny_limits(), "gpu", placement=placement)
+        assert not program.reads_masks
+        for name in program.names():
+            text = program.trace(name).lower(lowering_platforms=("cuda",)).as_text()
+            assert ("all_gather" in text) == (name != "admit"), name
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
@@ -459,6 +495,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "taps": taps,
     "hybrid": hybrid,
     "quantised": quantised,
+    "files": files,
+    "lowered": lowered,
     "research": research,
     "embeddings": embeddings,
     "trainer": trainer,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
@@ -16,10 +17,11 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import with_task
 from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.run.new_weights import check_values, placed_params, placed_parts
+from jaxinfer.exec.run.new_weights import check_alive, check_values, placed_params
+from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import by_path, nested
-from jaxinfer.models.place import whole_params
+from jaxinfer.models.place import placed_leaves, whole_params
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import load_params, stream_params
 from jaxinfer.weights.plan import plan_params
@@ -153,7 +155,12 @@ class EngineWeights:
         program = self.plan.program
         others, made = self._quantised(cast("Params", given))
         if program.model.devices > 1:
-            others = placed_parts(program.model, others, program.placement, made)
+            wanted = {path: one for path, one in self.model.arrays.items() if path not in made}
+            known = checked_params(nested(others), wanted)
+            check_alive(known)
+            # copies of numpy's, whose memory JAX may keep on a CPU
+            own = {p: a if isinstance(a, jax.Array) else np.array(a) for p, a in known.items()}
+            others = placed_leaves(own, program.model, program.placement)
         return nested(others | made)
 
     def _quantised(self, tree: Params) -> tuple[dict[str, Any], dict[str, jax.Array]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from jaxinfer.core.errors import ArgumentError
 from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import nested
-from jaxinfer.models.place import placed_leaves
 from jaxinfer.nn.placement import Axes, Placement
 
 
@@ -33,21 +32,10 @@ def placed_params(model: Model, params: Any, placement: Placement) -> Params:
     return nested(made)
 
 
-def placed_parts(
-    model: Model, leaves: Mapping[str, Any], placement: Placement, others: Container[str]
-) -> dict[str, jax.Array]:
-    """Whole arrays by path, all but ``others``, divided among the devices of the model.
-
-    Raises ``ArgumentError``, naming the parameter, as ``placed_params`` does, and for a part of a
-    quantised matrix.
-    """
-    wanted = {path: whole for path, whole in model.whole.arrays.items() if path not in others}
-    known = checked_params(nested(leaves), wanted)
-    for path, leaf in known.items():
+def check_alive(leaves: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError``, naming the parameter, if an array by path is traced or deleted."""
+    for path, leaf in leaves.items():
         _check_alive(path, leaf)
-    # a copy of numpy's, whose memory JAX may keep on a CPU
-    given = {p: one if isinstance(one, jax.Array) else np.array(one) for p, one in known.items()}
-    return placed_leaves(given, model, placement)
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:

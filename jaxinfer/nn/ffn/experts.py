@@ -65,15 +65,17 @@ class Experts(nn.Module):
             split=ctx.axis is None,
         )
         out = experts(args, ctx.pinned("experts"))
-        if ctx.axis is not None:
-            out = jax.lax.psum(out, ctx.axis)
+        shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
-            _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx)
+            _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
             if c.shared_gate:
                 shared = _weighted(shared, h, param(self, "shared_gate"))
-            out = added(out, shared)
-        return stream.x, out
+            if not apart:
+                out = added(out, shared)
+        if ctx.axis is not None:
+            out = jax.lax.psum(out, ctx.axis)
+        return stream.x, added(out, shared) if shared is not None and apart else out
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """The experts of each token and their weights, int32[T, k] and float32[T, k].
