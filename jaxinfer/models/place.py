@@ -56,7 +56,8 @@ def wholes_of(paths: Iterable[str], model: Model) -> list[ArraySpec]:
     model.
     """
     whole, own = model.whole.arrays, model.arrays
-    quantised = {leaf for spec in model.param_specs if _is_quantised(spec) for leaf in spec.leaves}
+    specs = (*model.param_specs, *model.whole.param_specs)
+    quantised = {leaf for spec in specs if _is_quantised(spec) for leaf in spec.leaves}
     found: list[ArraySpec] = []
     for path in paths:
         if model.devices > 1 and path in quantised:

@@ -160,6 +160,16 @@ def quantised(folder: Path) -> None:
     path = written(folder / "wide", config_of("llama", **wide))
     for form in ("int4", "int8", "fp8"):
         check_equal(path, folder, (2, DEVICES), quantization=form)
+    settings = {**SIZES, "cache_dir": str(folder / "cache"), "quantization": "int4"}
+    llm = LLM(str(path), tensor_parallel_size=2, **settings)
+    expected = answers(llm)[0]
+    check_refused(lambda: llm.model.params, "quantised and divided among several devices")
+    other = written(folder / "wide_other", config_of("llama", **wide), seed=7)
+    for given in (str(other), load(str(path), **SIZES).params):  # of floats
+        llm.update_weights(given)
+        assert (answers(llm)[0] == expected) == (given != str(other))
+    kept = load(str(path), **{**settings, "cpu_weights": "auto"}).params
+    check_refused(lambda: llm.update_weights(kept), "is quantised and divided among 2 devices")
     experts = write_gpt_oss(folder / "mxfp4")
     check_equal(experts, folder, (), cpu_weights="float32")
     config = json.loads((experts / "config.json").read_text())

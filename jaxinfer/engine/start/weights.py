@@ -155,7 +155,10 @@ class EngineWeights:
         program = self.plan.program
         others, made = self._quantised(cast("Params", given))
         if program.model.devices > 1:
-            wanted = {path: one for path, one in self.model.arrays.items() if path not in made}
+            done = {s.path for s in program.model.param_specs if s.leaves.keys() & made.keys()}
+            rest = (spec for spec in self.model.param_specs if spec.path not in done)
+            arrays = self.model.arrays
+            wanted = {path: arrays[path] for spec in rest for path in spec.leaves}
             known = checked_params(nested(others), wanted)
             check_alive(known)
             # copies of numpy's, whose memory JAX may keep on a CPU
