@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ from jaxinfer.core.progress import NoProgress
 from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.division import own_part
 from jaxinfer.models.params import by_path
@@ -39,7 +41,7 @@ from jaxinfer.weights.save import ParamsCheckpoint, write_model
 from jaxinfer.weights.sources import resolve_source
 from kit import published_formats
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
-from kit.engines import tiny_limits
+from kit.engines import copy_to_cpu, tiny_limits
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -359,6 +361,16 @@ def described(llm: LLM, path: Path, other: Path) -> list[tuple[str, Any]]:
     return found
 
 
+def staging(folder: Path) -> None:
+    """Batches in staging buffers, of which each device has one, are what every device reads."""
+
+    def of_placement(placement: Placement) -> BatchStaging:
+        return BatchStaging([copy_to_cpu] * placement.num_devices, placement)
+
+    with patch.object(BatchStaging, "of_placement", of_placement):
+        check_equal(model_and_weights(folder)[2], folder, (DEVICES,))
+
+
 def taps(folder: Path) -> None:
     """Activations of which a device has a part are read and steered whole."""
     features(folder, tap_points=",".join([*STEERED, "layers.1.resid_post", "final_norm"]))
@@ -503,6 +515,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "experts": check_experts,
     "features": features,
     "taps": taps,
+    "staging": staging,
     "hybrid": hybrid,
     "quantised": quantised,
     "files": files,
