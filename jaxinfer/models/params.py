@@ -151,8 +151,18 @@ class ParamSpec:
         forms = [source.form for source in sources]
         if self.division is None or self.matrix is None:
             return forms
-        triples = zip(sources, forms, self.shares, strict=True)
-        return [form and share.form(form, source.name) for source, form, share in triples]
+        if forms != [source.form for source in self.sources[: self.sources_per_piece]]:
+            return self._forms_of(sources)
+        return self._first_forms
+
+    @cached_property
+    def _first_forms(self) -> list[Form | None]:
+        """Those of the first piece, which others mostly have too."""
+        return self._forms_of(self.sources[: self.sources_per_piece])
+
+    def _forms_of(self, sources: Sequence[Source]) -> list[Form | None]:
+        pairs = zip(sources, self.shares, strict=True)
+        return [one.form and share.form(one.form, one.name) for one, share in pairs]
 
     def own_sizes(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
         """Outputs and inputs of a device's part of sources of a matrix, or of one piece."""

@@ -79,16 +79,27 @@ def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
             yield np.dtype(own.dtype).name, size
         return
     count = spec.sources_per_piece
+    known: dict[tuple[Form | None, ...], list[tuple[str, int]]] = {}  # pieces are mostly alike
     for piece in range(spec.pieces or 1):
-        own = spec.sources[piece * count : (piece + 1) * count]
-        sizes, forms, is_own = spec.own_sizes(own), spec.own_forms(own), 0 in spec.ranks_of(piece)
-        for source, size, form in zip(own, sizes, forms, strict=True):
-            num_bytes = math.prod(size) * plain.itemsize
-            if form is not None:
-                arrays = form.arrays(*size).values()
-                num_bytes = sum(math.prod(s) * np.dtype(dtype).itemsize for s, dtype in arrays)
-            name = plain.name if source.form is None else str(source.form)
+        own, is_own = spec.sources[piece * count : (piece + 1) * count], 0 in spec.ranks_of(piece)
+        forms = tuple([source.form for source in own])
+        if forms not in known:
+            known[forms] = list(_bytes_by_form(spec, own, plain))
+        for source, (name, num_bytes) in zip(own, known[forms], strict=True):
             yield name, Size(math.prod(source.own_shape), num_bytes * is_own)
+
+
+def _bytes_by_form(
+    spec: ParamSpec, sources: Sequence[Source], plain: np.dtype
+) -> Iterator[tuple[str, int]]:
+    """The form and the bytes of a device's part of each source, of a parameter or a piece."""
+    parts = zip(sources, spec.own_sizes(sources), spec.own_forms(sources), strict=True)
+    for source, size, form in parts:
+        num_bytes = math.prod(size) * plain.itemsize
+        if form is not None:
+            arrays = form.arrays(*size).values()
+            num_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+        yield plain.name if source.form is None else str(source.form), num_bytes
 
 
 def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None) -> ParamSpec:
