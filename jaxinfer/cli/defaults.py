@@ -38,6 +38,8 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "max_model_len": "auto: the model's context, as far as the KV cache holds it",
         "max_num_mixed_tokens": "--max-num-batched-tokens on a CPU; on a GPU {gpu}, or more "
         "for a mixture of experts",
+        "tensor_parallel_size": "1, or as the bundle",
+        "enable_expert_parallel": "off, or as the bundle",
         "gpu_memory_utilization": f"{DEFAULT_GPU_MEMORY_UTILIZATION:g}",
         "kv_cache_memory_bytes": "half the weights on a CPU, 368 MiB to 1 GiB; what "
         "--gpu-memory-utilization leaves on a GPU",

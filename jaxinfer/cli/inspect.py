@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.engine.start.plan import EnginePlan
     from jaxinfer.models.base import Model
+    from jaxinfer.nn.placement import Placement
 
 type Report = dict[str, Any]  # JSON values; sizes are in bytes and tokens
 type Lines = list[tuple[str, str]]  # (name, text)
@@ -107,6 +108,7 @@ def describe_model(plan: EnginePlan) -> Report:
         "parameters": sum(size.count for size in sizes.values()),
         "experts": _experts(model),
         "parameter_bytes": {form: size.nbytes for form, size in sizes.items()},
+        "devices": memory.num_devices,
         "weight_bytes": memory.weight_bytes,
         "memory_bytes": memory_bytes(memory),
         "misfit": misfit(memory),
@@ -163,8 +165,9 @@ def _checkpoint_bytes(plan: EnginePlan) -> dict[str, int]:
 
 def model_lines(report: Report) -> Lines:
     """The report on a model as text."""
-    from jaxinfer.engine.start.summary import sampling_text
+    from jaxinfer.engine.start.summary import on_each, sampling_text
 
+    each = on_each(report["devices"])
     tokens = (report["num_pages"] - 1) * report["page_size"]
     return [
         ("model", report["model"]),
@@ -175,10 +178,10 @@ def model_lines(report: Report) -> Lines:
         ("context", f"{report['context']} tokens; {report['max_model_len']} served"),
         ("parameters", f"{format_count(report['parameters'])} ({report['parameters']})"),
         *([("experts", _experts_text(report["experts"]))] if report["experts"] else []),
-        ("in memory", _by_dtype(report["parameter_bytes"])),
+        ("in memory", _by_dtype(report["parameter_bytes"]) + each),
         (
             "weights",
-            f"{format_bytes(report['weight_bytes'])}; the memory has "
+            f"{format_bytes(report['weight_bytes'])}{each}; the memory has "
             f"{format_bytes(report['memory_bytes'])}",
         ),
         *([("note", report["misfit"])] if report["misfit"] else []),
@@ -187,11 +190,11 @@ def model_lines(report: Report) -> Lines:
             "sampling",
             sampling_text(report["sampling_from"]) or "the model has no defaults of its own",
         ),
-        ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token"),
+        ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token{each}"),
         (
             "pages",
             f"{report['num_pages']} of {report['page_size']} tokens: {tokens} tokens in "
-            f"{format_bytes(report['kv_cache_bytes'])}",
+            f"{format_bytes(report['kv_cache_bytes'])}{each}",
         ),
         (
             "a step",
@@ -227,11 +230,10 @@ def describe_bundle(folder: Path) -> Report:
     from jaxinfer.engine.start.build import check_device
     from jaxinfer.exec.compile.bundle import open_bundle
     from jaxinfer.exec.compile.fingerprint import differences, of_machine
-    from jaxinfer.nn.placement import default_placement
 
     manifest = open_bundle(folder).manifest
     check_device()
-    here = of_machine(default_placement())
+    here = of_machine(_placement_for(manifest.settings.get("tensor_parallel_size") or 1))
     made_for, memory = manifest.fingerprint, manifest.memory
     different = differences(made_for.machine, here)
     return {
@@ -266,6 +268,17 @@ def describe_bundle(folder: Path) -> Report:
             "device_bytes": memory.device and memory.device.total_bytes,
         },
     }
+
+
+def _placement_for(count: int) -> Placement:
+    """So many devices, or one if there are fewer: the report then says that they differ."""
+    from jaxinfer.core.errors import ConfigError
+    from jaxinfer.nn.placement import default_placement
+
+    try:
+        return default_placement(count)
+    except ConfigError:
+        return default_placement()
 
 
 def bundle_lines(report: Report) -> Lines:

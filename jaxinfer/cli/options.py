@@ -51,6 +51,8 @@ MEMORY = Group(
         Setting("max_num_seqs", size, "Sequences that run side by side."),
         Setting("max_num_batched_tokens", size, "Prompt tokens computed in one step."),
         Setting("max_num_mixed_tokens", size, "Prompt tokens in a step with decode rows."),
+        Setting("tensor_parallel_size", size, "Devices that share every layer.", ("-tp",)),
+        Setting("enable_expert_parallel", boolean, "Whole experts on each of several devices."),
         Setting("gpu_memory_utilization", number, "Share of a GPU's memory to use, up to 1."),
         Setting("kv_cache_memory_bytes", size, "Memory for the KV cache: 4G, 500M, bytes."),
         Setting("num_gpu_blocks_override", size, "Pages of the KV cache.", ("--num-pages",)),

@@ -150,7 +150,6 @@ GROUPS = (
     Group(
         "Accepted because scripts for vLLM give them",
         (
-            Setting("tensor_parallel_size", integer, "Only 1.", ("-tp",)),
             Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),
             Setting("data_parallel_size", integer, "Only 1.", ("-dp",)),
             Setting("kv_cache_dtype", text, "Only auto: as the model."),

@@ -88,6 +88,9 @@ class EngineConfig:
     ``max_form_seconds`` and ``max_form_bytes``: CPU time and memory of one form of structured
     outputs; see ``FormLimits``.
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
+    ``tensor_parallel_size``: the devices among which every layer is divided; None is 1. Memory
+    sizes are those of each device. ``enable_expert_parallel``: a device has whole experts; else a
+    part of each expert's columns where kernels can read that (``nn.placement.slices_experts``).
     ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
     documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
     ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
@@ -132,6 +135,8 @@ class EngineConfig:
     prefill_first: bool | None = None
     overlap: bool = True
     tap_points: str | None = None
+    tensor_parallel_size: int | None = None
+    enable_expert_parallel: bool | None = None
     max_form_seconds: float = DEFAULT_FORM_LIMITS.seconds
     max_form_bytes: int = DEFAULT_FORM_LIMITS.num_bytes
     cache_dir: str | None = None
@@ -158,6 +163,7 @@ SIZES = tuple(
 COMPILED = (
     *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),
     *("gpu_memory_utilization", "kernels", "tap_points", "task", "pooling"),
+    "enable_expert_parallel",
 )
 TRUST_CACHE = "JAXINFER_TRUST_CACHE"
 

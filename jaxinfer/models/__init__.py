@@ -13,8 +13,9 @@ from jaxinfer.models.base import (
     normalised_stream,
     unembed,
 )
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.models.registry import build_model, family_for, known_architectures
+from jaxinfer.models.sources import ArraySpec, Source
 
 __all__ = [
     "ArraySpec",

@@ -11,7 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxinfer.core.errors import ArgumentError
-from jaxinfer.models.params import ArraySpec, by_path
+from jaxinfer.models.params import by_path
+from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _TAKES = "forward takes the token ids of one sequence, int32[T]"

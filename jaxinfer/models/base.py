@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from jaxinfer.core.points import IN_LAYER, canonical, expanded, is_pattern, names_of, unknown
 from jaxinfer.models.arguments import checked_token_ids
-from jaxinfer.models.params import ArraySpec, ParamSpec, nested
+from jaxinfer.models.params import ParamSpec, nested
 from jaxinfer.models.quantised import keep_quantised
+from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.block import BlockSpec
 from jaxinfer.nn.context import StepContext, dense_context
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
+from jaxinfer.nn.placement import is_divided
 from jaxinfer.nn.points import BY_HEAD, Edit, Points
 from jaxinfer.nn.state import State, StateLayout
 from pallas_kernels.harness.pins import ALL_XLA, Pins
@@ -58,7 +60,9 @@ class Model:
 
     ``forms`` are the forms of the checkpoint tensors that stay quantised, by their names in the
     family's specs; ``arrangement`` is the name of the order in which kernels read them.
-    ``hf_config`` is the config.json that ``config`` was read from.
+    ``hf_config`` is the config.json that ``config`` was read from. ``devices`` are those among
+    which steps divide it: arrays and state are then those of all devices, in their order
+    (``models.division``), where ``whole`` has them as functions of whole arrays need them.
     """
 
     family: ModelFamily
@@ -67,6 +71,7 @@ class Model:
     forms: tuple[tuple[str, Form], ...] = ()
     arrangement: str | None = None
     hf_config: Mapping[str, Any] = field(default=MappingProxyType({}), compare=False, repr=False)
+    devices: int = 1
 
     def __repr__(self) -> str:
         """Architecture, layers and dtype; ``config`` has all options."""
@@ -80,19 +85,22 @@ class Model:
 
     def module_on(self, axis: str | None) -> nn.Module:
         """The module; within ``jax.shard_map`` along ``axis`` that of this device's share."""
-        if axis is None:
-            return self.module
-        return self.config.share(jax.lax.axis_size(axis)).module()
+        return self.module if axis is None else self.own_config.module()
 
     @property
+    def whole(self) -> Model:
+        """The model for functions of whole arrays."""
+        return self if self.devices == 1 else replace(self, devices=1)
+
+    @cached_property
     def state(self) -> StateLayout:
         """The layout of the model's state."""
-        return self.config.layout
+        return self.config.layout.on(self.devices)
 
     @cached_property
     def declared_specs(self) -> tuple[ParamSpec, ...]:
         """The specs of the parameters as the family declares them: of a model of floats."""
-        return self.family.param_specs(self.config)
+        return tuple(one.on(self.devices) for one in self.family.param_specs(self.config))
 
     @cached_property
     def param_specs(self) -> tuple[ParamSpec, ...]:
@@ -115,14 +123,32 @@ class Model:
             {path: jax.ShapeDtypeStruct(a.shape, a.dtype) for path, a in self.arrays.items()}
         )
 
+    @cached_property
+    def own_params(self) -> Params:
+        """The abstract parameters of one device."""
+        if self.devices == 1:
+            return self._abstract_params
+
+        def own(array: ArraySpec) -> jax.ShapeDtypeStruct:
+            pairs = zip(array.shape, array.axes, strict=True)
+            shape = (size // self.devices if is_divided(axis) else size for size, axis in pairs)
+            return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
+
+        return nested({path: own(array) for path, array in self.arrays.items()})
+
+    @cached_property
+    def own_config(self) -> DecoderSpec:
+        """The decoder of one device; raises ``ConfigError`` if it cannot be divided."""
+        return self.config if self.devices == 1 else self.config.share(self.devices)
+
     @cached_property  # used for each bucket
     def blocks(self) -> tuple[tuple[BlockSpec, Params], ...]:
-        """Each kind of mixer and feed-forward network once, with the abstract parameters of its
-        layer.
+        """Each kind of mixer and feed-forward network of one device once, with the abstract
+        parameters of its layer.
         """
         kinds: dict[object, tuple[BlockSpec, Params]] = {}
-        for i, layer in enumerate(self.config.layers):
-            own = self._abstract_params[f"layers_{i}"]
+        for i, layer in enumerate(self.own_config.layers):
+            own = self.own_params[f"layers_{i}"]
             leaves, structure = jax.tree.flatten(own)
             for block in (layer.mixer, layer.ffn):
                 kinds.setdefault((block, structure, *leaves), (block, own))

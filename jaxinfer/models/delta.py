@@ -13,16 +13,8 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.linears import Linear, linear_specs
-from jaxinfer.models.params import (
-    ArraySpec,
-    PackedHeads,
-    ParamSpec,
-    Source,
-    as_is,
-    conv_taps,
-    join_flat,
-    stack,
-)
+from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join_flat, stack
+from jaxinfer.models.sources import ArraySpec, PackedHeads, Source
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.placement import Fused
 

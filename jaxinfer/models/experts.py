@@ -14,13 +14,15 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.linears import dense_linears, linear_specs
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, transposed
+from jaxinfer.models.params import ParamSpec, as_is, join, transposed
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     DecoderSpec,
     ExpertsConfig,
     FeedForwardConfig,
     FeedForwardSpec,
 )
+from jaxinfer.nn.placement import Axes, Fused
 from pallas_kernels.route.routing import SCORES, Groups, Routing
 
 _COUNT = "num_local_experts"
@@ -172,16 +174,16 @@ def expert_specs(
     ``width`` is that of the residual stream.
     """
     yield from router_specs(path, source, ffn, width, names)
-    e, f, axes = ffn.count, ffn.width, ("experts", None, None)
+    e, f, axes = ffn.count, ffn.width, expert_axes(ffn)
 
     def sources(name: str, expert: int, outputs: int, inputs: int) -> Source:
         return Source(f"{source}{name.format(expert)}.weight", (outputs, inputs))
 
     pairs = tuple(sources(name, i, f, width) for i in range(e) for name in (names.gate, names.up))
-    array = ArraySpec((e, 2 * f, width), axes)
+    array = ArraySpec((e, 2 * f, width), axes.gate_up)
     yield ParamSpec(path + "gate_up", array, pairs, join, pieces=e, matrix="experts")
     downs = tuple(sources(names.down, i, width, f) for i in range(e))
-    array = ArraySpec((e, width, f), axes)
+    array = ArraySpec((e, width, f), axes.down)
     yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
     if ffn.shared is not None:
         linears = dense_linears(ffn.shared, width, names.shared)
@@ -191,6 +193,22 @@ def expert_specs(
         gate = Source(f"{source}{names.shared_gate}.weight", (1, width))
         array = ArraySpec((width, 1), (None, None))
         yield ParamSpec(path + "shared_gate", array, (gate,), transposed)
+
+
+class ExpertAxes(NamedTuple):
+    """The logical axes of the arrays of a layer's experts."""
+
+    gate_up: Axes
+    down: Axes
+
+
+def expert_axes(ffn: ExpertsConfig) -> ExpertAxes:
+    """The axes of experts, of which a device has some or a part of every one."""
+    if ffn.slices:
+        columns = Fused("ffn", (ffn.width, ffn.width))
+        return ExpertAxes((None, columns, None), (None, None, "ffn"))
+    whole: Axes = ("experts", None, None)
+    return ExpertAxes(whole, whole)
 
 
 def router_specs(

@@ -20,7 +20,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, router_specs
+from jaxinfer.models.experts import ExpertTensors, expert_axes, router_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -30,7 +30,8 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, join, stack
+from jaxinfer.models.params import ParamSpec, as_is, join, stack
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
@@ -337,15 +338,15 @@ def _beside_specs(
     yield from router_specs(path, source, own, width, _TENSORS)
     scale = (Source(f"{source}router.per_expert_scale", (own.count,)),)
     yield ParamSpec(f"{path}expert_scale", ArraySpec((own.count,), (None,)), scale, as_is)
-    axes = ("experts", None, None)
-    for name, rows, inputs in (
-        ("gate_up", 2 * own.width, width),
-        ("down", width, own.width),
+    axes = expert_axes(own)
+    for name, rows, inputs, own_axes in (
+        ("gate_up", 2 * own.width, width, axes.gate_up),
+        ("down", width, own.width, axes.down),
     ):
         shape = (own.count, rows, inputs)
         tensor = f"{source}experts.{name}_proj"
         parts = tuple(Source(tensor, shape, part=i) for i in range(own.count))
-        array = ArraySpec(shape, axes)
+        array = ArraySpec(shape, own_axes)
         yield ParamSpec(path + name, array, parts, join, pieces=own.count, matrix="experts")
     norms = tuple(Source(source + name, (width,)) for name in _FFN_NORMS)
     yield ParamSpec(f"{path}ffn_norms", ArraySpec((4, width), (None, None)), norms, stack)

@@ -20,15 +20,8 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.params import (
-    ArraySpec,
-    ParamSpec,
-    Shape,
-    Source,
-    as_is,
-    join_outputs,
-    stack,
-)
+from jaxinfer.models.params import ParamSpec, as_is, join_outputs, stack
+from jaxinfer.models.sources import ArraySpec, Shape, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,

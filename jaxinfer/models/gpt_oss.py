@@ -20,6 +20,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import (
     ExpertTensors,
+    expert_axes,
     experts_config,
     experts_per_token,
     router_specs,
@@ -31,15 +32,8 @@ from jaxinfer.models.gqa import (
     windows_by_layer,
 )
 from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
-from jaxinfer.models.params import (
-    ArraySpec,
-    ParamSpec,
-    Source,
-    as_is,
-    gates_first,
-    transposed,
-    transposed_gates_first,
-)
+from jaxinfer.models.params import ParamSpec, as_is, gates_first, transposed, transposed_gates_first
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from jaxinfer.nn.rope import RopeConfig
 from pallas_kernels.experts.stack import Activation
@@ -122,16 +116,16 @@ def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Ite
     """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs."""
     yield from router_specs(path, source, ffn, width, _TENSORS)
     e, f, stacks = ffn.count, ffn.width, f"{source}mlp.experts."
-    axes = ("experts", None, None)
-    for name, shape, is_pair in (
-        ("gate_up", (2 * f, width), True),
-        ("down", (width, f), False),
+    axes = expert_axes(ffn)
+    for name, shape, own_axes, is_pair in (
+        ("gate_up", (2 * f, width), axes.gate_up, True),
+        ("down", (width, f), axes.down, False),
     ):
         tensor, (outputs, inputs) = f"{stacks}{name}_proj", shape
         parts = tuple(Source(tensor, (e, inputs, outputs), part=i) for i in range(e))
         yield ParamSpec(
             path + name,
-            ArraySpec((e, *shape), axes),
+            ArraySpec((e, *shape), own_axes),
             parts,
             transposed_gates_first if is_pair else transposed,
             pieces=e,
@@ -141,7 +135,7 @@ def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Ite
         biases = tuple(Source(f"{tensor}_bias", (e, outputs), part=i) for i in range(e))
         yield ParamSpec(
             f"{path}{name}_bias",
-            ArraySpec((e, outputs), ("experts", None)),
+            ArraySpec((e, outputs), own_axes[:2]),
             biases,
             gates_first if is_pair else as_is,
             pieces=e,

@@ -17,18 +17,8 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.params import (
-    ArraySpec,
-    PackedHeads,
-    ParamSpec,
-    RotaryRows,
-    RowOrder,
-    Source,
-    as_is,
-    join,
-    join_outputs,
-    stack,
-)
+from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
+from jaxinfer.models.sources import ArraySpec, PackedHeads, RotaryRows, RowOrder, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
@@ -237,18 +227,18 @@ def _qkv_linear(
 ) -> Linear:
     """The linear layer of q, k and v; ``rows``: the row order of so many heads."""
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    parts, widths = (n * h, k * h, k * h), ()
+    parts, widths, units = (n * h, k * h, k * h), (), (n, k, k)
     tensors: tuple[str, ...] = _QKV
     orders: tuple[RowOrder | None, ...] = (rows(n), rows(k), None)
     if fused is not None:
         tensors, orders = (fused,), (rows(n + k),)
     elif mixer.gate:  # a head's query and its gate are adjacent in the tensor of queries
-        parts, widths = (n * h, *parts), (2 * n * h, k * h, k * h)
+        parts, widths, units = (n * h, *parts), (2 * n * h, k * h, k * h), (n, *units)
         orders = (PackedHeads(n, (h, h), (1, 0), rows(n)), *orders[1:])
     if mixer.values == "keys":
         assert fused is None, "the tensor would hold values"
-        parts, tensors, orders = parts[:-1], tensors[:-1], orders[:-1]
-    axes = (None, Fused("heads", parts))
+        parts, tensors, orders, units = parts[:-1], tensors[:-1], orders[:-1], units[:-1]
+    axes = (None, Fused("heads", parts, units))
     shape = (width, sum(parts))
     return Linear("qkv", tensors, shape, axes, mixer.qkv_bias, orders, widths)
 
@@ -327,7 +317,8 @@ def _head_specs(
         yield _norm_stack(path + "qk_norms", source, names, mixer.head_dim, config, norms, rows(1))
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
-        array = ArraySpec((sum(widths),), (Fused("heads", widths),), config.norm_dtype)
+        axis = Fused("heads", widths, (mixer.num_heads, mixer.num_kv_heads))
+        array = ArraySpec((sum(widths),), (axis,), config.norm_dtype)
         sources = tuple(
             Source(f"{source}{name}.weight", (width,), rows=rows(width // mixer.head_dim))
             for name, width in zip(_QK_NORMS, widths, strict=True)

@@ -17,15 +17,8 @@ from jaxinfer.models.experts import expert_specs
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, ExpertSpecs, MixerSpecs, outer_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.params import (
-    ArraySpec,
-    ParamSpec,
-    Source,
-    as_is,
-    join,
-    join_outputs,
-    stack,
-)
+from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     DecoderSpec,
     ExpertsConfig,

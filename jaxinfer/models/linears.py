@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxinfer.models.params import (
-    ArraySpec,
-    ParamSpec,
-    RowOrder,
-    Shape,
-    Source,
-    join,
-    join_outputs,
-)
+from jaxinfer.models.params import ParamSpec, join, join_outputs
+from jaxinfer.models.sources import ArraySpec, RowOrder, Shape, Source
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.placement import Axes, Fused
 

@@ -8,121 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.placement import Axes
-from pallas_kernels.lib.quantised import Form, Quantised
-
-type Shape = tuple[int, ...]
-
-
-class RotaryRows(NamedTuple):
-    """The order of a tensor's rows for heads that rotate in part, or by adjacent components.
-
-    The kernels rotate component i of a head with i + H/2. In checkpoints only the first ``rotated``
-    components of each head rotate: i with i + rotated/2, or if ``interleaved`` 2i with 2i + 1. The
-    same order of queries and keys changes no score, so that the rows of both are put where the
-    kernels have them, when weights are read. The rows behind those of ``heads`` heads stay.
-    """
-
-    heads: int
-    head_dim: int
-    rotated: int
-    interleaved: bool = False
-
-    def order(self, num_rows: int) -> np.ndarray:  # int[num_rows]
-        """For each row of the parameter, the row of the tensor."""
-        head, r, rest = np.arange(self.head_dim), self.rotated, (self.head_dim - self.rotated) // 2
-        pairs = (head[0:r:2], head[1:r:2]) if self.interleaved else np.split(head[:r], 2)
-        first, second = pairs
-        one = np.concatenate([first, head[r : r + rest], second, head[r + rest :]])
-        heads = (np.arange(self.heads)[:, None] * self.head_dim + one).reshape(-1)
-        return np.concatenate([heads, np.arange(len(heads), num_rows)])
-
-
-class PackedHeads(NamedTuple):
-    """The order of rows of a tensor that has several parts of each head together: of each head its
-    query and its gate.
-
-    The parameter has a part of all heads, then the next one, in the order ``parts`` (empty: as they
-    are). ``rotary`` is the order of the rows of the last of these.
-    """
-
-    heads: int
-    widths: tuple[int, ...]
-    parts: tuple[int, ...] = ()
-    rotary: RotaryRows | None = None
-
-    def order(self, num_rows: int) -> np.ndarray:  # int[num_rows]
-        """For each row of the parameter, the row of the tensor."""
-        rows = np.arange(num_rows).reshape(self.heads, sum(self.widths))
-        packed = np.split(rows, np.cumsum(self.widths)[:-1], axis=1)
-        found = [packed[part].reshape(-1) for part in self.parts or range(len(packed))]
-        if self.rotary is not None:
-            found[-1] = found[-1][self.rotary.order(len(found[-1]))]
-        return np.concatenate(found)
-
-
-type RowOrder = RotaryRows | PackedHeads
-
-
-class Source(NamedTuple):
-    """A checkpoint tensor by its Hugging Face name, with its required shape.
-
-    ``build`` receives an array, or with a ``form`` the ``Quantised`` matrix as it is stored. With
-    ``part`` the tensor is a stack, and the source is only this part along its first dimension. With
-    ``rows`` it receives the rows in that order.
-    """
-
-    name: str
-    shape: Shape
-    form: Form | None = None
-    part: int | None = None
-    rows: RowOrder | None = None
-
-    @property
-    def own_shape(self) -> Shape:
-        """The shape of what ``build`` receives."""
-        return self.shape if self.part is None else self.shape[1:]
-
-    def ordered(self, tensor: Any) -> Any:
-        """The tensor, an array or ``Quantised``, with its rows in the order of ``rows``."""
-        if self.rows is None:
-            return tensor
-        order = self.rows.order(self.shape[0])
-        return tensor.rows(order) if isinstance(tensor, Quantised) else tensor[order]
-
-    def unordered(self, array: np.ndarray) -> np.ndarray:
-        """The inverse of ``ordered``."""
-        if self.rows is None:
-            return array
-        return array[np.argsort(self.rows.order(self.shape[0]))]
+from jaxinfer.models.division import SourceShare, on_devices, own_part, source_shares
+from jaxinfer.models.sources import (
+    ArraySpec,
+    Source,
+)
+from jaxinfer.nn.placement import Axis, is_divided
+from pallas_kernels.lib.quantised import Form
 
 
 @dataclass(frozen=True)
-class ArraySpec:
-    """One array of a module, with the logical axis of each dimension."""
+class Division:
+    """The devices among which a parameter is divided, and its arrays before that."""
 
-    shape: Shape
-    axes: Axes
-    dtype: jnp.dtype | None = None  # None: the model's dtype
-
-    def __post_init__(self) -> None:
-        """Check that every dimension has an axis."""
-        assert len(self.axes) == len(self.shape), f"axes {self.axes} of shape {self.shape}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of an array whose dtype is set."""
-        assert self.dtype is not None, "the model decides the dtype"
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+    devices: int
+    whole: ArraySpec | Mapping[str, ArraySpec]
 
 
 @dataclass(frozen=True)
@@ -161,6 +69,7 @@ class ParamSpec:
     finish: Callable[[Any], Any] | None = None
     matrix: Literal["out_in", "in_out", "rows", "experts", "experts_in_out"] | None = None
     interleaved: bool = False
+    division: Division | None = None  # if the arrays are those of several devices
 
     def __post_init__(self) -> None:
         """Check that the pieces have equal numbers of sources."""
@@ -183,13 +92,118 @@ class ParamSpec:
         """The number of tensors that one call of ``build`` receives."""
         return len(self.sources) // (self.pieces or 1)
 
-    def built(self, tensors: Iterable[Any], piece: int = 0) -> Any:
-        """The result of ``build`` for the tensors of a piece, or of all, as they are stored."""
+    def on(self, devices: int) -> ParamSpec:
+        """The parameter on so many devices; its arrays are those of all of them."""
+        if devices == 1:
+            return self
+        arrays = _mapped(lambda whole: on_devices(whole, devices), self.arrays)
+        return replace(self, arrays=arrays, division=Division(devices, self.arrays))
+
+    @property
+    def devices(self) -> int:
+        """The number of devices among which it is divided."""
+        return 1 if self.division is None else self.division.devices
+
+    @property
+    def wholes(self) -> dict[str, ArraySpec]:
+        """The arrays by path before they were divided; of a quantised matrix those of floats."""
+        whole = self.arrays if self.division is None else self.division.whole
+        return by_path({self.path: whole})
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every device has the whole parameter."""
+        return not any(is_divided(axis) for leaf in self.leaves.values() for axis in leaf.axes)
+
+    @cached_property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """The parts that devices have of the sources of a divided matrix, or of a piece of it."""
+        assert self.division is not None, f"{self.path} is not divided"
+        sizes = [self.size_of(source) for source in self.sources[: self.sources_per_piece]]
+        axes, interleaved = self.matrix_axes, self.interleaved
+        return source_shares(*axes, sizes, self.division.devices, interleaved=interleaved)
+
+    def ranks_of(self, piece: int) -> range:
+        """The numbers of the devices that have a part of a piece."""
+        if self.pieces is None or next(iter(self.leaves.values())).axes[0] is None:
+            return range(self.devices)
+        rank = piece // (self.pieces // self.devices)
+        return range(rank, rank + 1)
+
+    @property
+    def matrix_axes(self) -> tuple[Axis, Axis]:
+        """The axes of a matrix's outputs and inputs, as the family declares them."""
+        (declared,) = self.wholes.values()
+        first, second = declared.axes[-2:]
+        return (second, first) if self.matrix in ("out_in", "in_out") else (first, second)
+
+    def size_of(self, source: Source) -> tuple[int, int]:
+        """Outputs and inputs of a tensor of a matrix."""
+        first, second = source.own_shape
+        return (second, first) if self.is_by_inputs else (first, second)
+
+    @property
+    def is_by_inputs(self) -> bool:
+        """True if sources of floats are stored [I, O]."""
+        return self.matrix in ("in_out", "experts_in_out")
+
+    def own_forms(self, sources: Sequence[Source]) -> list[Form | None]:
+        """The forms of a device's part of sources, those of the parameter or of one piece."""
+        forms = [source.form for source in sources]
+        if self.division is None or self.matrix is None:
+            return forms
+        if forms != [source.form for source in self.sources[: self.sources_per_piece]]:
+            return self._forms_of(sources)
+        return self._first_forms
+
+    @cached_property
+    def _first_forms(self) -> list[Form | None]:
+        """Those of the first piece, which others mostly have too."""
+        return self._forms_of(self.sources[: self.sources_per_piece])
+
+    def _forms_of(self, sources: Sequence[Source]) -> list[Form | None]:
+        pairs = zip(sources, self.shares, strict=True)
+        return [one.form and share.form(one.form, one.name) for one, share in pairs]
+
+    def own_sizes(self, sources: Sequence[Source]) -> list[tuple[int, int]]:
+        """Outputs and inputs of a device's part of sources of a matrix, or of one piece."""
+        sizes = [self.size_of(source) for source in sources]
+        if self.division is None:
+            return sizes
+        return [share.size(*size) for size, share in zip(sizes, self.shares, strict=True)]
+
+    def built(self, tensors: Iterable[Any], piece: int = 0, rank: int = 0) -> Any:
+        """The result of ``build`` for the tensors of a piece, or of all, as they are stored; of a
+        divided parameter for the part of one device.
+        """
         count = self.sources_per_piece
         own = self.sources[piece * count : (piece + 1) * count]
-        return self.build(
-            *(source.ordered(tensor) for source, tensor in zip(own, tensors, strict=True))
-        )
+        given = [source.ordered(tensor) for source, tensor in zip(own, tensors, strict=True)]
+        if self.division is None or self.is_replicated:
+            return self.build(*given)
+        if self.matrix is not None:
+            triples = zip(given, self.shares, self.own_forms(own), strict=True)
+            parts = (
+                share.take(tensor, rank, form, by_inputs=self.is_by_inputs)
+                for tensor, share, form in triples
+            )
+            return self.build(*parts)
+        devices = self.division.devices
+
+        def own_leaf(whole: ArraySpec, made: Any) -> Any:
+            if self.pieces is not None:
+                whole = replace(whole, shape=whole.shape[1:], axes=whole.axes[1:])
+            return own_part(made, whole, devices, rank)
+
+        return _mapped(own_leaf, self.division.whole, self.build(*given))
+
+
+def _mapped(function: Callable[..., Any], arrays: Any, *others: Any) -> Any:
+    """The tree of what a function makes of each array of a tree, and of others like it."""
+    if isinstance(arrays, Mapping):
+        names: Iterable[str] = arrays
+        return {n: _mapped(function, arrays[n], *(other[n] for other in others)) for n in names}
+    return function(arrays, *others)
 
 
 def as_is(tensor: np.ndarray) -> np.ndarray:

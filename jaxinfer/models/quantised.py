@@ -20,13 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, gates_first, join_outputs
-from jaxinfer.nn.placement import Axes, Axis, Fused
+from jaxinfer.models.division import own_bytes
+from jaxinfer.models.params import ParamSpec, gates_first, join_outputs
+from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.nn.placement import Axes, Axis, Fused, is_divided, name_of
 from jaxinfer.nn.weight import is_quantised, tree_of_parts
 from pallas_kernels.lib.arrangements import Arrangement, arrangement_of
 from pallas_kernels.lib.quantised import Form, Quantised, joined, quantised
 
-type Part = tuple[Form | None, tuple[Source, ...]]  # consecutive sources of one form
+# consecutive sources of one form, each with the outputs and inputs of a device's part
+type Part = tuple[Form | None, tuple[tuple[Source, tuple[int, int]], ...]]
 
 
 def keep_quantised(
@@ -55,7 +58,7 @@ class Size(NamedTuple):
 def sizes_by_form(specs: Sequence[ParamSpec], plain: np.dtype) -> dict[str, Size]:
     """The size of a model's weights of each form: "int4 g128", or a dtype for plain arrays.
 
-    ``plain`` is the model's dtype.
+    ``plain`` is the model's dtype. Bytes of a divided model are those on a device.
     """
     sizes: dict[str, Size] = {}
     for form, size in (pair for spec in specs for pair in _sizes(spec, plain)):
@@ -65,20 +68,38 @@ def sizes_by_form(specs: Sequence[ParamSpec], plain: np.dtype) -> dict[str, Size
 
 
 def _sizes(spec: ParamSpec, plain: np.dtype) -> Iterator[tuple[str, Size]]:
-    """The size of each source of a quantised parameter, or of each array of another one."""
+    """The size of each source of a quantised parameter, or of each array of another one.
+
+    The bytes are those of a device's part.
+    """
     if all(source.form is None for source in spec.sources):
-        for array in spec.leaves.values():
-            dtype, count = np.dtype(array.dtype or plain), math.prod(array.shape)
-            yield dtype.name, Size(count, count * dtype.itemsize)
+        for array, declared in zip(spec.leaves.values(), spec.wholes.values(), strict=True):
+            own = replace(array, dtype=np.dtype(array.dtype or plain))
+            size = Size(math.prod(declared.shape), own_bytes(own, spec.devices))
+            yield np.dtype(own.dtype).name, size
         return
-    for source in spec.sources:
-        count = math.prod(source.own_shape)
-        if source.form is None:
-            yield plain.name, Size(count, count * plain.itemsize)
-        else:
-            arrays = source.form.arrays(*_size(source, spec)).values()
-            nbytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-            yield str(source.form), Size(count, nbytes)
+    count = spec.sources_per_piece
+    known: dict[tuple[Form | None, ...], list[tuple[str, int]]] = {}  # pieces are mostly alike
+    for piece in range(spec.pieces or 1):
+        own, is_own = spec.sources[piece * count : (piece + 1) * count], 0 in spec.ranks_of(piece)
+        forms = tuple([source.form for source in own])
+        if forms not in known:
+            known[forms] = list(_bytes_by_form(spec, own, plain))
+        for source, (name, num_bytes) in zip(own, known[forms], strict=True):
+            yield name, Size(math.prod(source.own_shape), num_bytes * is_own)
+
+
+def _bytes_by_form(
+    spec: ParamSpec, sources: Sequence[Source], plain: np.dtype
+) -> Iterator[tuple[str, int]]:
+    """The form and the bytes of a device's part of each source, of a parameter or a piece."""
+    parts = zip(sources, spec.own_sizes(sources), spec.own_forms(sources), strict=True)
+    for source, size, form in parts:
+        num_bytes = math.prod(size) * plain.itemsize
+        if form is not None:
+            arrays = form.arrays(*size).values()
+            num_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+        yield plain.name if source.form is None else str(source.form), num_bytes
 
 
 def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None) -> ParamSpec:
@@ -87,17 +108,35 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     assert isinstance(spec.arrays, ArraySpec), spec.path
     if spec.pieces is not None:
         return _kept_stack(spec, forms, arrangement)
-    sources = tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
-    parts = [(form, tuple(group)) for form, group in groupby(sources, lambda s: s.form)]
-    outputs, inputs = spec.arrays.axes if spec.matrix == "rows" else spec.arrays.axes[::-1]
-    axes = _axes_of_parts(outputs, [sum(_size(one, spec)[0] for one in own) for _, own in parts])
+    spec = replace(
+        spec, sources=tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
+    )
+    parts = _parts(spec)
+    outputs, inputs = _axes_of(spec)
+    axes = _axes_of_parts(outputs, [sum(outs for _, (outs, _) in own) for _, own in parts])
     arrays = [
-        _arrays(part, spec, axis, inputs, arrangement)
+        _arrays(part, axis, inputs, arrangement, spec)
         for part, axis in zip(parts, axes, strict=True)
     ]
     build = partial(join_parts, arrangement=arrangement)
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
-    return replace(spec, arrays=tree_of_parts(arrays), sources=sources, build=build, finish=finish)
+    return replace(spec, arrays=tree_of_parts(arrays), build=build, finish=finish)
+
+
+def _parts(spec: ParamSpec) -> list[Part]:
+    """The sources of a parameter or a piece, by the forms of the parts that a device has."""
+    own = spec.sources[: spec.sources_per_piece]
+    made = zip(own, spec.own_sizes(own), spec.own_forms(own), strict=True)
+    return [
+        (form, tuple((source, size) for source, size, _ in group))
+        for form, group in groupby(made, lambda one: one[2])
+    ]
+
+
+def _axes_of(spec: ParamSpec) -> tuple[Axis, Axis]:
+    """The axes of outputs and inputs; of a divided matrix names."""
+    outputs, inputs = spec.matrix_axes
+    return (outputs, inputs) if spec.division is None else (name_of(outputs), name_of(inputs))
 
 
 def _with_form(source: Source, form: Form | None) -> Source:
@@ -122,35 +161,35 @@ def _kept_stack(
             "use another checkpoint of this model"
         )
     sources = tuple(source._replace(form=form) for source in spec.sources)
-    members = sources[: spec.sources_per_piece]
-    of_piece = replace(spec, pieces=None, sources=members)
-    made = _arrays((form, members), of_piece, None, None, arrangement)
+    (part,) = _parts(spec := replace(spec, sources=sources))
+    outputs, inputs = (None, None) if spec.division is None else _axes_of(spec)
+    made = _arrays(part, outputs, inputs, arrangement, spec)
+    assert isinstance(spec.arrays, ArraySpec)
+    first_axis = spec.arrays.axes[0]
     stacked = {
-        name: replace(
-            array, shape=(spec.pieces, *array.shape), axes=(spec.arrays.axes[0], *array.axes)
-        )
+        name: replace(array, shape=(spec.pieces, *array.shape), axes=(first_axis, *array.axes))
         for name, array in made.items()
     }
     build = partial(join_parts, arrangement=arrangement, interleaved=spec.interleaved)
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
-    return replace(spec, arrays=stacked, sources=sources, build=build, finish=finish)
+    return replace(spec, arrays=stacked, build=build, finish=finish)
 
 
 def _arrays(
-    part: Part, spec: ParamSpec, outputs: Axis, inputs: Axis, arrangement: Arrangement | None
+    part: Part, outputs: Axis, inputs: Axis, arrangement: Arrangement | None, spec: ParamSpec
 ) -> Any:
     """The arrays of one part: a matrix [I, O], or the arrays of a quantised one."""
     form, members = part
-    sizes = [_size(source, spec) for source in members]
-    total, width = sum(size for size, _ in sizes), sizes[0][1]
+    total, width = sum(size for _, (size, _) in members), members[0][1][1]
     if form is None:
-        return ArraySpec((width, total), (inputs, outputs))
+        return _of_all(ArraySpec((width, total), (inputs, outputs)), spec)
     try:
         made = form.arrays(total, width)
     except ValueError as error:
+        on = f" on {spec.devices} devices" if spec.devices > 1 else ""
         raise CheckpointError(
-            f"tensor {members[0].name} cannot be kept as {form}: {error}; use a checkpoint with "
-            "other groups"
+            f"tensor {members[0][0].name} cannot be kept as {form}{on}: {error}; use a checkpoint "
+            f"with other groups{' or fewer devices' * bool(on)}"
         ) from error
     if arrangement is not None and arrangement.fits(form, total, width):
         shape, dtype = made.pop(form.kind)
@@ -164,15 +203,19 @@ def _arrays(
         return (first, inputs, None)[: len(shape)]
 
     return {
-        name: ArraySpec(shape, axes(shape), np.dtype(dtype))
+        name: _of_all(ArraySpec(shape, axes(shape), np.dtype(dtype)), spec)
         for name, (shape, dtype) in made.items()
     }
 
 
-def _size(source: Source, spec: ParamSpec) -> tuple[int, int]:
-    """Outputs and inputs of a checkpoint tensor."""
-    first, second = source.own_shape
-    return (second, first) if spec.matrix in ("in_out", "experts_in_out") else (first, second)
+def _of_all(own: ArraySpec, spec: ParamSpec) -> ArraySpec:
+    """The array of all devices, of a device's part."""
+    if spec.division is None:
+        return own
+    counts = (spec.devices if is_divided(axis) else 1 for axis in own.axes)
+    axes = tuple(axis if is_divided(axis) else None for axis in own.axes)
+    shape = tuple(size * count for size, count in zip(own.shape, counts, strict=True))
+    return replace(own, shape=shape, axes=axes)
 
 
 def _axes_of_parts(axis: Axis, totals: Sequence[int]) -> list[Axis]:

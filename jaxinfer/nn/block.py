@@ -18,8 +18,19 @@ def part(count: int, devices: int, what: str) -> int:
     """One device's part of ``count``; raises ``ConfigError`` if it cannot be divided."""
     own, rest = divmod(count, devices)
     if rest:
-        raise ConfigError(f"{count} {what} cannot be divided among {devices} devices")
+        raise ConfigError(
+            f"{count} {what} cannot be divided among {devices} devices; choose a "
+            "tensor_parallel_size that divides them"
+        )
     return own
+
+
+def kv_part(count: int, devices: int) -> int:
+    """One device's part of so many KV heads; several devices may have the same one.
+
+    Raises ``ConfigError`` if they cannot be divided.
+    """
+    return 1 if devices % count == 0 else part(count, devices, "KV heads")
 
 
 class BlockSpec(Protocol):

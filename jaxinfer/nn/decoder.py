@@ -265,4 +265,7 @@ class Decoder(nn.Module):
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if (cap := self.spec.logit_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
-        return logits if axis is None else jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
+        if axis is None:
+            return logits
+        logits = jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
+        return logits[..., : self.spec.vocab_size]  # the last devices may have zeros behind it

@@ -8,14 +8,14 @@ it. ``module`` imports the modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, part
+from jaxinfer.nn.block import BlockSpec, kv_part, part
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import (
@@ -65,9 +65,9 @@ class FeedForwardSpec(BlockSpec, Protocol):
         """
         return None
 
-    def with_dummy_routing(self, routing: str) -> Self:
-        """The network with this ``dummy_routing`` of its experts; without experts the same."""
-        del routing
+    def with_experts(self, **fields: Any) -> Self:
+        """The network with these fields of its experts; without experts the same."""
+        del fields
         return self
 
 
@@ -102,8 +102,7 @@ class AttentionConfig(BlockSpec):
     def share(self, devices: int) -> AttentionConfig:
         """See ``MixerSpec``."""
         heads = part(self.num_heads, devices, "query heads")
-        kv_heads = part(self.num_kv_heads, devices, "KV heads")
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads)
+        return replace(self, num_heads=heads, num_kv_heads=kv_part(self.num_kv_heads, devices))
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
@@ -221,7 +220,8 @@ class ExpertsConfig(FeedForwardSpec):
     chosen experts are multiplied by a parameter of each expert. ``shared`` is a network that every
     token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit.
     ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
-    ``EngineConfig``.
+    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
+    whole experts.
     """
 
     count: int
@@ -235,20 +235,25 @@ class ExpertsConfig(FeedForwardSpec):
     shared: FeedForwardConfig | None = None
     shared_gate: bool = False
     dummy_routing: str = "auto"
+    slices: bool = False
 
     def share(self, devices: int) -> ExpertsConfig:
-        """See ``MixerSpec``. A device has a part of the experts, and knows the number of all."""
+        """See ``MixerSpec``. A device knows the number of all experts."""
+        shared = self.shared and self.shared.share(devices)
+        if self.slices:
+            width = part(self.width, devices, "columns of an expert")
+            return replace(self, width=width, shared=shared)
         part(self.count, devices, "experts")
-        return replace(self, shared=self.shared and self.shared.share(devices))
+        return replace(self, shared=shared)
 
     @property
     def experts(self) -> ExpertsConfig:
         """See ``FeedForwardSpec``."""
         return self
 
-    def with_dummy_routing(self, routing: str) -> ExpertsConfig:
+    def with_experts(self, **fields: Any) -> ExpertsConfig:
         """See ``FeedForwardSpec``."""
-        return replace(self, dummy_routing=routing)
+        return replace(self, **fields)
 
     def words(self) -> str:
         """See ``FeedForwardSpec``."""
@@ -346,6 +351,7 @@ class DecoderSpec:
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | None = None
     logit_cap: float | None = None
+    own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
@@ -357,7 +363,8 @@ class DecoderSpec:
 
         Embedding and head are divided, too, but their sizes are those of the arrays they are given.
         """
-        return replace(self, layers=tuple(layer.share(devices) for layer in self.layers))
+        layers = tuple(layer.share(devices) for layer in self.layers)
+        return replace(self, layers=layers, own_layout=self.layout)
 
     @property
     def norms(self) -> NormSpec:
@@ -383,7 +390,9 @@ class DecoderSpec:
 
     @cached_property
     def layout(self) -> StateLayout:
-        """The layout of the layers' state."""
+        """The layout of the layers' state, that of all devices."""
+        if self.own_layout is not None:
+            return self.own_layout
         return state_layout([layer.mixer.state(self.dtype) for layer in self.layers])
 
     def module(self) -> nn.Module:

@@ -184,6 +184,7 @@ def linear(
     swiglu: bool = False,
     gelu: bool = False,
     partial: bool = False,
+    summed: bool = True,
     keep: bool = False,
 ) -> Result:
     """``x`` times the weight, plus the bias; with a norm, the norm of ``x`` times the weight.
@@ -194,8 +195,10 @@ def linear(
 
     A ``partial`` result is the delta of a ``Stream``. It may be the partials of a split-K kernel,
     which the next norm adds; with a bias it is the whole sum. On a mesh each device has a part of
-    ``x``'s columns and of the weight's inputs, and the devices' partial results are added here.
+    ``x``'s columns and of the weight's inputs, and the devices' partial results are added here,
+    unless the caller does that (``summed``) to a result without a bias.
     """
+    assert summed or bias is None, "each device would add the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
     alone = norm is not None and norm.kind == "rms" and not isinstance(stream.delta, Outputs)
     if norm is not None and alone and w.matrix is not None and not keep:
@@ -208,7 +211,7 @@ def linear(
         stream, h = normalised(stream, norm, ctx)
         split = partial and bias is None and ctx.axis is None
         y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    if partial and ctx.axis is not None:
+    if partial and summed and ctx.axis is not None:
         y = jax.lax.psum(y, ctx.axis)
     return Result(y if bias is None else y + bias, stream, h if keep else None)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -23,48 +23,92 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxinfer.core.errors import ArgumentError
+from jaxinfer.core.errors import ArgumentError, ConfigError
+from jaxinfer.core.shapes import cdiv, round_up
 
 TENSOR = "tensor"  # the mesh axis of tensor parallelism
 # The logical axes that are divided, and the mesh axis for each (as in Megatron-LM, arXiv
 # 1909.08053: heads and feed-forward columns, so that a layer has two all-reduces).
 RULES = MappingProxyType({"heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR, "experts": TENSOR})
+VOCAB = "vocab"
+# A device's part of the vocabulary is rounded up to so many tokens, which kernels read at once;
+# the last device has rows of zeros behind the vocabulary, whose logits are left out.
+VOCAB_STEP = 64
+EXPERT_STEP = 64  # columns of an expert that a device has: kernels read so many at once
+
+
+def slices_experts(width: int, devices: int, block: int, *, whole: bool = False) -> bool:
+    """True if each device has a part of the columns of every expert, False if whole experts.
+
+    With slices all devices read equally much whatever experts the tokens choose: of 8 of 128
+    experts the fuller of two devices would have 5.1 on average. ``width`` are the columns of an
+    expert, ``block`` those that share scales (1: none do); ``whole`` asks for whole experts.
+    """
+    own, rest = divmod(width, devices)
+    return not (whole or rest or own % EXPERT_STEP or own % block)
 
 
 @dataclass(frozen=True)
 class Fused:
     """The logical axis of a dimension with several concatenated parts: q, k and v, or gate and up.
 
-    Each shard has an equal share of every part.
+    Each device has an equal share of every part. With ``units`` a part consists of so many units,
+    heads for example, that are not cut; of fewer units than devices each is on several devices.
     """
 
     name: str
     widths: tuple[int, ...]  # widths of the parts; their sum is the dimension
+    units: tuple[int, ...] = ()  # of each part
 
-    def order(self, num_shards: int) -> np.ndarray:  # int[sum of widths]
-        """Positions in the order of shards: for 2 shards q0 k0 v0 q1 k1 v1.
-
-        Raises ``ValueError`` when a width is not a multiple of ``num_shards``.
-        """
-        parts = np.split(np.arange(sum(self.widths)), np.cumsum(self.widths)[:-1])
-        return np.concatenate([part.reshape(num_shards, -1) for part in parts], axis=1).ravel()
+    def _positions(self, devices: int) -> np.ndarray:
+        parts, start = list[np.ndarray](), 0
+        for width, units in zip(self.widths, self.units or self.widths, strict=True):
+            own = np.arange(start, start + width).reshape(units, -1)
+            if self.units and not devices % units:
+                own = np.repeat(own, devices // units, axis=0)
+            elif self.units and units % devices:
+                raise ValueError(f"{units} units cannot be divided among {devices} devices")
+            parts.append(own.reshape(devices, -1))
+            start += width
+        return np.concatenate(parts, axis=1)
 
 
 type Axis = str | Fused | None  # the logical axis of a dimension; None is never divided
 type Axes = tuple[Axis, ...]  # of an array's dimensions in order; None for missing ones at the end
 
 
+def is_divided(axis: Axis) -> bool:
+    """True if a dimension with this axis is divided among devices."""
+    return name_of(axis) in RULES
+
+
+def name_of(axis: Axis) -> str | None:
+    """The name of an axis."""
+    return axis.name if isinstance(axis, Fused) else axis
+
+
+def positions(axis: Axis, size: int, devices: int) -> np.ndarray:  # int[devices, own]
+    """For each device the positions that it has of a divided dimension of this size; -1: zeros.
+
+    Raises ``ValueError`` if the dimension cannot be divided.
+    """
+    if isinstance(axis, Fused):
+        return axis._positions(devices)
+    if axis != VOCAB:
+        return np.arange(size).reshape(devices, -1)
+    own = round_up(cdiv(size, devices), VOCAB_STEP)
+    found = np.arange(devices * own)
+    return np.where(found < size, found, -1).reshape(devices, own)
+
+
 @dataclass(frozen=True)
 class Placement:
     """The devices of an engine: a mesh whose one axis is ``TENSOR``.
 
-    With ``by_shard`` the parts of fused dimensions are in the order of shards, as steps that run on
-    each shard need them; without, they are in the order of the model, as functions of whole arrays
-    need them.
+    Arrays are divided evenly. The model says in which order they are: see ``Model.devices``.
     """
 
     mesh: Mesh
-    by_shard: bool = True
 
     @property
     def device(self) -> Any:  # jax.Device
@@ -95,14 +139,18 @@ class Placement:
         """The axes, with None for those that are not divided; on one device none is."""
         if self.num_devices == 1:
             return (None,) * len(axes)
-        return tuple(axis if _name(axis) in RULES else None for axis in axes)
+        return tuple(axis if is_divided(axis) else None for axis in axes)
 
     def sharding(self, axes: Axes = ()) -> Sharding:
         """The sharding of an array with these logical axes; on one device it is the device."""
         if self.num_devices == 1:
             return SingleDeviceSharding(self.device)
-        names = (_name(axis) for axis in self.divided(axes))
+        names = (name_of(axis) for axis in self.divided(axes))
         return NamedSharding(self.mesh, PartitionSpec(*(name and RULES[name] for name in names)))
+
+    def own_shape(self, shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+        """The shape of a device's part of an array."""
+        return self.sharding(axes).shard_shape(shape)
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, axes: Axes = ()) -> jax.ShapeDtypeStruct:
         """An abstract array with these logical axes.
@@ -144,27 +192,27 @@ class Placement:
         """Make the first device JAX's default device, for this thread within a scope."""
         return jax.default_device(self.device)
 
-    def arranged[A: (np.ndarray, jax.Array)](self, array: A, axes: Axes) -> A:
-        """The array in the devices' layout, see ``by_shard``."""
-        if not self.by_shard:
-            return array
-        for dimension, axis in enumerate(self.divided(axes)):
-            if isinstance(axis, Fused):
-                array = array.take(axis.order(self.num_devices), axis=dimension)
-        return array
-
     def put(self, array: np.ndarray, axes: Axes = ()) -> jax.Array:
-        """Put a host array, which must be ``arranged`` already, on the devices."""
+        """Put a host array on the devices, each part on its own."""
         return jax.device_put(array, self.sharding(axes))
+
+    def of_parts(self, parts: Sequence[jax.Array], axes: Axes = ()) -> jax.Array:
+        """The array whose parts, or for undivided ones copies, are on the devices in order."""
+        if self.num_devices == 1:
+            return parts[0]
+        divided = [is_divided(axis) for axis in axes]
+        padded = (*divided, *(False for _ in parts[0].shape[len(divided) :]))
+        shape = tuple(
+            size * (self.num_devices if own else 1)
+            for size, own in zip(parts[0].shape, padded, strict=True)
+        )
+        sharding = self.sharding(axes)
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
 
 def _partition(array: Any) -> PartitionSpec:
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-
-
-def _name(axis: Axis) -> str | None:
-    return axis.name if isinstance(axis, Fused) else axis
 
 
 def placement_on(devices: Any) -> Placement:  # a sequence of jax.Device
@@ -175,7 +223,7 @@ def placement_on(devices: Any) -> Placement:  # a sequence of jax.Device
 
 
 def placement_in(mesh: Mesh) -> Placement:
-    """A placement of whole arrays on the devices of any mesh with one axis of several devices.
+    """A placement on the devices of any mesh with one axis of several devices.
 
     Raises ``ArgumentError`` for another mesh.
     """
@@ -186,7 +234,7 @@ def placement_in(mesh: Mesh) -> Placement:
             f"parameters are divided along one axis, and the mesh has {dict(mesh.shape)}; give a "
             "mesh whose other axes have one device"
         )
-    return replace(placement_on(list(mesh.devices.flat)), by_shard=False)
+    return placement_on(list(mesh.devices.flat))
 
 
 def placement_of_ids(device_ids: Sequence[int]) -> Placement:
@@ -195,9 +243,33 @@ def placement_of_ids(device_ids: Sequence[int]) -> Placement:
     return placement_on([by_id[number] for number in device_ids])
 
 
-def default_placement() -> Placement:
-    """A placement on JAX's default device."""
+def default_placement(count: int = 1) -> Placement:
+    """A placement on JAX's default device, or on several devices of its platform.
+
+    Raises ``ConfigError`` if there are fewer, or if they are of several kinds.
+    """
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):  # the name of a platform
         device = jax.devices(device)[0]
-    return placement_on([device])
+    if count == 1:
+        return placement_on([device])
+    found = jax.local_devices(backend=device.platform)
+    if len(found) < count:
+        more = f" (JAX_NUM_CPU_DEVICES={count} makes some)" if device.platform == "cpu" else ""
+        raise ConfigError(
+            f"tensor_parallel_size is {count}, and JAX finds {len(found)} device"
+            f"{'s' * (len(found) != 1)} of the platform {device.platform}; lower it, or show JAX "
+            f"more devices{more}"
+        )
+    return placement_on(one_kind(found[:count]))
+
+
+def one_kind(devices: list[Any]) -> list[Any]:  # of jax.Device
+    """The devices; raises ``ConfigError`` if they are of several kinds."""
+    kinds = dict.fromkeys(device.device_kind for device in devices)
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the devices are of several kinds, {' and '.join(kinds)}, and steps are compiled for "
+            "one; choose equal ones, for GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    return devices

@@ -47,6 +47,8 @@ type CutLayer = Callable[
 ]
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
+# in steps on several devices each has a part of the heads or the columns
+DIVIDED = (".z", ".mlp_post")
 BY_HEAD = ("scores", "pattern")  # of these the tokens, as queries, are the second axis
 
 
@@ -70,7 +72,8 @@ class Points:
     """The points of one forward pass: activations are recorded in it while the pass is traced.
 
     It belongs to one call, so that a function that makes one remains pure. ``layers`` are those
-    that have a point in use; in a step each of them needs a trace of its own.
+    that have a point in use; in a step each of them needs a trace of its own. ``axis`` is as in
+    ``StepContext``: activations of which a device has a part are read and edited whole.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class Points:
         taps: Iterable[str],
         edits: Mapping[str, Edit] = MappingProxyType({}),
         shifts: Mapping[str, Shift] = MappingProxyType({}),
+        axis: str | None = None,
     ) -> None:
+        self._axis = axis
         self._taps = {canonical(name) for name in taps}
         self._edits = {canonical(name): edit for name, edit in edits.items()}
         self._shifts = shifts
@@ -95,7 +100,11 @@ class Points:
     def shifted(self, name: str, value: jax.Array) -> jax.Array:
         """The value, or a part of the sum that the point is, with the point's shift."""
         shift = self._shifts.get(name)
-        return value if shift is None else shift.added_to(value)
+        if shift is None:
+            return value
+        if self._is_part(name):
+            shift = shift._replace(by=_own_columns(shift.by, value[0].size, self._axis))
+        return shift.added_to(value)
 
     def at(self, name: str, value: jax.Array) -> jax.Array:
         """The value with which the pass goes on: it is replaced, then recorded.
@@ -104,12 +113,20 @@ class Points:
         """
         if not self.uses(name):
             return value
-        edit = self._edits.get(name)
+        edit, own = self._edits.get(name), value
+        if self._is_part(name):
+            value = jax.lax.all_gather(value, self._axis, axis=1, tiled=True)
         if edit is not None:
             value = edited(name, edit, value)
         if name in self._taps:
             self._found[name] = value
+        if self._is_part(name):
+            return _own_columns(value, own.shape[1], self._axis)
         return value
+
+    def _is_part(self, name: str) -> bool:
+        """True if the activation at this point is a device's part of that of all."""
+        return self._axis is not None and name.endswith(DIVIDED)
 
     def run_layer(self, number: int, layer: CutLayer) -> Any:
         """The results of a layer of the dense form whose points are in use.
@@ -170,6 +187,13 @@ class GivenPoints:
         if name in self._taps:
             self.found[name] = value
         return value
+
+
+def _own_columns(whole: jax.Array, width: int, axis: str | None) -> jax.Array:  # [T, ...]
+    """The part of an activation of all devices that this device has."""
+    assert axis is not None, "one device has all of it"
+    start = jax.lax.axis_index(axis) * width
+    return jax.lax.dynamic_slice_in_dim(whole, start, width, axis=1)
 
 
 def edited(name: str, edit: Edit, value: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import PageGroup
 from jaxinfer.nn.context import Rows
-from jaxinfer.nn.placement import Axes, Placement
+from jaxinfer.nn.placement import Axes, Fused, Placement, is_divided, positions
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
 type LayerArrays = dict[str, jax.Array]  # the arrays of one layer, by name
@@ -36,17 +36,31 @@ type LayerArrays = dict[str, jax.Array]  # the arrays of one layer, by name
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a layer: its name, and shape, dtype and logical axes per token or sequence."""
+    """One array of a layer: its name, and shape, dtype and logical axes per token or sequence.
+
+    The shape is that on all ``devices``, among which an entry is divided.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: jnp.dtype
     axes: Axes = ()
+    devices: int = 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one entry."""
-        return prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        """Bytes of one entry on a device."""
+        num_bytes = prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return num_bytes // self.devices if any(map(is_divided, self.axes)) else num_bytes
+
+    def on(self, devices: int) -> Entry:
+        """The entry of a model that is divided among so many devices."""
+        axes = (*self.axes, *(None for _ in self.shape[len(self.axes) :]))
+        shape = (
+            positions(axis, size, devices).size if is_divided(axis) else size
+            for axis, size in zip(axes, self.shape, strict=True)
+        )
+        return replace(self, shape=tuple(shape), devices=devices)
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,8 @@ def keys_and_values(
     num_kv_heads: int, head_dim: int, dtype: jnp.dtype, window: int | None = None
 ) -> LayerState:
     """The state of an attention layer: K and V of each token."""
-    shape, axes = (num_kv_heads, head_dim), ("heads", None)
+    heads = (num_kv_heads,)
+    shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
     entries = (Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes))
     return LayerState((PagedKind(entries, window),))
 
@@ -161,6 +176,14 @@ class StateLayout:
     layers: tuple[LayerPlace, ...]
     align: int = 1  # the least common multiple of the layers'
 
+    def on(self, devices: int) -> StateLayout:
+        """The layout of a model that is divided among so many devices."""
+        return (
+            self
+            if devices == 1
+            else replace(self, arrays=tuple(e.on(devices) for e in self.arrays))
+        )
+
     @property
     def last_with_state(self) -> int:
         """The last layer with arrays of its own; later ones only read those of others."""
@@ -168,19 +191,19 @@ class StateLayout:
 
     @property
     def bytes_per_entry(self) -> tuple[int, ...]:
-        """Bytes of one entry in a page of each pool, over all its arrays."""
+        """Bytes of one entry in a page of each pool, over all its arrays, on a device."""
         num_pools = 1 + max((group.pool for group in self.groups), default=-1)
         return tuple(self._nbytes(pool) for pool in range(num_pools))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token of context in a page of each pool."""
+        """Bytes of one token of context in a page of each pool, on a device."""
         strides = {group.pool: group.tokens_per_entry for group in self.groups}
         return sum(cdiv(size, strides[pool]) for pool, size in enumerate(self.bytes_per_entry))
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's entries."""
+        """Bytes of one sequence's entries on a device."""
         return self._nbytes(None)
 
     def _nbytes(self, pool: int | None) -> int:

@@ -17,7 +17,9 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ArgumentError
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ParamSpec, Source, by_path, nested
+from jaxinfer.models.division import in_device_order
+from jaxinfer.models.params import ParamSpec, by_path, nested
+from jaxinfer.models.sources import Source
 from jaxinfer.nn.placement import Placement
 
 # Tunix's mappings lead to arrays of other JAX engines, whose names differ from those of Hugging
@@ -38,7 +40,10 @@ class TrainerWeights:
     """
 
     def __init__(self, model: Model, placement: Placement, mapping: Mapping[str, Any]) -> None:
-        self._model = model
+        if model.forms and model.devices > 1:
+            raise ArgumentError("rollouts on several devices take weights of floats")
+        self._model = model.whole
+        self._devices = model.devices
         self._patterns = [
             (re.compile(re.escape(name).replace(r"\*", r"(\d+)")), _tensor_name(target))
             for name, target in mapping.items()
@@ -68,7 +73,11 @@ class TrainerWeights:
         arrays, leaves = self._model.arrays, dict[str, Any]()
         for spec in self._model.param_specs:
             leaves |= by_path({spec.path: _made(spec, tensors)})
-        return nested({path: leaf.astype(arrays[path].dtype) for path, leaf in leaves.items()})
+        made = {
+            path: in_device_order(leaf.astype(arrays[path].dtype), arrays[path], self._devices)
+            for path, leaf in leaves.items()
+        }
+        return nested(made)
 
     def _tensor_of(self, name: str) -> str:
         if "lora" in name:

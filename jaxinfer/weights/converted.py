@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +29,8 @@ from jaxinfer.core.staging import build_once, replace_trusted
 from jaxinfer.core.stamps import Known, is_unchanged, known
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import ParamSpec, by_path, nested
+from jaxinfer.models.place import placed_leaves
+from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.placement import Placement
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import PlannedParam
@@ -38,12 +41,9 @@ _MANIFEST = "manifest.json"  # of the entry's other files: the hash and the stam
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
-def entry_path(cache_dir: Path, fingerprint: str, model: Model, placement: Placement) -> Path:
-    """The folder for a checkpoint's weights, converted for this model and number of devices.
-
-    The number of devices matters because fused dimensions are stored in the order of shards.
-    """
-    made_for = f"{placement.num_devices} devices"
+def entry_path(cache_dir: Path, fingerprint: str, model: Model) -> Path:
+    """The folder for a checkpoint's weights, converted for this model, which is not divided."""
+    made_for = "1 devices"  # arrays are whole; several devices take their parts of them
     specs = [_identity(spec) for spec in model.param_specs]
     parts = (str(_FORMAT), fingerprint, model.architecture, repr(model.config), made_for, *specs)
     return cache_dir / "converted" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
@@ -59,7 +59,8 @@ def convert(
 ) -> Params | None:
     """Convert, save and return the parameters; None if the entry exists already.
 
-    Raises ``CacheError`` when the cache cannot be written.
+    ``plan`` is that of the model that is not divided, ``model`` may be. Raises ``CacheError`` when
+    the cache cannot be written.
     """
     params: dict[str, jax.Array] = {}
 
@@ -69,13 +70,12 @@ def convert(
             for index, members in enumerate(_groups(plan)):
                 group: dict[str, np.ndarray] = {}
                 for planned in members:
-                    group |= planned.whole(checkpoint, placement)
+                    group |= planned.whole(checkpoint)
                     advance(planned.nbytes)
                 # Save host arrays: Orbax copies a GPU's arrays back to the host, which crashed on
                 # an H200 (a segmentation fault, with XLA's vmm allocator).
                 _save(orbax, folder / _group_name(index), group)
-                for path, array in group.items():
-                    params[path] = placement.put(array, model.arrays[path].axes)
+                params.update(placed_leaves(group, model, placement))
         files = (path for path in folder.rglob("*") if path.is_file())
         hashed = _hashed(folder, (str(path.relative_to(folder)) for path in files))
         (folder / _MANIFEST).write_text(json.dumps(hashed))
@@ -84,11 +84,16 @@ def convert(
 
 
 def restore(
-    entry: Path, plan: Sequence[PlannedParam], placement: Placement, progress: Progress
+    entry: Path,
+    plan: Sequence[PlannedParam],
+    model: Model,
+    placement: Placement,
+    progress: Progress,
 ) -> Params:
-    """The parameters of an entry, placed as ``load_params`` does.
+    """The parameters of an entry, placed as ``load_params`` does; see ``convert``.
 
-    Raises ``CacheError`` with the folder's name when it is damaged.
+    A divided model's are read by group into host memory, from which devices take parts. Raises
+    ``CacheError`` with the folder's name when it is damaged.
     """
     try:
         _check_files(entry)
@@ -97,13 +102,14 @@ def restore(
         with progress.task("load weights", total, "B") as advance, _orbax() as orbax:
             for index, members in enumerate(_groups(plan)):
                 group = {
-                    path: jax.ShapeDtypeStruct(
-                        array.shape, array.dtype, sharding=placement.sharding(array.axes)
-                    )
+                    path: _abstract(array, model, placement)
                     for planned in members
                     for path, array in planned.arrays.items()
                 }
-                params |= _restore(orbax, entry / _group_name(index), group)
+                restored = _restore(orbax, entry / _group_name(index), group)
+                if model.devices > 1:
+                    restored = placed_leaves(restored, model, placement)
+                params |= restored
                 advance(sum(map(_nbytes, members)))
     except Exception as error:
         is_damage = isinstance(error, _DAMAGE) or type(error) is Exception  # Orbax raises that, too
@@ -114,6 +120,14 @@ def restore(
             "delete that folder and run again"
         ) from error
     return nested(params)
+
+
+def _abstract(array: ArraySpec, model: Model, placement: Placement) -> Any:
+    """What Orbax restores: an array on the devices, or one of numpy."""
+    if model.devices > 1:
+        return np.empty(array.shape, array.dtype)
+    sharding = placement.sharding(array.axes)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
 def _hashed(folder: Path, names: Iterable[str]) -> dict[str, Known]:
@@ -146,9 +160,7 @@ def _save(orbax: ocp.Checkpointer, folder: Path, group: dict[str, np.ndarray]) -
         raise OSError(_first_line(error)) from error
 
 
-def _restore(
-    orbax: ocp.Checkpointer, folder: Path, saved: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
+def _restore(orbax: ocp.Checkpointer, folder: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
     tree = nested(saved)
     how = ocp.checkpoint_utils.construct_restore_args(tree)
     restored = orbax.restore(folder.absolute(), args=ocp.args.PyTreeRestore(tree, restore_args=how))

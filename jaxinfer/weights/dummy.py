@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxinfer.core.progress import Progress
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ArraySpec, nested
-from jaxinfer.nn.placement import Placement
+from jaxinfer.models.params import nested
+from jaxinfer.models.sources import ArraySpec
+from jaxinfer.nn.placement import Placement, is_divided, positions
 from pallas_kernels.lib.arrangements import arrangement_of
 from pallas_kernels.lib.quantised import MIDDLE, is_matrix
 
@@ -34,14 +35,14 @@ type Programs = dict[ArraySpec, Future[jax.stages.Compiled]]
 
 
 def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Progress) -> Params:
-    """Random parameters that are a function of the seed.
+    """Random parameters that are a function of the seed; those of floats on any devices alike.
 
     Norms and other factors are 1, biases 0, and other floats uniform with standard deviation 0.02.
     Integers are uniform over their dtype's range, with scales and offsets that give weights that
     deviation. Random arrays are made on the devices, so host memory holds none of them.
     """
     params: dict[str, jax.Array] = {}
-    arrays = model.arrays
+    arrays, wholes = model.arrays, _wholes(model)
     total = sum(array.nbytes for array in arrays.values())
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     try:
@@ -49,7 +50,18 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
             constants = _constants(arrays)
             programs = _compiling(pool, arrays, constants, placement)
             for path, array in arrays.items():
-                params[path] = _array(seed, path, array, constants[path], programs, placement)
+                if constants[path] is not None:
+                    # made on the host: an XLA program per shape takes 40 ms or more
+                    filled = _filled(
+                        placement.own_shape(array.shape, array.axes), array, constants[path]
+                    )
+                    parts = [jax.device_put(filled, device) for device in placement.devices]
+                    params[path] = placement.of_parts(parts, array.axes)
+                else:
+                    program = programs[_kind(array, placement)].result()
+                    number = np.uint32(zlib.crc32(f"{seed}/{path}".encode()))
+                    found = _positions(array, wholes[path], model.devices, placement)
+                    params[path] = program(number, *found)
                 advance(array.nbytes)
     finally:  # after a failure or Ctrl-C the other programs are not needed
         pool.shutdown(wait=False, cancel_futures=True)
@@ -59,6 +71,34 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
 def _kind(array: ArraySpec, placement: Placement) -> ArraySpec:
     """The array without axes that are not divided: equal ones are made by the same program."""
     return replace(array, axes=placement.divided(array.axes))
+
+
+def _wholes(model: Model) -> dict[str, ArraySpec | None]:
+    """The array of each path before it is divided; None for one of a quantised matrix."""
+    found: dict[str, ArraySpec | None] = dict.fromkeys(model.arrays)
+    for spec in model.param_specs:
+        if spec.division is not None and all(source.form is None for source in spec.sources):
+            found |= spec.wholes
+    return found
+
+
+def _positions(
+    array: ArraySpec, whole: ArraySpec | None, devices: int, placement: Placement
+) -> list[jax.Array]:
+    """For each dimension of a divided array the positions of its elements in the whole one, divided
+    alike; and the sizes of that. On one device none.
+    """
+    if placement.num_devices == 1:
+        return []
+    axes = array.axes if whole is None else whole.axes
+    shape = array.shape if whole is None else whole.shape
+    found = list[jax.Array]()
+    for axis, own, size in zip(axes, array.shape, shape, strict=True):
+        numbers = np.arange(own)
+        if whole is not None and devices > 1 and is_divided(axis):
+            numbers = positions(axis, size, devices).ravel()
+        found.append(placement.put(numbers.astype(np.uint32), (axis,)))
+    return [*found, placement.put(np.array(shape, np.uint32))]
 
 
 def _compiling(
@@ -74,36 +114,42 @@ def _compiling(
     )
 
     def program(kind: ArraySpec) -> jax.stages.Lowered:
-        def values(seed: jax.Array) -> jax.Array:
-            return placement.arranged(_uniform(seed, kind.shape, jnp.dtype(kind.dtype)), kind.axes)
+        sharding, dtype = placement.sharding(kind.axes), jnp.dtype(kind.dtype)
+        if placement.num_devices == 1:
 
-        return jax.jit(values, out_shardings=placement.sharding(kind.axes)).lower(seed)
+            def whole(seed: jax.Array) -> jax.Array:
+                indices = jax.lax.iota(jnp.uint32, math.prod(kind.shape))
+                return _uniform(seed, indices, dtype).reshape(kind.shape)
+
+            return jax.jit(whole, out_shardings=sharding).lower(seed)
+
+        def values(seed: jax.Array, *found: jax.Array) -> jax.Array:
+            *places, shape = found
+            index = jnp.zeros((), jnp.uint32)
+            for dimension, place in enumerate(places):
+                ones = [1] * len(places)
+                ones[dimension] = -1
+                index = index * shape[dimension] + place.reshape(ones)
+            return _uniform(seed, index, dtype)
+
+        pairs = zip(kind.shape, kind.axes, strict=True)
+        given = [placement.abstract((size,), jnp.uint32, (axis,)) for size, axis in pairs]
+        given.append(placement.abstract((len(kind.shape),), jnp.uint32))
+        return jax.jit(values, out_shardings=sharding).lower(
+            placement.abstract((), jnp.uint32), *given
+        )
 
     return {kind: pool.submit(program(kind).compile) for kind in kinds}
 
 
-def _array(
-    seed: int,
-    path: str,
-    array: ArraySpec,
-    constant: Any,
-    programs: Programs,
-    placement: Placement,
-) -> jax.Array:
-    if constant is not None:  # made on the host: an XLA program per shape takes 40 ms or more
-        return placement.put(_filled(array, constant), array.axes)
-    program = programs[_kind(array, placement)].result()
-    return program(np.uint32(zlib.crc32(f"{seed}/{path}".encode())))
-
-
-def _filled(array: ArraySpec, constant: Any) -> np.ndarray:
-    """An array of one value, or of a few that repeat.
+def _filled(shape: tuple[int, ...], array: ArraySpec, constant: Any) -> np.ndarray:
+    """A device's part of an array of one value, or of a few that repeat.
 
     Not by ``np.resize``, which joins a tuple with an item for each repetition: with it 16.7 GB of
     int4 experts took 81 s.
     """
     values = np.atleast_1d(np.asarray(constant, array.dtype))
-    filled = np.empty(array.shape, array.dtype)
+    filled = np.empty(shape, array.dtype)
     filled.reshape(-1, values.size)[...] = values
     return filled
 
@@ -142,15 +188,14 @@ def _factor(name: str, kind: str, others: Collection[str]) -> Any:
     return {"scales": scale, "zeros": MIDDLE, "offsets": -middle}.get(name)
 
 
-def _uniform(seed: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def _uniform(seed: jax.Array, indices: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """A hash of each element's index: on a CPU ten times as fast as jax.random."""
-    indices = jax.lax.iota(jnp.uint32, math.prod(shape))
     # the seed is added between two hashes: else arrays would be shifted copies of each other
     mixed = _mixed(_mixed(indices) ^ seed)
     if jnp.issubdtype(dtype, jnp.integer):
-        return mixed.astype(dtype).reshape(shape)  # the lowest bits
+        return mixed.astype(dtype)  # the lowest bits
     unit = mixed.astype(jnp.float32) * 2**-32 - 0.5  # deviation 1 / sqrt(12)
-    return (unit * (_DEVIATION * math.sqrt(12))).astype(dtype).reshape(shape)
+    return (unit * (_DEVIATION * math.sqrt(12))).astype(dtype)
 
 
 def _mixed(x: jax.Array) -> jax.Array:  # uint32[...] -> uint32[...]

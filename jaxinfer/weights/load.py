@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,14 +45,17 @@ def load_params(
     """
     if source.checkpoint is None:
         return dummy_params(model, placement=placement, seed=seed, progress=progress)
-    plan = plan_params(model, source.checkpoint)
     if source.quantised and not model.forms:
         from jaxinfer.weights import converted  # Orbax takes a fifth of the total import time
 
-        entry = converted.entry_path(cache_dir, source.fingerprint, model, placement)
+        plan = plan_params(model.whole, source.checkpoint)
+        entry = converted.entry_path(cache_dir, source.fingerprint, model.whole)
         note_use(cache_dir, source.files, entry)
         params = converted.convert(entry, plan, source.checkpoint, model, placement, progress)
-        return converted.restore(entry, plan, placement, progress) if params is None else params
+        return (
+            converted.restore(entry, plan, model, placement, progress) if params is None else params
+        )
+    plan = plan_params(model, source.checkpoint)
     return nested(stream_params(plan, source.checkpoint, placement, progress))
 
 
@@ -88,34 +94,64 @@ def stream_params(
 def _placed(
     planned: PlannedParam, checkpoint: Checkpoint, placement: Placement
 ) -> dict[str, jax.Array]:
-    """The arrays of one parameter, by path."""
+    """The arrays of one parameter, by path. Each device receives only its own part."""
+    if planned.spec.devices < placement.num_devices:
+        return _spread(planned, checkpoint, placement)
     if planned.spec.pieces is None:
-        made = planned.piece(checkpoint, placement)
+        made = zip(planned.parts(checkpoint), placement.devices, strict=True)
+        parts = [_on_device(planned.spec, part, device) for part, device in made]
         arrays = planned.arrays.items()
-        placed = {path: placement.put(made[path], array.axes) for path, array in arrays}
-        return _finished(planned.spec, placed)
+        return {
+            path: placement.of_parts([part[path] for part in parts], array.axes)
+            for path, array in arrays
+        }
     stacks = {
-        path: StackedArray(spec.shape, np.dtype(spec.dtype), placement.sharding(spec.axes))
+        path: StackedArray(spec.shape, np.dtype(spec.dtype), placement, spec.axes)
         for path, spec in planned.arrays.items()
     }
     for index in range(planned.spec.pieces):
-        _set(stacks, index, _piece(planned, checkpoint, placement, index))
+        _set_piece(stacks, planned, checkpoint, placement, index)
     return {path: stack.array() for path, stack in stacks.items()}
 
 
-def _piece(
-    planned: PlannedParam, checkpoint: Checkpoint, placement: Placement, index: int
-) -> Mapping[str, np.ndarray | jax.Array]:
-    """The arrays of a piece of a stack, by path; on the devices if something is left to do there.
+def _spread(
+    planned: PlannedParam, checkpoint: Checkpoint, placement: Placement
+) -> dict[str, jax.Array]:
+    """A whole parameter, spread over several devices as functions of whole arrays have it."""
+    made, arrays, spec = planned.whole(checkpoint), planned.arrays.items(), planned.spec
+    placed = {path: placement.put(made[path], array.axes) for path, array in arrays}
+    if spec.pieces is not None and (finish := spec.finish) is not None:
+        spec = replace(spec, finish=partial(jax.lax.map, finish))
+    return _finished(spec, placed)
 
-    The devices then hold one piece twice; to finish the stack would need as much memory again.
+
+def _set_piece(
+    stacks: Mapping[str, StackedArray],
+    planned: PlannedParam,
+    checkpoint: Checkpoint,
+    placement: Placement,
+    index: int,
+) -> None:
+    """Set a piece of each stack on the devices that have a part of it.
+
+    The device then holds one piece twice; to finish the stack would need as much memory again. No
+    variable of the caller holds a piece while the next one is read.
     """
-    made = planned.piece(checkpoint, placement, index)
-    if planned.spec.finish is None:
-        return made
-    arrays = planned.arrays.items()
-    placed = {path: placement.put(made[path], array.axes[1:]) for path, array in arrays}
-    return _finished(planned.spec, placed)
+    ranks = planned.spec.ranks_of(index)
+    for rank, part in zip(ranks, planned.parts(checkpoint, index), strict=True):
+        made: Mapping[str, np.ndarray | jax.Array] = part
+        if planned.spec.finish is not None:
+            made = _on_device(planned.spec, part, placement.devices[rank])
+        for path, array in made.items():
+            stacks[path].set(rank, index, array)
+
+
+def _on_device(
+    spec: ParamSpec, arrays: Mapping[str, np.ndarray], device: Any
+) -> dict[str, jax.Array]:
+    """The arrays of a device's part of a parameter, or of a piece, there and finished, by path."""
+    placed = {path: jax.device_put(array, device) for path, array in arrays.items()}
+    return _finished(spec, placed)
 
 
 def _finished(spec: ParamSpec, placed: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -125,11 +161,3 @@ def _finished(spec: ParamSpec, placed: dict[str, jax.Array]) -> dict[str, jax.Ar
     prefix = f"{spec.path}/"
     tree = nested({path.removeprefix(prefix): array for path, array in placed.items()})
     return {prefix + path: array for path, array in by_path(spec.finish(tree)).items()}
-
-
-def _set(
-    stacks: Mapping[str, StackedArray], index: int, piece: Mapping[str, np.ndarray | jax.Array]
-) -> None:
-    """Set a piece. In a function, so that no variable holds the piece while the next is read."""
-    for path, array in piece.items():
-        stacks[path].set(index, array)

@@ -6,14 +6,16 @@ Owns: the checks of names, shapes, dtypes and completeness.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.base import Model, ModelFamily
-from jaxinfer.models.params import ArraySpec, ParamSpec, by_path
-from jaxinfer.nn.placement import Placement
+from jaxinfer.models.params import ParamSpec, by_path
+from jaxinfer.models.sources import ArraySpec
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from pallas_kernels.lib.quantised import Form
 
@@ -30,36 +32,43 @@ class PlannedParam:
     names: tuple[str, ...]  # of the source tensors
     nbytes: int  # of the source tensors, as stored
 
-    def piece(
-        self, checkpoint: Checkpoint, placement: Placement, index: int = 0
-    ) -> dict[str, np.ndarray]:
-        """Read the sources of one piece, or of a parameter without pieces; its arrays by path.
-
-        They are contiguous and in the devices' layout.
+    def parts(self, checkpoint: Checkpoint, index: int = 0) -> Iterator[dict[str, np.ndarray]]:
+        """Read the sources of one piece, or of a parameter without pieces, and build the part of
+        each device that has one (``ParamSpec.ranks_of``): its arrays by path, contiguous.
         """
         count = self.spec.sources_per_piece
         own = slice(index * count, (index + 1) * count)
-        tensors = (
+        tensors = [
             checkpoint.read(name, source.part)
             if source.form is None
             else checkpoint.read_quantised(name, source.part)
             for name, source in zip(self.names[own], self.spec.sources[own], strict=True)
-        )
-        built = by_path({self.spec.path: self.spec.built(tensors, index)})
-        made: dict[str, np.ndarray] = {}
-        for path, array in self.arrays.items():
-            axes = array.axes if self.spec.pieces is None else array.axes[1:]
-            arranged = placement.arranged(built[path], axes)
-            made[path] = np.asarray(arranged, array.dtype, order="C")
-        return made
+        ]
+        ranks = self.spec.ranks_of(index)
+        if len(ranks) > 1 and self.spec.is_replicated:
+            yield from [self._built(tensors, index, 0)] * len(ranks)
+            return
+        for rank in ranks:
+            made = self._built(tensors, index, rank)
+            if rank == ranks[-1]:
+                del tensors  # their memory is free while the last part is placed
+            yield made
 
-    def whole(self, checkpoint: Checkpoint, placement: Placement) -> dict[str, np.ndarray]:
-        """The whole parameter in host memory; see ``piece``."""
+    def _built(self, tensors: list[Any], index: int, rank: int) -> dict[str, np.ndarray]:
+        built = by_path({self.spec.path: self.spec.built(tensors, index, rank)})
+        return {
+            path: np.asarray(built[path], array.dtype, order="C")
+            for path, array in self.arrays.items()
+        }
+
+    def whole(self, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+        """The whole parameter in host memory, of a model that is not divided; see ``parts``."""
+        assert self.spec.devices == 1, f"{self.spec.path} is divided"
         if self.spec.pieces is None:
-            return self.piece(checkpoint, placement)
+            return next(self.parts(checkpoint))
         made = {path: np.empty(array.shape, array.dtype) for path, array in self.arrays.items()}
         for index in range(self.spec.pieces):
-            for path, piece in self.piece(checkpoint, placement, index).items():
+            for path, piece in next(self.parts(checkpoint, index)).items():
                 made[path][index] = piece
         return made
 

@@ -14,7 +14,8 @@ from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import build_once
 from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
-from jaxinfer.models.params import ArraySpec, ParamSpec, tensors_of
+from jaxinfer.models.params import ParamSpec, tensors_of
+from jaxinfer.models.sources import ArraySpec
 from jaxinfer.nn.weight import stored
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo

@@ -7,37 +7,39 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+
+from jaxinfer.nn.placement import Axes, Placement, is_divided
 
 
 class StackedArray:
     """An array that is allocated at once and set piece by piece along its first dimension.
 
-    Each device receives its part of the pieces that its shard holds.
+    Each device has a part of every piece, or if the first dimension is divided a part of the
+    pieces.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> None:
-        self._shape = shape
-        self._sharding = sharding
-        self._indices = sharding.addressable_devices_indices_map(shape)
-        own = sharding.shard_shape(shape)
-        self._shards = {device: jnp.zeros(own, dtype, device=device) for device in self._indices}
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype, placement: Placement, axes: Axes
+    ) -> None:
+        self._placement = placement
+        self._axes = axes
+        own = placement.sharding(axes).shard_shape(shape)
+        by_piece = placement.num_devices > 1 and is_divided(axes[0])
+        self._pieces = own[0] if by_piece else None  # of a device, if it has only some
+        self._parts = [jnp.zeros(own, dtype, device=device) for device in placement.devices]
 
-    def set(self, index: int, piece: np.ndarray | jax.Array) -> None:  # [shape[1:]]
-        """Copy piece ``index`` into the array; the caller may free the piece on return."""
-        for device, slices in self._indices.items():
-            assert slices is not None, "a shard without an index"
-            pieces = range(self._shape[0])[slices[0]]
-            if index in pieces:
-                part = jax.device_put(piece[slices[1:]], device)
-                at = np.int32(pieces.index(index))
-                self._shards[device] = _with_piece(self._shards[device], part, at)
-        jax.block_until_ready(list(self._shards.values()))
+    def set(self, rank: int, index: int, part: np.ndarray | jax.Array) -> None:
+        """Copy a device's part of piece ``index`` into the array; the caller may free it on
+        return.
+        """
+        at = index if self._pieces is None else index - rank * self._pieces
+        placed = jax.device_put(part, self._placement.devices[rank])
+        self._parts[rank] = _with_piece(self._parts[rank], placed, np.int32(at))
+        jax.block_until_ready(self._parts[rank])
 
     def array(self) -> jax.Array:
         """The whole array; call it when every piece is set."""
-        shards = list(self._shards.values())
-        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
+        return self._placement.of_parts(self._parts, self._axes)
 
 
 @partial(jax.jit, donate_argnums=0)

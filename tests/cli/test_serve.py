@@ -85,6 +85,11 @@ SET: dict[str, dict[str, Any]] = {
     "--max-num-batched-tokens 2k": {"max_num_batched_tokens": 2000},
     "--max-num-mixed-tokens 1K": {"max_num_mixed_tokens": 1024},
     "--num-snapshots 12": {"num_snapshots": 12},
+    "-tp 1": {"tensor_parallel_size": 1},
+    "--tensor-parallel-size 2 --enable-expert-parallel": {
+        "tensor_parallel_size": 2,
+        "enable_expert_parallel": True,
+    },
     "--max-num-queued-reqs 5 --max-num-queued-tokens 1k": {
         "max_num_queued_reqs": 5,
         "max_num_queued_tokens": 1000,
@@ -128,7 +133,7 @@ def test_flags_set(started: Started, line: str) -> None:
     assert {name: started.values[name] for name in SET[line]} == SET[line]
 
 
-NEUTRAL = """-tp 1|-pp 1|-dp 1|--tensor-parallel-size 1|--kv-cache-dtype auto
+NEUTRAL = """-pp 1|-dp 1|--kv-cache-dtype auto
 |--enable-chunked-prefill|--scheduling-policy priority|--tokenizer-mode auto
 |--chat-template-content-format auto|--no-enable-lora"""
 
@@ -165,7 +170,8 @@ def test_flags_without_effect_are_noticed(started: Started, line: str) -> None:
 
 
 REFUSED = {
-    "-tp 2": "tensor_parallel_size=2 is not supported: one device is used",
+    "-tp 0": "tensor_parallel_size must be at least 1, got 0",
+    "-pp 2": "pipeline_parallel_size=2 is not supported: use tensor_parallel_size for several",
     "--quantization int3": "quantization 'int3' is unknown; use one of fp8, int8, int4",
     "--kv-cache-dtype fp8": "the cache has the model's dtype",
     "--no-enable-chunked-prefill": "prefill is always chunked",

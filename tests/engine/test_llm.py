@@ -308,7 +308,10 @@ def test_vllm_arguments_that_change_nothing_are_accepted(folder: Path, cache: st
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown setting": ({"max_modle_len": 5}, "unknown setting 'max_modle_len'"),
-    "two devices": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+    "two devices": (
+        {"tensor_parallel_size": 2},
+        "tensor_parallel_size is 2, and JAX finds 1 device of the platform cpu; lower it",
+    ),
     "unknown dtype": ({"dtype": "float63"}, "dtype 'float63' is unknown"),
     "context beyond the model": ({"max_model_len": 10**6}, "beyond the model's"),
     "too little memory": ({"kv_cache_memory_bytes": 1000}, "KV cache"),

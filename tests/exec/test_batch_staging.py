@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jaxinfer.exec.compile.memory_plan import NUM_BUFFERS
 from jaxinfer.exec.run import cuda_driver
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.nn.placement import default_placement
 from kit.engines import copy_to_cpu, run, tiny_engine
 
 
@@ -34,7 +34,7 @@ def _batch(first: int, size: int = 4) -> np.ndarray:
 
 
 def test_a_buffer_is_overwritten_when_the_step_that_read_it_has_ended() -> None:
-    staging, waited_for = BatchStaging(copy_to_cpu, jax.devices()[0]), list[str]()
+    staging, waited_for = BatchStaging([copy_to_cpu], default_placement()), list[str]()
     filled = []
     for number in range(NUM_BUFFERS):
         filled.append(staging.copy_in(_batch(10 * number)))
@@ -68,7 +68,7 @@ def test_staging_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def with_staging(self: Executor, *args: Any) -> None:
         original(self, *args)
-        self._staging = BatchStaging(copy, jax.devices()[0])
+        self._staging = BatchStaging([copy], default_placement())
 
     monkeypatch.setattr(Executor, "__init__", with_staging)
     assert run(tiny_engine(), prompts, requests) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxinfer.models import ModelFamily, build_model
 from jaxinfer.nn.placement import default_placement
 from kit.mixed_family import mixed_model
 from kit.tiny_models import NAMES, tiny_config
+from pallas_kernels.lib.quantised import Form
 
 
 @pytest.fixture
@@ -124,6 +126,7 @@ def test_a_family_outside_the_library_is_in_the_digest() -> None:
     assert family_sources(family_module(family)).keys() == {
         "kit.mixed_family",
         *(f"jaxinfer.models.{name}" for name in ("arguments", "base", "params", "quantised")),
+        *("jaxinfer.models.division", "jaxinfer.models.sources"),
     }
     reader = partial(partial(family.config_from_hf))
     assert family_module(ModelFamily("partial", reader, family.param_specs)) == "kit.mixed_family"
@@ -154,3 +157,14 @@ def test_the_order_and_the_kinds_of_layers_are_in_the_fingerprint() -> None:
     orders = permutations(("full", "window", "latent", "recurrent"))
     found = {str(sorted(of_model(mixed_model(*kinds)[0]).items())) for kinds in orders}
     assert len(found) == 24
+
+
+def test_forms_that_differ_in_the_dtype_of_scales_differ() -> None:
+    """AWQ has scales in float16, compressed-tensors in bfloat16: other arguments of a step."""
+    model = build_model(tiny_config("llama"), "float32")
+    form = Form("int4", 128, "float16")
+    one, two = (
+        replace(model, forms=(("w", replace(form, scale_dtype=dtype)),))
+        for dtype in ("float16", "bfloat16")
+    )
+    assert of_model(one) != of_model(two)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.base import Model, ModelFamily, Params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
+from jaxinfer.models.params import ParamSpec, as_is, nested
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.context import Pages, Rows, StepContext
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,

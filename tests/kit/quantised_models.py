@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.checkpoint import TensorInfo
 from jaxinfer.weights.plan import plan_params
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
@@ -101,13 +101,13 @@ def quantised_model(arrangement: str | None = None) -> tuple[Model, Params]:
     model = replace(model, arrangement=arrangement)
     made: dict[str, np.ndarray] = {}
     for planned in plan_params(model, checkpoint):
-        made |= planned.whole(checkpoint, default_placement())
+        made |= planned.whole(checkpoint)
     return model, nested({path: jnp.asarray(array) for path, array in made.items()})
 
 
-def write_gpt_oss(folder: Path, shards: int = 1) -> Path:
+def write_gpt_oss(folder: Path, shards: int = 1, **changes: Any) -> Path:
     """A folder of a small gpt-oss whose experts are in MXFP4, with random values."""
-    config = {**tiny_config("gpt_oss"), "intermediate_size": 64}
+    config = {**tiny_config("gpt_oss"), "intermediate_size": 64, **changes}
     tensors = random_hf_tensors(build_model(config, "float32"))
     rng = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.base import Model, ModelFamily, Params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, as_is, nested
+from jaxinfer.models.params import ParamSpec, as_is, nested
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.residual import Add

@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.params import RotaryRows
+from jaxinfer.models.sources import RotaryRows
 from jaxinfer.nn.rope import RopeConfig, inverse_frequencies, rope_tables
 from pallas_kernels.lib.numerics import rotate
 

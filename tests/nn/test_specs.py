@@ -33,8 +33,9 @@ def test_experts_of_a_decoder() -> None:
     for i, experts in decoder.experts.items():
         ffn = decoder.layers[i].ffn
         assert experts == ffn
-        assert ffn.with_dummy_routing("same") == dataclasses.replace(experts, dummy_routing="same")
-    assert dense.ffn.with_dummy_routing("same") is dense.ffn
+        changed = dataclasses.replace(experts, dummy_routing="same")
+        assert ffn.with_experts(dummy_routing="same") == changed
+    assert dense.ffn.with_experts(dummy_routing="same") is dense.ffn
     assert dict(tiny_model("llama")[0].config.experts) == {}
     assert ExpertsSpec().experts is None  # not the library's
 

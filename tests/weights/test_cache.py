@@ -189,7 +189,7 @@ def test_damage_that_changes_no_stamp(
     data.write_bytes(data.read_bytes().replace(zstandard, b"none"))
     monkeypatch.setattr(converted, "is_unchanged", lambda *_: True)
     with pytest.raises(CacheError, match=rf"{entry} are damaged .*delete that folder") as caught:
-        converted.restore(entry, plan, placement, progress)
+        converted.restore(entry, plan, model, placement, progress)
     assert type(caught.value.__cause__) is Exception
 
 

@@ -45,7 +45,7 @@ def params_of(model: Model, checkpoint: Checkpoint) -> tuple[Model, Params]:
     model = replace(model, forms=forms_of(model.family, checkpoint))
     made: dict[str, np.ndarray] = {}
     for planned in plan_params(model, checkpoint):
-        made |= planned.whole(checkpoint, default_placement())
+        made |= planned.whole(checkpoint)
     return model, nested({path: jnp.asarray(array) for path, array in made.items()})
 
 

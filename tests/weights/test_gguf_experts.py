@@ -16,7 +16,6 @@ from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models import forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.gguf import checkpoint as gguf_checkpoint
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
@@ -68,7 +67,7 @@ def test_round_trip(tmp_path: Path, name: str, kind: Type) -> None:
     num_quantised = 0
     for model in (found, kept):
         for planned in plan_params(model, checkpoint):
-            made, spec = planned.whole(checkpoint, default_placement()), planned.spec
+            made, spec = planned.whole(checkpoint), planned.spec
             if not made.keys() <= expected.keys():
                 num_quantised += 1
                 matrix = values_of({leaf.rpartition("/")[2]: a for leaf, a in made.items()})
@@ -171,7 +170,7 @@ def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
     leaves = {
         path: jnp.asarray(array)
         for planned in plan_params(model, checkpoint)
-        for path, array in planned.whole(checkpoint, default_placement()).items()
+        for path, array in planned.whole(checkpoint).items()
     }
     logits = np.asarray(forward(model, nested(leaves), TOKEN_IDS))[-1]
     np.testing.assert_allclose(logits, golden[name], atol=1e-4)  # they are up to 8

@@ -62,7 +62,7 @@ def arrays_of(model: Model, checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return {
         path: array
         for planned in plan_params(model, checkpoint)
-        for path, array in planned.whole(checkpoint, default_placement()).items()
+        for path, array in planned.whole(checkpoint).items()
     }
 
 
@@ -86,7 +86,7 @@ def test_round_trip(tmp_path: Path, name: str, kind: Type, older: bool) -> None:
     assert bool(kept.forms) == (kind != Type.BF16)
     for model in (found, kept):
         for planned in plan_params(model, checkpoint):
-            made, spec = planned.whole(checkpoint, default_placement()), planned.spec
+            made, spec = planned.whole(checkpoint), planned.spec
             if not made.keys() <= expected.keys():
                 matrix = values_of({leaf.rpartition("/")[2]: a for leaf, a in made.items()})
                 made = {spec.path: matrix.T if spec.matrix == "out_in" else matrix}

@@ -13,7 +13,8 @@ import pytest
 
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import Model, ModelFamily, abstract_params
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, by_path, join_outputs
+from jaxinfer.models.params import ParamSpec, by_path, join_outputs
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted, dummy
 from jaxinfer.weights.dummy import dummy_params
@@ -153,7 +154,7 @@ def test_a_cache_entry_depends_on_every_field_of_a_spec(change: dict[str, Any]) 
         specs = (ParamSpec(**(first | fields)),)
         family = ModelFamily("one", lambda *_: None, lambda _: specs)  # type: ignore[arg-type, return-value]
         model = Model(family, "One", MIXED.config)
-        return converted.entry_path(Path(), "fingerprint", model, default_placement())
+        return converted.entry_path(Path(), "fingerprint", model)
 
     assert entry() == entry() != entry(**change)
 
@@ -172,7 +173,9 @@ def test_random_integers_are_spread_and_their_scales_fit() -> None:
 
 def test_random_stacks_need_no_temporary_memory() -> None:
     def uniform(seed: jax.Array) -> jax.Array:
-        return dummy._uniform(seed, (EXPERTS, 64, 96), jax.numpy.bfloat16)  # type: ignore[arg-type]
+        indices = jax.lax.iota(np.uint32, EXPERTS * 64 * 96)
+        made = dummy._uniform(seed, indices, jax.numpy.dtype(jax.numpy.bfloat16))
+        return made.reshape(EXPERTS, 64, 96)
 
     compiled = jax.jit(uniform).lower(jax.ShapeDtypeStruct((), np.uint32)).compile()
     memory: Any = compiled.memory_analysis()

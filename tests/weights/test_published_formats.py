@@ -120,7 +120,7 @@ def test_loads_into_a_model(name: str, tmp_path: Path) -> None:
     plain = kit.model()
     model = replace(plain, forms=forms_of(plain.family, checkpoint))
     plan = {planned.spec.path: planned for planned in plan_params(model, checkpoint)}
-    made = plan["layers_1/qkv"].whole(checkpoint, default_placement())
+    made = plan["layers_1/qkv"].whole(checkpoint)
     tree = {path.rpartition("/")[2]: array for path, array in made.items()}
     expected = [matrices[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     np.testing.assert_array_equal(dequantised(quantised(tree)), np.concatenate(expected))
@@ -137,7 +137,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     token_ids = jnp.arange(5)
 
     def logits(model: Model, source: Checkpoint) -> jax.Array:
-        planned = (param.whole(source, default_placement()) for param in plan_params(model, source))
+        planned = (param.whole(source) for param in plan_params(model, source))
         leaves = {path: jnp.asarray(array) for param in planned for path, array in param.items()}
         return forward(model, nested(leaves), token_ids)
 
@@ -188,7 +188,7 @@ def test_blocks_are_multiplied_by_the_fp8_kernels(
     _, forms = quantised_source(random, plain, None)
     assert dict(forms) == checkpoint.forms
     model = replace(plain, forms=forms, arrangement=TILES.name)
-    planned = (one.whole(checkpoint, default_placement()) for one in plan_params(model, checkpoint))
+    planned = (one.whole(checkpoint) for one in plan_params(model, checkpoint))
     leaves = {path: array for arrays in planned for path, array in arrays.items()}
     assert {path: array.shape for path, array in leaves.items()} == {
         path: array.shape for path, array in model.arrays.items()

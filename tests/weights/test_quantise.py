@@ -8,7 +8,6 @@ import pytest
 
 from jaxinfer.core.errors import CheckpointError, ConfigError
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.gguf.blocks import FORMS
 from jaxinfer.weights.gguf.types import TensorType
 from jaxinfer.weights.plan import forms_of, plan_params
@@ -177,7 +176,7 @@ def test_loads_into_a_model(scheme: str) -> None:
     plain = build_model(tiny_qwen2_config(), "float32")
     model = replace(plain, forms=forms_of(plain.family, made))
     plan = {planned.spec.path: planned for planned in plan_params(model, made)}
-    arrays = plan["layers_0/gate_up"].whole(made, default_placement())
+    arrays = plan["layers_0/gate_up"].whole(made)
     tree = {path.rpartition("/")[2]: array for path, array in arrays.items()}
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
     expected = np.concatenate([made.read(name) for name in names])

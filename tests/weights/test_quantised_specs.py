@@ -12,9 +12,10 @@ import pytest
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import abstract_params
-from jaxinfer.models.params import RotaryRows, Source, nested
+from jaxinfer.models.params import nested
 from jaxinfer.models.quantised import arranged_on_device, sizes_by_form
 from jaxinfer.models.registry import build_model
+from jaxinfer.models.sources import RotaryRows, Source
 from jaxinfer.nn.placement import Fused, default_placement
 from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.plan import plan_params
@@ -45,7 +46,7 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
     made: dict[str, np.ndarray] = {}
     model = replace(MODEL, arrangement=arrangement)
     for planned in plan_params(model, CHECKPOINT):
-        made |= planned.whole(CHECKPOINT, default_placement())
+        made |= planned.whole(CHECKPOINT)
     params = nested(made)
     if any(planned.spec.finish for planned in plan_params(model, CHECKPOINT)):
         assert arrangement == "tiles" and library.library() is None

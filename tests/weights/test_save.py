@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 import jaxinfer
 from jaxinfer.core.errors import ArgumentError, CacheError, ConfigError
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.models.params import ArraySpec, ParamSpec, Source, by_path, stack, tensors_of
+from jaxinfer.models.params import ParamSpec, by_path, stack, tensors_of
 from jaxinfer.models.registry import build_model
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.weights.quantised.write import write_tensors
 from jaxinfer.weights.save import ParamsCheckpoint

@@ -73,7 +73,8 @@ class LLM(PoolingMethods, BeamMethods):
 
     @property
     def model(self) -> LanguageModel:
-        """The weights that are served now, as ``jaxinfer.load`` gives them, without a copy.
+        """The weights that are served now, as ``jaxinfer.load`` gives them, without a copy; on
+        several devices a copy, as their parts are in another order.
 
         After ``update_weights`` the property gives another object, with the new weights.
         """

@@ -38,8 +38,9 @@ def load(
 
     ``mesh`` is a mesh of one device, or one with an axis of several, along which heads,
     feed-forward columns and the vocabulary are divided: ``forward`` then runs on all of them, also
-    under ``jax.jit`` and ``jax.grad``, and ``generate``, which needs one device, is refused. Raises
-    a ``JaxinferError`` if the model cannot be loaded, or not be divided.
+    under ``jax.jit`` and ``jax.grad``, and so does ``generate``, which keeps a second copy of the
+    weights, in the order of steps. ``tensor_parallel_size`` in place of a mesh takes the first
+    devices. Raises a ``JaxinferError`` if the model cannot be loaded, or not be divided.
     """
     settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
     progress = progress or progress_on(sys.stderr)
@@ -57,10 +58,10 @@ def load(
         plan = planned(settings)
     _check_division(plan)
     check_host(plan.memory)
-    params = plan.load_params(progress)
+    params = plan.load_whole(progress)
     generate = partial(OwnEngines(plan, settings, planned).generate, progress)
     return LanguageModel(
-        plan.program.model,
+        plan.program.model.whole,
         params,
         plan.tokenizer,
         plan.source.generation_config,
@@ -73,7 +74,7 @@ def load(
 def _check_division(plan: EnginePlan) -> None:
     """Raise ``ArgumentError`` for a parameter that cannot be divided among the devices."""
     placement = plan.program.placement
-    for path, array in plan.program.model.arrays.items():
+    for path, array in plan.program.model.whole.arrays.items():
         try:
             placement.sharding(array.axes).shard_shape(array.shape)
         except ValueError:

@@ -28,9 +28,8 @@ TASK_ALIASES = MappingProxyType({"embedding": "embed", "pooling": "embed"})
 
 # accepted with these values only, which describe jaxinfer's own behaviour
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("tensor_parallel_size", (1,), "one device is used"),
-    ("pipeline_parallel_size", (1,), "one device is used"),
-    ("data_parallel_size", (1,), "one device is used"),
+    ("pipeline_parallel_size", (1,), "use tensor_parallel_size for several devices"),
+    ("data_parallel_size", (1,), "use tensor_parallel_size, or start several servers"),
     ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
     ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),
@@ -59,7 +58,7 @@ IGNORED = MappingProxyType(
         "enforce_eager": "every step is compiled before the first request",
         "disable_log_stats": "nothing is logged periodically",
         "cpu_offload_gb": "weights stay on the device",
-        "disable_custom_all_reduce": "one device is used",
+        "disable_custom_all_reduce": "XLA adds what several devices have computed",
         "compilation_config": "every step is compiled before the first request",
         "enable_auto_tool_choice": "models call tools whenever a request has some",
         "enable_request_id_headers": "answers always carry X-Request-Id",

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,14 +41,17 @@ from jaxinfer.exec.compile.memory_plan import (
 )
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.sizes import resolve, with_device_defaults
-from jaxinfer.exec.run.device_memory import device_memory, release_freed_blocks
+from jaxinfer.exec.run.device_memory import least_memory, release_freed_blocks
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.nn.placement import default_placement, placement_in
+from jaxinfer.nn.placement import Placement, default_placement, one_kind, placement_in
 from jaxinfer.weights.plan import plan_params
 from jaxinfer.weights.sources import resolve_source
 from pallas_kernels.harness.pins import Pins, checked_pins
 from pallas_kernels.harness.tuned import check_choices
 from pallas_kernels.native.library import BrokenLibrary, library
+
+# settings of bundles that were made when there was one device
+_OF_ONE_DEVICE = MappingProxyType({"tensor_parallel_size": 1, "enable_expert_parallel": False})
 
 
 def plan_engine(
@@ -68,7 +72,12 @@ def plan_engine(
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     platform = check_device(platform_of_backend)
-    placement = default_placement() if mesh is None else placement_in(mesh)
+    placement = _placement(config, mesh)
+    config = replace(
+        config,
+        tensor_parallel_size=placement.num_devices,
+        enable_expert_parallel=bool(config.enable_expert_parallel),
+    )
     if bundle is not None:
         bundle.check_machine(placement)
     given, config = config, with_device_defaults(config, platform)
@@ -84,13 +93,13 @@ def plan_engine(
         download_dir=config.download_dir,
     )
     config, source = with_task(config, source)
-    source, model = model_of(source, config, platform)
+    source, model = model_of(source, config, platform, placement.num_devices)
     if source.checkpoint is not None:
         plan_params(model, source.checkpoint)  # names and shapes, before anything slow begins
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    device = device_memory(placement.device)
+    device = least_memory(placement.devices)
     sizes = resolve(config, given, model, device, pins, placement)
     if sizes.note:
         progress.note(sizes.note)
@@ -116,6 +125,21 @@ def plan_engine(
         cache_dir=cache_dir,
         bundle=bundle,
     )
+
+
+def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
+    """The devices: those of the mesh, or as many as the settings say."""
+    count = config.tensor_parallel_size
+    if mesh is None:
+        return default_placement(count or 1)
+    placement = placement_in(mesh)
+    if count not in (None, placement.num_devices):
+        raise ConfigError(
+            f"tensor_parallel_size is {count}, and the mesh has {placement.num_devices} devices; "
+            "leave it out"
+        )
+    one_kind(list(placement.devices))
+    return placement
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
@@ -150,14 +174,13 @@ def build_engine(
     the settings have one. That is for engines that run for long: if the process exits before all
     are compiled, the bundle is not saved.
     """
-    if (num_devices := plan.program.placement.num_devices) > 1:
-        raise ConfigError(
-            f"an engine serves on one device, and the mesh has {num_devices}; use a mesh of one"
-        )
-    loaded = load(plan, progress, serves_early)
+    devices = plan.program.placement.devices
+    # a GPU that loads an executable may wait for one that waits for it in a step
+    loaded = load(plan, progress, serves_early and len(devices) == 1)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
     executor = Executor(plan.program, executables, *state)
-    release_freed_blocks(plan.program.placement.device)
+    for device in devices:
+        release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()
     later = None
@@ -200,7 +223,8 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
     """Replace missing settings by the bundle's; raises ``ConfigError`` for contradicting ones."""
     changes: dict[str, Any] = {}
     for name in COMPILED:
-        given, made = getattr(config, name), bundle.manifest.settings.get(name)
+        made = bundle.manifest.settings.get(name, _OF_ONE_DEVICE.get(name))
+        given = getattr(config, name)
         if given in (None, "auto"):
             changes[name] = made
         elif given != made and name != "num_pages":  # compared after planning, which may need fewer

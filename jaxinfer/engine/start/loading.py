@@ -68,7 +68,8 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     store = loader.store
     prepare_folder(store.folder.parent, store.cache)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
-    claim_memory(plan.memory, plan.program.placement.device)
+    for device in plan.program.placement.devices:
+        claim_memory(plan.memory, device)
     if plan.program.platform == "cpu":
         return Loaded(loader.executables(), loader.state(), read)
     made, (params, seconds) = _beside(loader.weights, loader.executables)
@@ -120,7 +121,8 @@ class _Loader:
         """Claim the memory of the whole plan, then load the weights."""
         start, plan = time.perf_counter(), self.plan
         try:
-            claim_memory(plan.memory, plan.program.placement.device)
+            for device in plan.program.placement.devices:
+                claim_memory(plan.memory, device)
             self._claimed.set_result(None)
         except BaseException as error:
             self._claimed.set_exception(error)  # ``_pages_and_slots`` waits for it

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models.base import Model
+from jaxinfer.models.base import Model, layer_of
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.placement import slices_experts
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.lib.arrangements import LANES, TILES
 from pallas_kernels.lib.checks import not_hopper
@@ -19,10 +21,14 @@ if TYPE_CHECKING:
     from jaxinfer.weights.quantised.choose import Forms
 
 
-def model_of(source: ModelSource, config: EngineConfig, platform: str) -> tuple[ModelSource, Model]:
-    """The source, with weights that are quantised on loading if the settings say so, and its model.
+def model_of(
+    source: ModelSource, config: EngineConfig, platform: str, devices: int = 1
+) -> tuple[ModelSource, Model]:
+    """The source, with weights that are quantised on loading if the settings say so, and its model,
+    divided among so many devices.
 
-    ``config`` has its device's defaults. Raises ``ConfigError`` or ``SourceError``.
+    ``config`` has its device's defaults. Raises ``ConfigError``, also for a model that cannot be
+    divided, or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
     if config.dummy_routing != "auto":
@@ -32,7 +38,39 @@ def model_of(source: ModelSource, config: EngineConfig, platform: str) -> tuple[
 
         source, forms = quantised_source(source, model, config.quantization)
         model = replace(model, **_kept(config, forms, platform))
-    return source, model
+    return source, model if devices == 1 else _divided(model, config, devices)
+
+
+def _divided(model: Model, config: EngineConfig, devices: int) -> Model:
+    """The model on several devices, with whole experts on each or a part of every expert.
+
+    Raises ``ConfigError`` if it cannot be divided.
+    """
+    blocks, whole = _expert_blocks(model), bool(config.enable_expert_parallel)
+    layers = list(model.config.layers)
+    for i, experts in model.config.experts.items():
+        slices = slices_experts(experts.width, devices, blocks.get(i, 1), whole=whole)
+        layers[i] = replace(layers[i], ffn=layers[i].ffn.with_experts(slices=slices))
+    divided = replace(model, config=replace(model.config, layers=tuple(layers)), devices=devices)
+    _ = divided.own_config  # an error for what cannot be divided
+    return divided
+
+
+def _expert_blocks(model: Model) -> dict[int, int]:
+    """By layer the columns of an expert that share scales: blocks of outputs of gate and up, groups
+    of inputs of down.
+    """
+    forms, found = dict(model.forms), dict[int, int]()
+    for spec in model.declared_specs if forms else ():
+        layer = layer_of(spec.path.partition("/")[0])
+        if layer is None or spec.pieces is None or spec.sources[0].name not in forms:
+            continue
+        form = forms[spec.sources[0].name]
+        block = form.block_outputs
+        if spec.path.endswith("/down"):
+            block = lcm(form.group or 1, form.super_group or 1)
+        found[layer] = lcm(found.get(layer, 1), block)
+    return found
 
 
 def _dummy_routed(source: ModelSource, model: Model, routing: str) -> Model:
@@ -43,7 +81,8 @@ def _dummy_routed(source: ModelSource, model: Model, routing: str) -> Model:
             "choose; use it with load_format='dummy'"
         )
     layers = tuple(
-        replace(layer, ffn=layer.ffn.with_dummy_routing(routing)) for layer in model.config.layers
+        replace(layer, ffn=layer.ffn.with_experts(dummy_routing=routing))
+        for layer in model.config.layers
     )
     if layers == model.config.layers:
         raise ConfigError(

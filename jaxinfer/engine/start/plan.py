@@ -15,7 +15,9 @@ from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.store import Store
-from jaxinfer.models.base import Params
+from jaxinfer.models.base import Model, Params
+from jaxinfer.models.params import by_path, nested
+from jaxinfer.models.place import placed_leaves
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.text.tokenizer_config import TokenizerSpec
 from jaxinfer.weights.load import load_params
@@ -69,8 +71,9 @@ class EnginePlan:
     @property
     def details(self) -> ModelDetails:
         """The parts of the model."""
-        model, num_bytes = self.program.model, self.memory.weight_bytes
+        model = self.program.model.whole
         sizes = sizes_by_form(model.param_specs, model.config.dtype)
+        num_bytes = sum(size.nbytes for size in sizes.values())
         return ModelDetails(
             family=model.family.name,
             num_parameters=sum(size.count for size in sizes.values()),
@@ -97,10 +100,20 @@ class EnginePlan:
 
     def load_params(self, progress: Progress) -> Params:
         """Load the weights onto the devices, unless they are; see ``weights.load``."""
-        if self.loaded is not None:
+        model, placement = self.program.model, self.program.placement
+        if self.loaded is None:
+            return self._loaded(model, progress)
+        if model.devices == 1:
             return self.loaded
+        return nested(placed_leaves(by_path(self.loaded), model, placement))
+
+    def load_whole(self, progress: Progress) -> Params:
+        """Load the weights as functions of whole arrays need them, ``Model.whole``."""
+        return self._loaded(self.program.model.whole, progress)
+
+    def _loaded(self, model: Model, progress: Progress) -> Params:
         return load_params(
-            self.program.model,
+            model,
             self.source,
             placement=self.program.placement,
             cache_dir=self.cache_dir,

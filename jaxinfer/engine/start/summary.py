@@ -40,16 +40,23 @@ def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
     if values:
         yield f"auto on {device.platform} ({device.device_kind}): {values} (from {source})"
     kept = ", ".join(sorted(plan.memory.weights))
-    yield f"weights {shown(plan.memory.weight_bytes)} as {kept}"
+    each = on_each(plan.memory.num_devices)
+    yield f"weights {shown(plan.memory.weight_bytes)}{each} as {kept}"
     page_source = "default" if given.page_size is None else "given"
     length = "given"
     if given.max_model_len is None:
         whole = limits.max_model_len == model.config.lengths[1]
         length = "auto: the model's" if whole else "auto: what the KV cache holds"
     yield (
-        f"max_model_len {limits.max_model_len} ({length}); KV cache {shown(plan.memory.kv_bytes)}: "
+        f"max_model_len {limits.max_model_len} ({length}); KV cache "
+        f"{shown(plan.memory.kv_bytes)}{each}: "
         f"{limits.num_usable_pages} pages of {limits.page_size} tokens ({page_source})"
     )
+
+
+def on_each(devices: int) -> str:
+    """Words behind a size of memory, if there are several devices."""
+    return f" on each of {devices} devices" if devices > 1 else ""
 
 
 def _kind(plan: EnginePlan) -> str:

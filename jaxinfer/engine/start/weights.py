@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import numpy as np
 
 from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.progress import NO_PROGRESS
@@ -16,9 +17,11 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import with_task
 from jaxinfer.exec.run.device_memory import allocating
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.exec.run.new_weights import check_values, placed_params
+from jaxinfer.exec.run.new_weights import check_alive, check_values, placed_params
+from jaxinfer.models.arguments import checked_params
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.params import by_path, nested
+from jaxinfer.models.place import placed_leaves, whole_params
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import load_params, stream_params
 from jaxinfer.weights.plan import plan_params
@@ -36,8 +39,8 @@ class EngineWeights:
 
     @property
     def model(self) -> Model:
-        """The model without weights."""
-        return self.plan.program.model
+        """The model without weights, that of ``params``."""
+        return self.plan.program.model.whole
 
     @property
     def reference(self) -> str:
@@ -51,10 +54,12 @@ class EngineWeights:
 
     @property
     def params(self) -> Params:
-        """The weights that steps read now; not a copy. Raises ``EngineError`` while they sleep."""
+        """The weights that steps read now; not a copy, but on several devices one in the order of
+        ``Model.whole``. Raises ``EngineError`` while they sleep.
+        """
         if (params := self._executor.params) is None:
             raise EngineError("the weights sleep; call wake_up, or update_weights after level 2")
-        return params
+        return whole_params(params, self.plan.program.model)
 
     def prepared(self, given: Params | str | Path) -> Params:
         """New weights on the device: a tree of parameters, or what a reference to a model names.
@@ -68,7 +73,7 @@ class EngineWeights:
         program = self.plan.program
         with allocating(self.plan.memory.weight_bytes):  # the old weights stay until the change
             is_named = isinstance(given, str | Path)
-            params: Any = self._load(str(given)) if is_named else self._quantised(given)
+            params: Any = self._load(str(given)) if is_named else self._of_tree(given)
             return placed_params(program.model, params, program.placement)
 
     def replace(self, params: Params) -> None:
@@ -115,7 +120,7 @@ class EngineWeights:
         is_kept = bool(program.model.forms)
         quantises = is_kept and not (source.scheme or source.forms)
         config = replace(plan.config, quantization=None) if is_kept else plan.config
-        source, model = model_of(source, config, program.platform)
+        source, model = model_of(source, config, program.platform, program.model.devices)
         if differing := _differing(model, program.model):
             raise ConfigError(
                 f"{reference} differs from the engine's model in {', '.join(differing)}; serve it "
@@ -141,27 +146,45 @@ class EngineWeights:
             progress=NO_PROGRESS,
         )
 
-    def _quantised(self, given: Any) -> Any:
-        """The tree, whose matrices that the engine keeps quantised and that are given as floats are
-        quantised. Raises ``ArgumentError`` if it does not fit.
+    def _of_tree(self, given: Any) -> Any:
+        """The tree in the engine's forms, and on several devices divided among them. Raises
+        ``ArgumentError`` if it does not fit.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        program = self.plan.program
+        others, made = self._quantised(cast("Params", given))
+        if program.model.devices > 1:
+            done = {s.path for s in program.model.param_specs if s.leaves.keys() & made.keys()}
+            rest = (spec for spec in self.model.param_specs if spec.path not in done)
+            arrays = self.model.arrays
+            wanted = {path: arrays[path] for spec in rest for path in spec.leaves}
+            known = checked_params(nested(others), wanted)
+            check_alive(known)
+            # copies of numpy's, whose memory JAX may keep on a CPU
+            own = {p: a if isinstance(a, jax.Array) else np.array(a) for p, a in known.items()}
+            others = placed_leaves(own, program.model, program.placement)
+        return nested(others | made)
+
+    def _quantised(self, tree: Params) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """The leaves of a tree that stay as they are, by path, and quantised matrices that are made
+        of floats where the engine keeps them quantised. Raises ``ArgumentError`` if the tree does
+        not fit.
         """
         from jaxinfer.weights.save import ParamsCheckpoint  # imports Jinja
 
         model = self.model
-        if not isinstance(given, Mapping):
-            return given
-        tree = cast("Params", given)
         leaves = by_path(tree)
         own = model.arrays
         floats = {s.path: s for s in model.param_specs if s.path in leaves and s.path not in own}
         if not floats:
-            return tree
+            return leaves, {}
         names = {source.name for spec in floats.values() for source in spec.sources}
         kept = tuple((name, form) for name, form in model.forms if name not in names)
         checkpoint = ParamsCheckpoint(replace(model, forms=kept), tree)  # checks shapes and dtypes
         check_values({path: leaves[path] for path in floats})
         made = self._like_the_engines(checkpoint, floats)
-        return nested({path: leaf for path, leaf in leaves.items() if path not in floats} | made)
+        return {path: leaf for path, leaf in leaves.items() if path not in floats}, made
 
     def _like_the_engines(
         self, checkpoint: Checkpoint, paths: Container[str] | None = None
@@ -171,8 +194,9 @@ class EngineWeights:
         """
         from jaxinfer.weights.quantised.on_load import quantised_like  # 40 ms
 
-        made = quantised_like(self.model, checkpoint)
-        plan = plan_params(self.model, made)
+        model = self.plan.program.model
+        made = quantised_like(model, checkpoint)
+        plan = plan_params(model, made)
         plan = [one for one in plan if paths is None or one.spec.path in paths]
         return stream_params(plan, made, self.plan.program.placement, NO_PROGRESS, threads=1)
 

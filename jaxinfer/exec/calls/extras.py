@@ -37,6 +37,7 @@ from jaxinfer.exec.step.sampling import (
     SAMPLING_COPIES,
     any_extras,
     by_blocks,
+    place_to_publish,
     sample,
     token_logprobs,
     with_extras,
@@ -107,7 +108,7 @@ class ExtrasFunction:
         )
         wanted = partial(any_extras, slots, seq_slots, seq_lens)
         token_ids = self._if(wanted, drawn, lambda: draw(masks=masks)[0])
-        published = PublishArgs(tokens=token_ids, place=place)
+        published = PublishArgs(tokens=token_ids, place=place_to_publish(place, self.axis))
         token_ids = publish(published, self.pins.of("publish"))
 
         def of_tokens() -> jax.Array:

@@ -123,7 +123,7 @@ def of_model(model: Model) -> dict[str, str]:
     values |= _of_layers(config.layers)
     forms: dict[str, list[str]] = {}
     for name, form in model.forms:
-        forms.setdefault(str(form), []).append(name)
+        forms.setdefault(f"{form} of {form.scale_dtype}", []).append(name)
     weights = {f"weights {form}": " ".join(names) for form, names in forms.items()}
     sources = family_digest(family_module(model.family))
     calls = {f"call {c.name}": family_digest(c.function.__module__) for c in model.family.calls}

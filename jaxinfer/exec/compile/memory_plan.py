@@ -59,7 +59,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The device memory of an engine in bytes; ``num_pages`` includes the padding page.
+    """The memory of each device of an engine in bytes; ``num_pages`` includes the padding page.
 
     ``workspaces`` holds, by the name of the executable, a bound on its memory in addition to
     weights and state. ``device`` is None if it reports no memory (a CPU).
@@ -73,10 +73,11 @@ class MemoryPlan:
     batch_bytes: int  # staging buffers for batches
     workspaces: dict[str, int]
     device: DeviceMemory | None
+    num_devices: int = 1
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights on a device."""
         return sum(self.weights.values())
 
     @property
@@ -119,8 +120,9 @@ class MemoryPlan:
             )
         parts.append(f"workspace up to {shown(self.workspace_bytes)}")
         by_name = ", ".join(f"{name} {shown(bound)}" for name, bound in self.workspaces.items())
+        each = f" of each of {self.num_devices} devices" if self.num_devices > 1 else ""
         return (
-            f"memory: {', '.join(parts)}: {shown(self.total_bytes)}{share}\n"
+            f"memory{each}: {', '.join(parts)}: {shown(self.total_bytes)}{share}\n"
             f"workspace up to, by executable: {by_name}"
         )
 
@@ -233,6 +235,7 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
         batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
         workspaces=_workspaces(program),
         device=device,
+        num_devices=program.placement.num_devices,
     )
 
 
@@ -332,7 +335,7 @@ def _layer_width(model: Model) -> int:
     """Elements per token of the inputs and outputs of all matrices of the widest layer, and of
     further residual streams before and after it; and the inputs of all layers, while they are made.
     """
-    groups, config = abstract_params(model).items(), model.config
+    groups, config = model.own_params.items(), model.config
     layers = (layer for name, layer in groups if layer_of(name) is not None)
     widest = max(sum(m.outputs + m.inputs for m in _matrices(layer)) for layer in layers)
     inputs = config.layer_inputs
@@ -342,7 +345,7 @@ def _layer_width(model: Model) -> int:
 
 def _largest_quantised(model: Model) -> int:
     """Elements of the largest quantised matrix; 0 without any."""
-    sizes = (m.outputs * m.inputs for m in _matrices(abstract_params(model)) if m.quantised)
+    sizes = (m.outputs * m.inputs for m in _matrices(model.own_params) if m.quantised)
     return max(sizes, default=0)
 
 

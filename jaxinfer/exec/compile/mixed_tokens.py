@@ -18,6 +18,7 @@ def free_prompt_tokens(model: Model) -> int:
     has 2,048 in bfloat16; a dense model would have 200, so this is not how its limit is chosen
     (docs/notes/0015-mixed-step-budget.md).
     """
+    model = model.whole  # several devices divide both bytes and operations
     specs = {spec.path: spec for spec in model.param_specs}
     bytes_read = flops = 0.0
     for i, experts in model.config.experts.items():

@@ -56,6 +56,8 @@ class Program(EngineShape):
 
     def __post_init__(self) -> None:
         """Check that the limits fit the model's groups of layers and the drafter's tokens."""
+        divided, devices = self.model.devices, self.placement.num_devices
+        assert divided == devices, f"the model is divided among {divided} of {devices} devices"
         own, planned = self.model.state.groups, self.limits.groups
         assert own == planned, f"limits are for groups {planned}, the model has {own}"
         align, planned = self.model.state.align, self.limits.align

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +34,16 @@ def device_memory(device: Any) -> DeviceMemory | None:  # jax.Device
     return DeviceMemory(card, limit or int(card * allocator_share())) if card else None
 
 
+def least_memory(devices: Sequence[Any]) -> DeviceMemory | None:  # of jax.Device
+    """The memory that each of several devices has; None if one reports none."""
+    found = [device_memory(device) for device in devices]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    total = min(one.total_bytes for one in known)
+    return DeviceMemory(total, min(one.allocator_bytes for one in known))
+
+
 def memory_bytes(plan: MemoryPlan) -> int:
     """Bytes of the memory that holds the weights: the device's, or for a CPU the machine's."""
     if plan.device is not None:
@@ -46,11 +56,11 @@ def misfit(plan: MemoryPlan) -> str | None:
 
     A device's memory has been checked by ``plan_memory``.
     """
-    total = memory_bytes(plan)
-    if plan.device is not None or plan.weight_bytes <= total:
+    total, needed = memory_bytes(plan), plan.weight_bytes * plan.num_devices
+    if plan.device is not None or needed <= total:
         return None
     return (
-        f"the model does not fit: its weights take {shown(plan.weight_bytes)} and this machine "
+        f"the model does not fit: its weights take {shown(needed)} and this machine "
         f"has {shown(total)} of memory; use a smaller or a quantised model"
     )
 

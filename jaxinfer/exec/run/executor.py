@@ -71,7 +71,7 @@ class Executor:
         ]
         rows = max([*(bucket.num_draws for bucket in program.limits.buckets), *sizes])
         self._board = TokenBoard.of_device(program.placement.device, rows)
-        self._staging = BatchStaging.of_device(program.placement.device)
+        self._staging = BatchStaging.of_placement(program.placement)
         self._calls_of_prompts = _calls(program.calls)
         self._calls_of_decodes = _calls(call for call in program.calls if call.is_for_decodes)
         self._draws = [call for call in program.calls if call.when == "draw"]

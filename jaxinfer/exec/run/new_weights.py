@@ -32,6 +32,12 @@ def placed_params(model: Model, params: Any, placement: Placement) -> Params:
     return nested(made)
 
 
+def check_alive(leaves: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError``, naming the parameter, if an array by path is traced or deleted."""
+    for path, leaf in leaves.items():
+        _check_alive(path, leaf)
+
+
 def check_values(leaves: Mapping[str, Any]) -> None:
     """Raise ``ArgumentError``, naming the parameter, if an array by path is traced, deleted, or not
     finite.

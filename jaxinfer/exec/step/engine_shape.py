@@ -91,7 +91,12 @@ class EngineShape:
 
     @property
     def reads_masks(self) -> bool:
-        """True if steps wait for masks on the mask board; else rows with masks are drawn again."""
+        """True if steps wait for masks on the mask board; else rows with masks are drawn again.
+
+        Of several GPUs only one could read the board, so they draw again.
+        """
+        if self.platform != "cpu" and self.placement.num_devices > 1:
+            return False
         return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
 
     @cached_property

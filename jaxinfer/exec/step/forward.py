@@ -23,7 +23,7 @@ from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpac
 from jaxinfer.exec.step.drafts import NO_TOKEN, DraftContext, Drafter, num_accepted
 from jaxinfer.exec.step.points import Steering, StepEdits, points_of_step, read_points
 from jaxinfer.exec.step.pooling import pooled
-from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, sample
+from jaxinfer.exec.step.sampling import NOT_FINITE, Awaited, place_to_publish, sample
 from jaxinfer.exec.step.slots import SlotState
 from jaxinfer.models.base import (
     Model,
@@ -161,7 +161,7 @@ class StepFunction:
         """
         params, state = self._inputs(weights, arrays)
         batch, ctx = self._begin(slots, flat)
-        points = points_of_step(self.points, steering, batch)
+        points = points_of_step(self.points, steering, batch, self.axis)
         ctx = replace(ctx, points=points)
         hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state)
         assert state is not None
@@ -196,7 +196,7 @@ class StepFunction:
             num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
             axis=self.axis,
-            points=None if self.edits is None else self.edits.points(batch),
+            points=None if self.edits is None else self.edits.points(batch, self.axis),
         )
         return batch, ctx
 
@@ -224,7 +224,8 @@ class StepFunction:
         # rows that waited are not drawn again; to keep raw logits, XLA would copy those of all rows
         kept = masked if self.keeps_logits else drawn_from
         token_ids, slots = self._record(slots, batch, token_ids, kept, drawn_from, of_drafter)
-        published = PublishArgs(tokens=token_ids, place=batch.place)
+        place = place_to_publish(batch.place, self.axis)
+        published = PublishArgs(tokens=token_ids, place=place)
         token_ids = publish(published, self.pins.of("publish"))
         scored = hidden[bucket.num_decode_tokens :] if bucket.scores else None
         return slots, StepOutput(token_ids, scored)
@@ -238,7 +239,8 @@ class StepFunction:
         """The vector of each row's tokens up to here. Its token says only whether it is finite."""
         own, vectors = pooled(self.pooling, hidden, batch, slots.drawn_from)
         token_ids = jnp.where(jnp.isfinite(vectors).all(axis=1), 0, NOT_FINITE)
-        published = PublishArgs(tokens=token_ids, place=batch.place)
+        place = place_to_publish(batch.place, self.axis)
+        published = PublishArgs(tokens=token_ids, place=place)
         token_ids = publish(published, self.pins.of("publish"))
         return slots._replace(drawn_from=own), StepOutput(token_ids, pooled=vectors)
 

@@ -41,7 +41,7 @@ class StepEdits(NamedTuple):
     positions: tuple[int, ...] | None = None  # of the tokens to edit; None: all
     span: tuple[int, int] | None = None  # first position, and the one after the last; None: all
 
-    def points(self, batch: DeviceBatch) -> Points:
+    def points(self, batch: DeviceBatch, axis: str | None = None) -> Points:
         """The points of a forward pass of this batch; padding keeps its values."""
         tokens = batch.rows.is_token
         if self.positions is not None:
@@ -49,7 +49,7 @@ class StepEdits(NamedTuple):
         if self.span is not None:
             tokens &= (batch.positions >= self.span[0]) & (batch.positions < self.span[1])
         edits = {name: partial(_at_tokens, name, edit, tokens) for name, edit in self.functions}
-        return Points((), edits)
+        return Points((), edits, axis=axis)
 
 
 def added_vector(vector: np.ndarray, value: jax.Array) -> jax.Array:
@@ -98,8 +98,13 @@ def _points_of(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "final_norm", width
 
 
-def points_of_step(points: Sequence[Point], steering: Steering, batch: DeviceBatch) -> Points:
-    """The points of a forward pass of this batch: all are read, and steered rows are shifted."""
+def points_of_step(
+    points: Sequence[Point], steering: Steering, batch: DeviceBatch, axis: str | None = None
+) -> Points:
+    """The points of a forward pass of this batch: all are read, and steered rows are shifted.
+
+    ``axis`` is as in ``StepContext``.
+    """
     assert batch.steered is not None, "the bucket taps"
     rows = batch.rows
     slots, tokens = rows.slots[rows.of_token], batch.steered[rows.of_token] & rows.is_token
@@ -107,7 +112,7 @@ def points_of_step(points: Sequence[Point], steering: Steering, batch: DeviceBat
     shifts = {
         name: Shift(table[slots], tokens) for name, table in zip(names, steering, strict=True)
     }
-    return Points(names, shifts=shifts)
+    return Points(names, shifts=shifts, axis=axis)
 
 
 def read_points(points: Sequence[Point], passed: Points) -> jax.Array:  # [T, W of all points]

@@ -103,6 +103,14 @@ def sample(
     return jnp.where(finite, token_ids, NOT_FINITE), given
 
 
+def place_to_publish(place: jax.Array, axis: str | None) -> jax.Array:  # int32[3] each
+    """The place on the token board, on several devices only for the first: their tokens are equal.
+
+    At address 0 ``publish`` writes nothing. ``axis`` is as in ``StepContext``.
+    """
+    return place if axis is None else jnp.where(lax.axis_index(axis) == 0, place, 0)
+
+
 def any_extras(
     slots: SlotState,
     seq_slots: jax.Array,  # int32[B]

@@ -29,9 +29,9 @@ class DenseAndExpertsConfig(FeedForwardSpec):
         """See ``FeedForwardSpec``."""
         return self.mixture
 
-    def with_dummy_routing(self, routing: str) -> DenseAndExpertsConfig:
+    def with_experts(self, **fields: Any) -> DenseAndExpertsConfig:
         """See ``FeedForwardSpec``."""
-        return replace(self, mixture=self.mixture.with_dummy_routing(routing))
+        return replace(self, mixture=self.mixture.with_experts(**fields))
 
     def share(self, devices: int) -> DenseAndExpertsConfig:
         """See ``MixerSpec``."""

@@ -28,9 +28,11 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, norm: Norm, ctx: StepContext
+        self, stream: Stream, norm: Norm, ctx: StepContext, *, summed: bool = True
     ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
-        """The stream with its delta added, and the network's output."""
+        """The stream with its delta added, and the network's output; of several devices, unless it
+        is ``summed``, only what this one adds to it.
+        """
         c, name = self.config, "gate_up" if self.config.gated else "up"
         w, down = weight(self, name), weight(self, "down")
         bias = param(self, f"{name}_bias") if c.bias else None
@@ -44,7 +46,8 @@ class FeedForward(nn.Module):
             split = ctx.axis is None
             args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
             y = quantised_mlp(args)
-            return stream.x, y if ctx.axis is None else jax.lax.psum(y, ctx.axis)
+            is_whole = ctx.axis is None or not summed
+            return stream.x, y if is_whole else jax.lax.psum(y, ctx.axis)
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         activation = ACTIVATIONS[c.activation]
@@ -55,4 +58,4 @@ class FeedForward(nn.Module):
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
         bias = param(self, "down_bias") if c.bias else None
-        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True).y
+        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True, summed=summed).y

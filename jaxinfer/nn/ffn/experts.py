@@ -47,9 +47,12 @@ class Experts(nn.Module):
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
-        if ctx.axis is not None:  # numbers of this device's experts; others are outside
+        down_bias = param(self, "down_bias") if c.bias else None
+        if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
             own = c.count // jax.lax.axis_size(ctx.axis)
             choices = choices - own * jax.lax.axis_index(ctx.axis)
+        elif ctx.axis is not None and down_bias is not None:  # one device adds it
+            down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
         args = ExpertsArgs(
             x=h,
             choices=choices,
@@ -57,20 +60,22 @@ class Experts(nn.Module):
             gate_up=weight(self, "gate_up").matrix,
             down=weight(self, "down").matrix,
             gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
-            down_bias=param(self, "down_bias") if c.bias else None,
+            down_bias=down_bias,
             activation=c.activation,
             split=ctx.axis is None,
         )
         out = experts(args, ctx.pinned("experts"))
-        if ctx.axis is not None:
-            out = jax.lax.psum(out, ctx.axis)
+        shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
-            _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx)
+            _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
             if c.shared_gate:
                 shared = _weighted(shared, h, param(self, "shared_gate"))
-            out = added(out, shared)
-        return stream.x, out
+            if not apart:
+                out = added(out, shared)
+        if ctx.axis is not None:
+            out = jax.lax.psum(out, ctx.axis)
+        return stream.x, added(out, shared) if shared is not None and apart else out
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """The experts of each token and their weights, int32[T, k] and float32[T, k].

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.base import Model
-from jaxinfer.models.params import Source
+from jaxinfer.models.sources import Source
 from jaxinfer.weights.plan import canonical_name, forms_of
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
 from jaxinfer.weights.quantised.quantise import SCHEMES, form_for
