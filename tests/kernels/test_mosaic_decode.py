@@ -72,7 +72,7 @@ INTERPRETED = [
 ]
 INTERPRETED_NIGHTLY = [
     ("gpt_oss_tp8_sinks_window_bf16", MosaicConfig(1, 64, 2, max_clusters=2)),
-    ("gemma4_values_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
+    ("gemma4_values_bf16", MosaicConfig(2, 64, 2, max_clusters=6)),
     ("smollm2_tp3_sinks_window_of_one_bf16", MosaicConfig(2, 64, 2, max_clusters=2)),
 ]
 
