@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
+from jaxinfer.cli.replicas import replica_environments
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from jaxinfer.core.limits import Limits
     from jaxinfer.core.log import LogSettings
     from jaxinfer.core.server_config import ServerConfig
-    from jaxinfer.engine.link.client import Link
+    from jaxinfer.engine.link.link import Link
     from jaxinfer.engine.link.spawn import Spawned
     from jaxinfer.server.http.run import Served
     from jaxinfer.server.service.service import Service
@@ -194,13 +195,15 @@ def with_engine(
         return
     from jaxinfer.engine.link.spawn import spawn
 
+    count, devices = server_config.data_parallel_size, engine_config.tensor_parallel_size or 1
+    own = replica_environments(count, devices, os.environ)
+    environments = [os.environ | each for each in own]
     # before any other import, so that it imports JAX while this process imports the server
-    with spawn() as spawned:
-        run(
-            engine_config,
-            server_config,
-            partial(_engine_process, spawned, log=log_settings(server_config)),
-        )
+    with spawn(environment=environments[0]) as spawned:
+        start: Start = partial(_engine_process, spawned, log=log_settings(server_config))
+        if count > 1:
+            start = partial(_replicas, start, environments, log_settings(server_config))
+        run(engine_config, server_config, start)
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
@@ -249,7 +252,7 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
 
     link = await asyncio.to_thread(start, config)
     limits, name = link.limits, service.config.served_model_name[0]
-    metrics = Metrics(name, limits, config, start=link.stats)
+    metrics = Metrics(name, limits, config, start=link.start_stats)
     client = EngineClient(link, metrics.observe)
     try:
         service.attach(client, metrics)
@@ -258,6 +261,7 @@ async def loaded(config: EngineConfig, start: Start, service: Service) -> AsyncI
         gc.freeze()  # collecting the objects of the start takes 25 ms, in the middle of a burst
         summary = (
             f"{offered(service.config, limits)}; model {name}, "
+            f"{'' if link.num_replicas == 1 else f'{link.num_replicas} engines, each with a '}"
             f"context of {limits.max_model_len} tokens, {limits.max_num_seqs} sequences, "
             f"{limits.num_usable_pages * limits.page_size} "
             f"tokens of KV cache, tool calls in the form {service.form_of_calls or 'none'}"
@@ -279,6 +283,27 @@ def _engine_process(
     process = EngineProcess(config, spawned, log=log).ready()
     release_startup_memory()
     return process
+
+
+def _replicas(
+    start: Start,
+    environments: Sequence[Mapping[str, str]],
+    log: LogSettings,
+    config: EngineConfig,
+) -> Link:
+    """Engines of their own processes, the first from ``start``."""
+    from jaxinfer.engine.link.replicas import Replicas
+    from jaxinfer.engine.link.spawn import spawn
+
+    def start_rank(rank: int) -> Link:
+        spawned = spawn(environment=environments[rank])
+        try:
+            return _engine_process(spawned, config, log=log)
+        except BaseException:
+            spawned.__exit__()
+            raise
+
+    return Replicas(start(config), len(environments), start_rank)
 
 
 def _engine_thread(config: EngineConfig, *, log: LogSettings) -> Link:

@@ -130,6 +130,7 @@ GROUPS = (
         "Process and log",
         (
             Setting("disable_frontend_multiprocessing", boolean, "Engine and HTTP in one process."),
+            Setting("data_parallel_size", size, "Engines, each with its own devices.", ("-dp",)),
             Setting("enable_log_requests", boolean, "Log each request, without its text."),
             Setting("max_log_len", size, "Log up to so many characters of its prompts as well."),
             Setting("otlp_traces_endpoint", text, "An OpenTelemetry collector that gets traces."),
@@ -151,7 +152,6 @@ GROUPS = (
         "Accepted because scripts for vLLM give them",
         (
             Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),
-            Setting("data_parallel_size", integer, "Only 1.", ("-dp",)),
             Setting("kv_cache_dtype", text, "Only auto: as the model."),
             Setting("convert", text, "auto, none or embed; no effect beside --task."),
             Setting("enable_chunked_prefill", boolean, "Always on."),

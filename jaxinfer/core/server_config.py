@@ -37,6 +37,7 @@ WHOLE = MappingProxyType(
         "max_answer_bytes": (0, INF),
         "max_stored_responses": (0, INF),
         "max_stored_response_bytes": (0, INF),
+        "data_parallel_size": (1, 1024),
     }
 )
 ONE_OF = MappingProxyType(
@@ -132,6 +133,7 @@ class ServerConfig:
     uvicorn_log_level: str = "info"
     log_format: str = "text"
     disable_frontend_multiprocessing: bool = False  # run the engine on a thread, not in a process
+    data_parallel_size: int = 1  # engines, each in a process and with devices of its own
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -152,6 +154,11 @@ class ServerConfig:
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        if self.data_parallel_size > 1 and self.disable_frontend_multiprocessing:
+            raise ConfigError(
+                f"data_parallel_size {self.data_parallel_size} needs a process for each engine; "
+                "leave out disable_frontend_multiprocessing"
+            )
         if self.prefix_caching_by_key and not self.needs_key:
             raise ConfigError("prefix_caching_by_key needs api_key or api_key_file")
         for proxy in self.trusted_proxies:

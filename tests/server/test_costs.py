@@ -16,7 +16,8 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.request import FinishReason, RequestSpec
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link import client as client_module
-from jaxinfer.engine.link.client import EngineClient, Link
+from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.wire import Command, Submission
 from jaxinfer.engine.requests.facts import check_request
 from jaxinfer.engine.requests.news import EngineStats, News

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.cli.chat.events import Answerer
     from jaxinfer.core.chat_config import ChatConfig
     from jaxinfer.core.config import EngineConfig
-    from jaxinfer.engine.link.client import Link
+    from jaxinfer.engine.link.link import Link
 
 # of requests that bring one answer as text
 CHAT_SAMPLING = SAMPLING.without(

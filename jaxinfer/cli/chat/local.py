@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from jaxinfer.core.config import EngineConfig
     from jaxinfer.core.server_config import ServerConfig
-    from jaxinfer.engine.link.client import Link
+    from jaxinfer.engine.link.link import Link
 
     type Start = Callable[[EngineConfig], Link]
 

@@ -7,7 +7,6 @@ to streams. It wakes the loop once a step, not once a token.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +14,11 @@ from math import inf
 from typing import Any
 
 from jaxinfer.core.errors import EngineError, JaxinferError
-from jaxinfer.core.limits import MAX_STEPS_IN_FLIGHT, Limits
+from jaxinfer.core.limits import MAX_STEPS_IN_FLIGHT
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.core.steering import float32_bytes
 from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Action,
@@ -28,7 +28,6 @@ from jaxinfer.engine.link.wire import (
     Controlled,
     EngineState,
     Failed,
-    Listener,
     Mode,
     Ping,
     Pong,
@@ -36,48 +35,14 @@ from jaxinfer.engine.link.wire import (
     SetSteering,
     Submission,
 )
-from jaxinfer.engine.requests.facts import ModelFacts, check_request
-from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.facts import check_request
+from jaxinfer.engine.requests.news import News
 from jaxinfer.engine.requests.outputs import Delta, joined
-from jaxinfer.text.tokenizer import Tokenizer
 
 PONG_SECONDS = 1.0  # for the answer to a ping
 STEPS_REMEMBERED = 256  # that say how long the longest one may take
 FIRST_TOKEN_SECONDS = 0.1  # for each token of a step before the first one has ended
 MAX_UNJOINED_DELTAS = 256  # deltas that an unread stream holds before it joins them
-
-
-class Link(ABC):
-    """A connection to a ready engine on a thread of this process or in another process."""
-
-    limits: Limits
-    facts: ModelFacts
-    tokenizer: Tokenizer | None  # loaded in this process
-    stats: EngineStats  # of the start
-    _ended: EngineError | None = None  # why the engine answers no more
-
-    @property
-    def alive(self) -> bool:
-        """True if requests are still answered."""
-        return self._ended is None
-
-    def send(self, command: Command) -> None:
-        """Send a command; raises ``EngineError`` if the engine has ended."""
-        if self._ended is not None:
-            raise self._ended
-        self._pass(command)
-
-    @abstractmethod
-    def connect(self, listener: Listener) -> None:
-        """Start a thread that calls ``listener`` with the engine's answers. Called once."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End the engine after its current iteration; open requests are refused."""
-
-    @abstractmethod
-    def _pass(self, command: Command) -> None:
-        """Pass a command to the engine's thread or process."""
 
 
 class Stream:
@@ -201,7 +166,8 @@ class EngineClient:
 
     def num_queued(self, arriving: int = 0) -> int:
         """Requests for which no slot would be free if ``arriving`` more were opened."""
-        free = max(self.limits.max_num_seqs - self._num_started, 0)
+        slots = self._link.num_replicas * self.limits.max_num_seqs
+        free = max(slots - self._num_started, 0)
         return max(self._num_waiting + arriving - free, 0)
 
     def check(self, spec: RequestSpec) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.log import LogSettings
-from jaxinfer.engine.link.client import Link
+from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.spawn import Spawned
 from jaxinfer.engine.link.wire import (
     Build,

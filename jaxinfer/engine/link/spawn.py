@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,14 +38,20 @@ class Spawned:
         self.process.wait()
 
 
-def spawn(program: Sequence[str] = ENGINE_PROGRAM) -> Spawned:
-    """Start ``program`` with its socket's file descriptor as argument; returns at once."""
+def spawn(
+    program: Sequence[str] = ENGINE_PROGRAM, environment: Mapping[str, str] | None = None
+) -> Spawned:
+    """Start ``program`` with its socket's file descriptor as argument; returns at once.
+
+    ``environment``: all its variables; None: those of this process.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [*program, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
+            env=environment,
             process_group=0,  # Ctrl-C reaches the server only, which then stops the engine
         )
     return Spawned(process, ours)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.structured import StructuredOutputsParams
-from jaxinfer.engine.link.client import Link
+from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Command,

@@ -6,11 +6,15 @@ seconds of ``time.monotonic``, one clock for all processes of a machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
 from jaxinfer.engine.requests.outputs import Delta
+
+_GREATEST = ("load_seconds", "compile_seconds", "weight_version", "sleep_level")
 
 
 class StepKind(StrEnum):
@@ -58,9 +62,28 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class News(msgspec.Struct, frozen=True, tag=True):
-    """The output of an iteration. ``started``: requests whose first sequence got a slot."""
+    """The output of an iteration. ``started``: requests whose first sequence got a slot. ``rank``:
+    the replica that it is of.
+    """
 
     deltas: tuple[Delta, ...]
     started: tuple[str, ...]
     steps: tuple[StepRecord, ...]
     stats: EngineStats
+    rank: int = 0
+
+
+def added(stats: Sequence[EngineStats]) -> EngineStats:
+    """Those of several engines: sums of counters and present values, and the greatest of times,
+    versions and levels.
+    """
+    values: dict[str, Any] = {}
+    for name in EngineStats.__struct_fields__:
+        each = [getattr(one, name) for one in stats]
+        if name in _GREATEST:
+            values[name] = max(each)
+        elif name == "num_live_pages_of_groups":
+            values[name] = tuple(map(sum, zip(*filter(None, each), strict=True)))
+        else:
+            values[name] = sum(each)
+    return EngineStats(**values)

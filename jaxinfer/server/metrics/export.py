@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,22 +16,26 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.server.metrics.histograms import MODEL_LABELS, HistogramFamily
-from jaxinfer.server.metrics.tally import Tally
+from jaxinfer.server.metrics.tally import EngineTally, Tally
 
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 
 
 class _Reading(NamedTuple):
-    """The current value of one gauge or counter; with a ``label``, that of each label value."""
+    """The current value of one gauge or counter; with a ``label``, that of each label value.
+
+    ``of_server``: it is not of one engine, and exported with the first one.
+    """
 
     name: str
     documentation: str
     value: float | Mapping[str, float]
     label: str | None = None
+    of_server: bool = False
 
 
-def _gauges(tally: Tally) -> Iterator[_Reading]:
-    stats = tally.engine
+def _gauges(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
+    stats = engine.stats
     yield _Reading("vllm:num_requests_running", "Sequences with a slot.", stats.num_running)
     yield _Reading("vllm:num_requests_waiting", "Sequences without a slot.", stats.num_waiting)
     yield _Reading(
@@ -41,7 +45,7 @@ def _gauges(tally: Tally) -> Iterator[_Reading]:
         "reason",
     )
     yield _Reading(
-        "vllm:kv_cache_usage_perc", "Share of the KV pages that is owned, 0 to 1.", tally.kv_usage
+        "vllm:kv_cache_usage_perc", "Share of the KV pages that is owned, 0 to 1.", engine.kv_usage
     )
     yield _Reading(
         "vllm:engine_sleep_state",
@@ -53,45 +57,46 @@ def _gauges(tally: Tally) -> Iterator[_Reading]:
         "jaxinfer:requests_active",
         "Requests received and not ended.",
         tally.num_received - tally.num_closed,
+        of_server=True,
     )
     yield _Reading(
         "jaxinfer:pages",
         "KV pages: owned, kept for prefix reuse, or without content.",
-        tally.pages,
+        engine.pages,
         "state",
     )
     yield _Reading(
         "jaxinfer:live_pages",
         "KV pages that sequences own, by the window of the layers that fill them, in tokens.",
-        tally.live_pages_of_windows,
+        engine.live_pages_of_windows,
         "window",
     )
     yield _Reading(
         "jaxinfer:padding_waste_ratio",
         "Share of the computed tokens that was padding, since the start.",
-        tally.padding_waste,
+        engine.padding_waste,
     )
     yield _Reading(
         "jaxinfer:executables",
         "Executables: compiled for this server, read from the cache or a bundle, or not there yet.",
-        tally.executables,
+        engine.executables,
         "source",
     )
     yield _Reading(
         "jaxinfer:startup_seconds",
         "Time the start took: weights loaded, executables compiled or read.",
-        tally.startup_seconds,
+        engine.startup_seconds,
         "phase",
     )
 
 
-def _counters(tally: Tally) -> Iterator[_Reading]:
-    stats, cached = tally.engine, tally.engine.num_cached_tokens
+def _counters(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
+    stats, cached = engine.stats, engine.stats.num_cached_tokens
     prefilled = stats.num_prefilled_tokens
     yield _Reading(
         "vllm:prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache.",
-        prefilled if tally.limits.enable_prefix_caching else 0,
+        prefilled if engine.limits.enable_prefix_caching else 0,
     )
     yield _Reading("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", cached)
     yield _Reading("vllm:external_prefix_cache_queries", "There is no external cache: 0.", 0)
@@ -113,13 +118,18 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
     yield _Reading("vllm:prompt_tokens_cached", "Prompt tokens whose KV was reused.", cached)
     yield _Reading("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens)
     yield _Reading(
-        "vllm:request_success", "Sequences that ended, by why.", tally.finished, "finished_reason"
+        "vllm:request_success",
+        "Sequences that ended, by why.",
+        tally.finished,
+        "finished_reason",
+        of_server=True,
     )
     yield _Reading(
         "vllm:admission_rejections",
         "Requests answered 429, by the limit that was reached.",
         tally.rejected,
         "reason",
+        of_server=True,
     )
     yield _Reading(
         "vllm:corrupted_requests", "Not counted, 0: such a request ends with an error.", 0
@@ -134,7 +144,10 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
         "position",
     )
     yield _Reading(
-        "jaxinfer:requests_received", "Requests accepted for an answer.", tally.num_received
+        "jaxinfer:requests_received",
+        "Requests accepted for an answer.",
+        tally.num_received,
+        of_server=True,
     )
     yield _Reading(
         "jaxinfer:late_compiles",
@@ -144,17 +157,17 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
     yield _Reading(
         "jaxinfer:scheduled_tokens",
         "Tokens that steps were asked for.",
-        tally.scheduled_tokens,
+        engine.scheduled_tokens,
         "kind",
     )
     yield _Reading(
         "jaxinfer:bucket_tokens",
         "Tokens that steps computed, padding included.",
-        tally.bucket_tokens,
+        engine.bucket_tokens,
         "kind",
     )
     yield _Reading(
-        "jaxinfer:decode_steps", "Steps in which a sequence decoded.", tally.num_decode_steps
+        "jaxinfer:decode_steps", "Steps in which a sequence decoded.", engine.num_decode_steps
     )
     yield _Reading(
         "jaxinfer:kv_pressure_events",
@@ -167,18 +180,21 @@ def _counters(tally: Tally) -> Iterator[_Reading]:
         "Ended requests with a named API key.",
         {name: usage.requests for name, usage in keys},
         "key",
+        of_server=True,
     )
     yield _Reading(
         "jaxinfer:key_prompt_tokens",
         "Prompt tokens of those requests.",
         {name: usage.prompt_tokens for name, usage in keys},
         "key",
+        of_server=True,
     )
     yield _Reading(
         "jaxinfer:key_generation_tokens",
         "Tokens generated for those requests.",
         {name: usage.generated_tokens for name, usage in keys},
         "key",
+        of_server=True,
     )
 
 
@@ -188,20 +204,18 @@ class Exporter:
 
     tally: Tally
     histograms: Sequence[HistogramFamily]
-    model: tuple[str, str]  # the values of MODEL_LABELS
+    models: Sequence[tuple[str, str]]  # the values of MODEL_LABELS, of each engine
     config: Mapping[str, str]  # labels of cache_config_info
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at each scrape."""
-        for reading in _gauges(self.tally):
-            yield self._filled(GaugeMetricFamily, reading)
+        yield from self._families(GaugeMetricFamily, _gauges)
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings, as labels.", labels=(*self.config,)
         )
         info.add_metric((*self.config.values(),), 1)
         yield info
-        for reading in _counters(self.tally):
-            yield self._filled(CounterMetricFamily, reading)
+        yield from self._families(CounterMetricFamily, _counters)
         responses = CounterMetricFamily(
             "http_requests",
             "Responses by handler, method and status class.",
@@ -212,17 +226,26 @@ class Exporter:
         yield responses
         yield from map(_histogram, self.histograms)
 
-    def _filled(
-        self, family_type: type[GaugeMetricFamily | CounterMetricFamily], reading: _Reading
-    ) -> Metric:
-        label_names = MODEL_LABELS if reading.label is None else (*MODEL_LABELS, reading.label)
-        family = family_type(reading.name, reading.documentation, labels=label_names)
-        if isinstance(reading.value, Mapping):
-            for label, part in reading.value.items():
-                family.add_metric((*self.model, label), part)
-        else:
-            family.add_metric(self.model, reading.value)
-        return family
+    def _families(
+        self,
+        family_type: type[GaugeMetricFamily | CounterMetricFamily],
+        readings_of: Callable[[Tally, EngineTally], Iterator[_Reading]],
+    ) -> Iterator[Metric]:
+        """Each family, with the values of every engine."""
+        tally = self.tally
+        each = (readings_of(tally, engine) for engine in tally.engines)
+        for readings in zip(*each, strict=True):
+            name, documentation, _, label, of_server = readings[0]
+            label_names = MODEL_LABELS if label is None else (*MODEL_LABELS, label)
+            family = family_type(name, documentation, labels=label_names)
+            count = 1 if of_server else len(readings)
+            for model, reading in zip(self.models[:count], readings[:count], strict=True):
+                if isinstance(reading.value, Mapping):
+                    for value, part in reading.value.items():
+                        family.add_metric((*model, value), part)
+                else:
+                    family.add_metric(model, reading.value)
+            yield family
 
 
 def _histogram(family: HistogramFamily) -> HistogramMetricFamily:

@@ -7,6 +7,7 @@ one value at a time and cannot be read back, which ``/stats`` needs.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -93,6 +94,14 @@ class Histogram:
         return sum(self.counts)
 
 
+def summed(histograms: Sequence[Histogram]) -> Histogram:
+    """A histogram of the values of several that have the same bounds."""
+    total = Histogram(histograms[0].bounds)
+    total.counts = [sum(counts) for counts in zip(*(one.counts for one in histograms), strict=True)]
+    total.total = sum(one.total for one in histograms)
+    return total
+
+
 @dataclass(frozen=True)
 class HistogramFamily:
     """Histograms of one series, one for each set of label values."""
@@ -109,9 +118,13 @@ class HistogramFamily:
 
 
 class Histograms:
-    """All exported histograms; all but the HTTP ones carry ``MODEL_LABELS``."""
+    """All exported histograms; all but the HTTP ones carry ``MODEL_LABELS``.
 
-    def __init__(self, model: tuple[str, str], limits: Limits) -> None:
+    Those of steps are of each engine, those of requests have the labels of the first one.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, str]], limits: Limits) -> None:
+        model = models[0]
         self.families: list[HistogramFamily] = []
         tokens = token_count_bounds(limits.max_model_len)
         seconds = REQUEST_SECONDS_BOUNDS
@@ -162,9 +175,13 @@ class Histograms:
         self.max_tokens = of_model(
             "request_params_max_tokens", "The max_tokens of each request that gave it.", tokens
         )
-        self.step_tokens = of_model(
-            "iteration_tokens_total", "Tokens scheduled in each step.", STEP_TOKENS_BOUNDS
+        scheduled = family(
+            "vllm:iteration_tokens_total",
+            "Tokens scheduled in each step.",
+            STEP_TOKENS_BOUNDS,
+            MODEL_LABELS,
         )
+        self.step_tokens = [scheduled.child(*each) for each in models]
         self.preemptions = of_model(
             "request_num_preemptions", "Preemptions of each sequence.", PREEMPTIONS_BOUNDS
         )
@@ -179,7 +196,9 @@ class Histograms:
             STEP_SECONDS_BOUNDS,
             (*MODEL_LABELS, "kind"),
         )
-        self.step_seconds = {kind: steps.child(*model, kind.value) for kind in StepKind}
+        self.step_seconds = [
+            {kind: steps.child(*each, kind.value) for kind in StepKind} for each in models
+        ]
         self.http = family(
             "http_request_duration_seconds",
             "Time to the end of each response, by handler.",

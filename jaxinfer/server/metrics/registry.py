@@ -28,11 +28,11 @@ from jaxinfer.core.request import FinishReason
 from jaxinfer.engine.requests.news import EngineStats, News, StepKind
 from jaxinfer.engine.requests.outputs import SequenceTimes
 from jaxinfer.server.metrics.export import Exporter
-from jaxinfer.server.metrics.histograms import Histogram, Histograms
-from jaxinfer.server.metrics.tally import KeyUsage, Rates, Rejection, Tally
+from jaxinfer.server.metrics.histograms import Histogram, Histograms, summed
+from jaxinfer.server.metrics.tally import EngineTally, KeyUsage, Rates, Rejection, Tally
 
 _METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"))
-_ENGINE = "0"  # vLLM numbers the engines behind a server; here there is one
+_FIRST = "0"  # vLLM numbers the engines behind a server; what is not of one of them is of the first
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
@@ -51,7 +51,9 @@ class SequenceProgress:
 
 
 class Metrics:
-    """Counts of one server. ``start``: the engine's counters when it was built."""
+    """Counts of one server. ``start``: the engine's counters when it was built; of several engines,
+    those of each.
+    """
 
     def __init__(
         self,
@@ -59,33 +61,34 @@ class Metrics:
         limits: Limits,
         config: EngineConfig | None = None,
         *,
-        start: EngineStats | None = None,
+        start: EngineStats | Sequence[EngineStats] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._tally = Tally(start or EngineStats(), limits)
+        starts = (start,) if isinstance(start, EngineStats) else start or (EngineStats(),)
+        self._tally = Tally([EngineTally(stats, limits) for stats in starts])
         self._rates = Rates()
         self._rates.mark(clock(), self._counters())
-        model = (model_name, _ENGINE)
-        self._histograms = Histograms(model, limits)
+        models = [(model_name, str(rank)) for rank in range(len(starts))]
+        self._histograms = Histograms(models, limits)
         self._registry = CollectorRegistry()
         self._registry.register(
-            Exporter(self._tally, self._histograms.families, model, _cache_config(limits, config))
+            Exporter(self._tally, self._histograms.families, models, _cache_config(limits, config))
         )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
 
     def observe(self, news: News) -> None:
         """Add the counters of one iteration of the engine's loop."""
-        tally = self._tally
-        tally.engine = news.stats
+        engine = self._tally.engines[news.rank]
+        engine.stats = news.stats
         for step in news.steps:
             kind = step.kind
-            tally.scheduled_tokens[kind] += step.num_tokens
-            tally.bucket_tokens[kind] += step.num_bucket_tokens
-            tally.num_decode_steps += kind is not StepKind.PREFILL
-            self._histograms.step_tokens.observe(step.num_tokens)
-            self._histograms.step_seconds[kind].observe(step.seconds)
+            engine.scheduled_tokens[kind] += step.num_tokens
+            engine.bucket_tokens[kind] += step.num_bucket_tokens
+            engine.num_decode_steps += kind is not StepKind.PREFILL
+            self._histograms.step_tokens[news.rank].observe(step.num_tokens)
+            self._histograms.step_seconds[news.rank][kind].observe(step.seconds)
         self._rates.mark(self._clock(), self._counters())
 
     def request_received(self) -> None:
@@ -151,7 +154,8 @@ class Metrics:
 
     def snapshot(self) -> dict[str, Any]:
         """The same numbers as JSON for people. Quantiles are estimates within a bucket."""
-        tally, stats, now = self._tally, self._tally.engine, self._clock()
+        tally, engine, now = self._tally, self._tally.all_engines, self._clock()
+        stats = engine.stats
         histograms = self._histograms
         generated, prefilled, received = self._rates.read(now, self._counters())
         return {
@@ -165,9 +169,9 @@ class Metrics:
                 "rejected": tally.rejected,
             },
             "pages": {
-                **tally.pages,
-                "live_by_window": tally.live_pages_of_windows,
-                "usage": tally.kv_usage,
+                **engine.pages,
+                "live_by_window": engine.live_pages_of_windows,
+                "usage": engine.kv_usage,
             },
             "tokens": {
                 "prompt": stats.num_prefilled_tokens,
@@ -187,16 +191,17 @@ class Metrics:
             },
             "steps": {
                 kind.value: {
-                    **_summary(histograms.step_seconds[kind]),
-                    "scheduled_tokens": tally.scheduled_tokens[kind],
-                    "bucket_tokens": tally.bucket_tokens[kind],
+                    **_summary(summed([each[kind] for each in histograms.step_seconds])),
+                    "scheduled_tokens": engine.scheduled_tokens[kind],
+                    "bucket_tokens": engine.bucket_tokens[kind],
                 }
                 for kind in StepKind
             },
-            "padding_waste": tally.padding_waste,
+            "padding_waste": engine.padding_waste,
             "late_compiles": stats.num_late_compiles,
-            "executables": tally.executables,
-            "startup_seconds": tally.startup_seconds,
+            "executables": engine.executables,
+            "startup_seconds": engine.startup_seconds,
+            "replicas": len(tally.engines),
         }
 
     def _sequence_finished(self, sequence: SequenceProgress, num_prompt_tokens: int) -> None:
@@ -219,7 +224,7 @@ class Metrics:
 
     def _counters(self) -> tuple[float, ...]:
         """The counters whose rates are shown."""
-        stats = self._tally.engine
+        stats = self._tally.all_engines.stats
         return stats.num_generated_tokens, stats.num_prefilled_tokens, self._tally.num_received
 
 
@@ -232,7 +237,7 @@ def _summary(histogram: Histogram) -> dict[str, float | None]:
 def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]:
     """Labels of ``cache_config_info``, under vLLM's names; as in vLLM, an unset value is "None"."""
     labels: dict[str, object] = {
-        "engine": _ENGINE,
+        "engine": _FIRST,
         "block_size": limits.page_size,
         "num_gpu_blocks": sum(limits.num_pages),
         "enable_prefix_caching": limits.enable_prefix_caching,

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
-from jaxinfer.engine.requests.news import EngineStats, StepKind
+from jaxinfer.engine.requests.news import EngineStats, StepKind, added
 
 
 class Rejection(StrEnum):
@@ -36,25 +36,14 @@ class KeyUsage:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counters of steps, requests and responses.
+class EngineTally:
+    """Counters of one engine, or the sums of several. ``stats``: after its last iteration."""
 
-    ``engine``: the engine's counters after its last iteration.
-    """
-
-    engine: EngineStats
+    stats: EngineStats
     limits: Limits
-    num_received: int = 0
-    num_closed: int = 0  # of the received requests, those that ended in any way
     num_decode_steps: int = 0
     scheduled_tokens: dict[str, int] = _zeros(StepKind)
     bucket_tokens: dict[str, int] = _zeros(StepKind)
-    finished: dict[str, int] = _zeros(FinishReason)  # sequences
-    rejected: dict[str, int] = _zeros(Rejection)
-    keys: dict[str, KeyUsage] = field(default_factory=dict[str, KeyUsage])  # by name
-    responses: Counter[tuple[str, str, str]] = field(  # handler, method, status class
-        default_factory=Counter[tuple[str, str, str]]
-    )
 
     @property
     def padding_waste(self) -> float:
@@ -65,7 +54,7 @@ class Tally:
     @property
     def pages(self) -> dict[str, int]:
         """KV pages by their state."""
-        stats = self.engine
+        stats = self.stats
         counts = (stats.num_live_pages, stats.num_cached_pages, stats.num_fresh_pages)
         return dict(zip(("live", "cached", "fresh"), counts, strict=True))
 
@@ -78,7 +67,7 @@ class Tally:
         windows = ["none" if group.window is None else str(group.window) for group in groups]
         pages = dict.fromkeys(windows, 0)
         # an engine that has not reported yet has no counts
-        for window, count in zip(windows, self.engine.num_live_pages_of_groups, strict=False):
+        for window, count in zip(windows, self.stats.num_live_pages_of_groups, strict=False):
             pages[window] += count
         return pages
 
@@ -86,19 +75,47 @@ class Tally:
     def kv_usage(self) -> float:
         """Share of the pages that sequences own."""
         num_pages = sum(self.pages.values())
-        return self.engine.num_live_pages / num_pages if num_pages else 0.0
+        return self.stats.num_live_pages / num_pages if num_pages else 0.0
 
     @property
     def executables(self) -> dict[str, int]:
         """Executables: loaded ones by their source, and those that are still awaited."""
-        stats = self.engine
+        stats = self.stats
         in_bundle = stats.num_executables - stats.num_compiled
         return {"compiled": stats.num_compiled, "bundle": in_bundle, "awaited": stats.num_awaited}
 
     @property
     def startup_seconds(self) -> dict[str, float]:
         """Time of the phases of the start."""
-        return {"load": self.engine.load_seconds, "compile": self.engine.compile_seconds}
+        return {"load": self.stats.load_seconds, "compile": self.stats.compile_seconds}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counters of engines, requests and responses."""
+
+    engines: list[EngineTally]  # by rank
+    num_received: int = 0
+    num_closed: int = 0  # of the received requests, those that ended in any way
+    finished: dict[str, int] = _zeros(FinishReason)  # sequences
+    rejected: dict[str, int] = _zeros(Rejection)
+    keys: dict[str, KeyUsage] = field(default_factory=dict[str, KeyUsage])  # by name
+    responses: Counter[tuple[str, str, str]] = field(  # handler, method, status class
+        default_factory=Counter[tuple[str, str, str]]
+    )
+
+    @property
+    def all_engines(self) -> EngineTally:
+        """The sums of the engines' counters."""
+        engines = self.engines
+        if len(engines) == 1:
+            return engines[0]
+        total = EngineTally(added([one.stats for one in engines]), engines[0].limits)
+        total.num_decode_steps = sum(one.num_decode_steps for one in engines)
+        for kind in StepKind:
+            total.scheduled_tokens[kind] = sum(one.scheduled_tokens[kind] for one in engines)
+            total.bucket_tokens[kind] = sum(one.bucket_tokens[kind] for one in engines)
+        return total
 
 
 class Rates:

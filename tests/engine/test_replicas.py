@@ -1,0 +1,285 @@
+"""Several engines behind one link: where requests go, and what becomes of them when one ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from jaxinfer.cli.replicas import replica_environments
+from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
+from jaxinfer.core.server_config import ServerConfig
+from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.engine.link import replicas
+from jaxinfer.engine.link.link import Link
+from jaxinfer.engine.link.replicas import Replicas
+from jaxinfer.engine.link.routing import BLOCK_TOKENS, SLACK_TOKENS, Router
+from jaxinfer.engine.link.wire import (
+    AbortRequest,
+    Answer,
+    Command,
+    Control,
+    Controlled,
+    EngineState,
+    Failed,
+    Listener,
+    Ping,
+    Pong,
+    Refused,
+    SetSteering,
+    Submission,
+)
+from jaxinfer.engine.requests.facts import ModelFacts
+from jaxinfer.engine.requests.news import EngineStats, News, added
+from jaxinfer.engine.requests.outputs import Delta
+from kit.engines import tiny_limits
+
+FORM = StructuredOutputsParams(regex="a+")
+
+
+class FakeLink(Link):
+    """Records its commands; a test says what it answers."""
+
+    def __init__(self, max_model_len: int = 128) -> None:
+        self.limits = tiny_limits(max_model_len=max_model_len)
+        self.facts = ModelFacts("fake", 320, (0,), SamplingParams())
+        self.tokenizer, self.stats = None, EngineStats(num_executables=3)
+        self.commands: list[Command] = []
+        self.listener: Listener | None = None
+        self.stopped = False
+
+    def connect(self, listener: Listener) -> None:
+        self.listener = listener
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def _pass(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def answer(self, answer: Answer) -> None:
+        assert self.listener is not None
+        self.listener(answer)
+
+    def die(self) -> None:
+        error = EngineError("the engine's process was killed by SIGKILL; start again")
+        self._ended = error
+        self.answer(Failed.of(error))
+
+
+class Group:
+    """Replicas over fake links; ``made`` has every link, ``heard`` what a client hears."""
+
+    def __init__(self, count: int) -> None:
+        self.made = [FakeLink()]
+        self.failures = 0  # of further starts
+        self.heard: list[Answer] = []
+        self.link = Replicas(self.made[0], count, self._start)
+        self.link.connect(self.heard.append)
+
+    def _start(self, rank: int) -> Link:
+        assert rank or len(self.made) > 1
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("no memory")
+        self.made.append(FakeLink())
+        return self.made[-1]
+
+    def submit(self, name: str, tokens: list[int], **sampling: Any) -> int:
+        """The index of the link that got the request."""
+        spec = RequestSpec(tokens, SamplingParams(**sampling))
+        self.link.send(Submission(name, spec))
+        has = [
+            any(getattr(one, "request_id", "") == name for one in link.commands)
+            for link in self.made
+        ]
+        assert has.count(True) == 1
+        return has.index(True)
+
+    def hear(self, kind: type) -> list[Any]:
+        return [one for one in self.heard if isinstance(one, kind)]
+
+
+@contextmanager
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(replicas, "START_AGAIN_SECONDS", (0.0, 0.01, 0.01))
+    yield
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def finished(name: str) -> News:
+    delta = Delta(request_id=name, index=0, token_ids=(), finish_reason=FinishReason.STOP)
+    return News((delta,), (), (), EngineStats(num_running=1))
+
+
+def test_requests_take_turns_and_prefixes_go_where_they_are_known() -> None:
+    router, known = Router(2), list(range(4 * BLOCK_TOKENS))
+    assert [router.choose([i] * 9, (0, 1)) for i in range(4)] == [0, 1, 0, 1]
+    router.began(1, known)
+    router.ended(1, len(known))
+    assert {router.choose([*known, i], (0, 1)) for i in range(4)} == {1}
+    assert router.choose(known, (0,)) == 0, "only of those that answer"
+    other = known[: BLOCK_TOKENS - 1] + [9] + known[BLOCK_TOKENS:]
+    assert {router.choose(other, (0, 1)) for _ in range(2)} == {0, 1}, "a block differs"
+    router.lost(1)
+    assert {router.choose(known, (0, 1)) for _ in range(2)} == {0, 1}
+
+
+def test_a_prefix_is_left_where_waiting_costs_more() -> None:
+    router, known = Router(2), list(range(1024))
+    router.began(0, known)
+    router.ended(0, len(known))
+    router.began(0, [1] * (SLACK_TOKENS + 1000))
+    assert router.choose(known, (0, 1)) == 0
+    router.began(0, [2] * 1000)
+    assert router.choose(known, (0, 1)) == 1
+    assert router.choose([3] * 8, (0, 1)) == 1, "without a prefix the load decides"
+
+
+def test_ended_and_aborted_requests_are_no_load() -> None:
+    group = Group(2)
+    places = [group.submit(f"r{i}", [i] * 400) for i in range(4)]
+    assert sorted(places) == [0, 0, 1, 1]
+    for i, place in enumerate(places):
+        if place == 0:
+            group.made[0].answer(finished(f"r{i}"))
+    assert {group.submit(f"s{i}", [50 + i] * 100) for i in range(2)} == {0}
+    aborted = next(f"r{i}" for i, place in enumerate(places) if place == 1)
+    group.link.send(AbortRequest(aborted))
+    assert AbortRequest(aborted) in group.made[1].commands
+    group.link.send(AbortRequest(aborted))
+    group.link.send(AbortRequest("r0" if places[0] == 0 else "r1"))
+    assert sum(isinstance(one, AbortRequest) for link in group.made for one in link.commands) == 1
+    assert [news.rank for news in group.hear(News)] == [0, 0]
+
+
+def test_forms_are_sent_once_to_each_replica() -> None:
+    group = Group(2)
+    last: StructuredOutputsParams | None = None
+    for i in range(6):
+        spec = RequestSpec([i] * 9, SamplingParams(structured_outputs=FORM))
+        submission = Submission(f"r{i}", spec)
+        group.link.send(submission.with_form(None) if FORM is last else submission)
+        last = FORM
+    for link in group.made:
+        first, *others = [one for one in link.commands if isinstance(one, Submission)]
+        assert first.spec.sampling.structured_outputs == FORM and not first.has_last_form
+        assert others and all(one.has_last_form for one in others)
+
+
+def test_changes_go_to_all_and_are_answered_once() -> None:
+    group = Group(3)
+    group.link.send(Control(1, "pause"))
+    for link in group.made[:2]:
+        link.answer(Controlled(1, EngineState(True)))
+    assert not group.hear(Controlled)
+    group.made[2].answer(Controlled(1, EngineState(True), Failed("ArgumentError", "no")))
+    (answer,) = group.hear(Controlled)
+    assert answer.state.paused and answer.failure == Failed("ArgumentError", "no")
+
+
+def test_a_replica_that_ends_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(2)
+    group.failures = 1
+    places = [group.submit(f"r{i}", [i] * 9) for i in range(4)]
+    group.link.send(SetSteering(1, "joy", b"1234"))
+    group.link.send(Control(2, "update_weights", path="/new"))
+    group.link.send(Control(3, "reset_prefix_cache"))
+    group.made[0].answer(Controlled(3, EngineState()))
+    with quick_starts(monkeypatch), caplog.at_level(logging.WARNING):
+        group.made[1].die()
+        until(lambda: len(group.made) == 3 and bool(group.made[2].commands))
+    lost = {f"r{i}" for i, place in enumerate(places) if place == 1}
+    refused = group.hear(Refused)
+    assert {one.request_id for one in refused} == lost and len(refused) == len(lost)
+    assert "replica 1 has ended (the engine's process was killed" in refused[0].failure.message
+    assert group.link.alive and not group.hear(Failed)
+    (controlled,) = group.hear(Controlled)  # the others wait for replica 0
+    assert controlled.number == 3 and controlled.failure is not None
+    assert group.made[2].commands[:2] == [
+        SetSteering(1, "joy", b"1234"),
+        Control(2, "update_weights", path="/new"),
+    ]
+    assert "replica 1 did not start: no memory" in caplog.text
+    until(lambda: {group.submit(f"s{time.monotonic()}", [7] * 9) for _ in range(2)} == {0, 2})
+
+
+def test_the_end_of_all_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2)
+    group.failures = 99
+    with quick_starts(monkeypatch):
+        group.made[0].die()
+        assert group.submit("r", [1]) == 1
+        group.made[1].die()
+    (failed,) = group.hear(Failed)
+    assert "every replica has ended" in failed.message and not group.link.alive
+    with pytest.raises(EngineError, match="every replica"):
+        group.submit("s", [1])
+
+
+def test_a_silent_replica_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2)
+    group.link.send(Ping())
+    group.made[0].answer(Pong(0.5))
+    assert not group.hear(Pong)
+    group.made[1].answer(Pong(0.1))
+    assert group.hear(Pong) == [Pong(0.5)]
+    now = time.monotonic()
+    group.link.send(Ping())
+    group.made[0].answer(Pong(0.0))
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: now + 30)
+    group.link.send(Ping())
+    group.made[0].answer(Pong(0.0))
+    assert group.hear(Pong)[-1].stalled_seconds == pytest.approx(30, abs=1)
+
+
+def test_replicas_must_be_alike() -> None:
+    first, other = FakeLink(), FakeLink(max_model_len=64)
+    with pytest.raises(EngineError, match="replica 1 has max_model_len 64 and replica 0 128"):
+        Replicas(first, 2, lambda _: other)
+    assert first.stopped and other.stopped
+
+
+def test_stop_ends_all() -> None:
+    group = Group(2)
+    group.link.stop()
+    assert all(link.stopped for link in group.made) and len(group.hear(Failed)) == 1
+
+
+def test_devices_of_each_replica() -> None:
+    one = replica_environments(2, 1, {}, gpus=2)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in one] == ["0", "1"]
+    two = replica_environments(2, 2, {"CUDA_VISIBLE_DEVICES": "3, 1,GPU-a,0"}, gpus=8)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in two] == ["3,1", "GPU-a,0"]
+    assert replica_environments(2, 1, {}, gpus=0) == ({}, {})
+    assert replica_environments(1, 1, {}, gpus=4) == ({},)
+    assert replica_environments(3, 1, {"JAX_PLATFORMS": "cpu"}, gpus=1) == ({},) * 3
+    with pytest.raises(ConfigError, match=r"2 engines of 2 GPUs each .* need 4 GPUs, and there"):
+        replica_environments(2, 2, {}, gpus=3)
+
+
+def test_replicas_need_processes() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size 2 needs a process for each engine"):
+        ServerConfig(data_parallel_size=2, disable_frontend_multiprocessing=True)
+
+
+def test_counters_of_several_engines() -> None:
+    one = EngineStats(num_running=2, num_live_pages_of_groups=(1, 2), load_seconds=3.0)
+    other = EngineStats(num_running=1, num_live_pages_of_groups=(4, 5), load_seconds=1.0)
+    total = added([one, other])
+    assert (total.num_running, total.load_seconds) == (3, 3.0)
+    assert total.num_live_pages_of_groups == (5, 7)
+    assert added([one, EngineStats()]).num_live_pages_of_groups == (1, 2)
