@@ -380,10 +380,10 @@ class Noting(spawn.Spawned):
         super().__exit__(*error)
         print(self.process.returncode)
 
-def noting():
+def noting(environment=None):
     heavy = "jax numpy starlette uvicorn tokenizers jinja2 prometheus_client asyncio".split()
     print(*(name for name in heavy if name in sys.modules), flush=True)
-    made = start((sys.executable, "-c", "import time; time.sleep(60)"))
+    made = start((sys.executable, "-c", "import time; time.sleep(60)"), environment)
     return Noting(made.process, made.end)
 
 start, spawn.spawn = spawn.spawn, noting

@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType as Type
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.registry import build_model
-from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights.gguf.checkpoint import open_gguf
 from jaxinfer.weights.plan import forms_of, plan_params
 from kit.checkpoints import Tensors, built_arrays, random_hf_tensors
@@ -150,7 +149,7 @@ def test_round_trip(tmp_path: Path, kind: Type, short_dims: bool) -> None:
     kept, num_quantised = replace(found, forms=forms_of(found.family, checkpoint)), 0
     for model in (found, kept):
         for planned in plan_params(model, checkpoint):
-            made, spec = planned.whole(checkpoint, default_placement()), planned.spec
+            made, spec = planned.whole(checkpoint), planned.spec
             if not made.keys() <= expected.keys():
                 num_quantised += 1
                 matrix = values_of({leaf.rpartition("/")[2]: a for leaf, a in made.items()})
