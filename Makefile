@@ -8,16 +8,17 @@ TOOLS := .venv/.installed-tools
 # The suite in parts, a process each: `make test` runs three at a time, as tests of processes and
 # limits wait, and begins the next as soon as one ends, so the longest come first. What is compiled
 # in a process is shared by its tests. `others` holds every test that no other part names.
-PARTS := engines mosaic commands models others triton users executables
+PARTS := engines servers mosaic commands models others triton users executables
 USERS := tests/e2e/test_smollm2.py
 MODELS := tests/e2e tests/models/test_golden.py
 DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py
-ENGINES := tests/engine tests/server
+ENGINES := tests/engine
+SERVERS := tests/server
 TRITON := tests/kernels/test_triton.py tests/kernels/test_sample.py tests/kernels/test_sweep.py
 MOSAIC := tests/kernels $(TRITON:%=--ignore=%)
 EXECUTABLES := tests/exec tests/nn
 COMMANDS := tests/cli tests/weights tests/bench
-NAMED := $(MODELS) $(ENGINES) tests/kernels $(EXECUTABLES) $(COMMANDS)
+NAMED := $(MODELS) $(ENGINES) $(SERVERS) tests/kernels $(EXECUTABLES) $(COMMANDS)
 # XLA compiles tiny models and interpreted kernels in half the time without LLVM's optimiser and with
 # its older emitter of fusions, and in another 13 % less as one LLVM module instead of up to 32: its
 # plan of buffers and copies stays the same, the machine code does not. `users`, in which the default
@@ -83,6 +84,9 @@ test-models: $(TOOLS)
 
 test-engines: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(ENGINES)
+
+test-servers: $(TOOLS)
+	@$(QUICKLY) $(BIN)/pytest -q $(SERVERS)
 
 test-triton: $(TOOLS)
 	@$(QUICKLY) $(BIN)/pytest -q $(TRITON)
