@@ -8,7 +8,7 @@ TOOLS := .venv/.installed-tools
 # The suite in parts, a process each: `make test` runs three at a time, as tests of processes and
 # limits wait, and begins the next as soon as one ends, so the longest come first. What is compiled
 # in a process is shared by its tests. `others` holds every test that no other part names.
-PARTS := engines servers commands others mosaic models triton executables users
+PARTS := engines servers triton commands mosaic others models executables users
 USERS := tests/e2e/test_smollm2.py
 MODELS := tests/e2e tests/models/test_golden.py
 DOCUMENTS := tests/e2e/test_documents.py tests/e2e/test_examples.py

@@ -163,7 +163,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
 
 
 def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """True for each layer with experts."""
     hf.supported_only(config, "moe_layer_freq", 1)
     first = hf.layer_index(config, "first_k_dense_replace", 1)
     kinds = hf.layer_kinds(config, "mlp_layer_types", num_layers, (_DENSE, _SPARSE))

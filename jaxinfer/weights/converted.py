@@ -123,7 +123,7 @@ def restore(
 
 
 def _abstract(array: ArraySpec, model: Model, placement: Placement) -> Any:
-    """What Orbax restores: an array on the devices, or one of numpy."""
+    """The argument that lets Orbax restore an array on the devices, or one of numpy."""
     if model.devices > 1:
         return np.empty(array.shape, array.dtype)
     sharding = placement.sharding(array.axes)

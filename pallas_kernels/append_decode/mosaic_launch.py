@@ -101,7 +101,7 @@ def heuristic_config(args: DecodeArgs) -> MosaicConfig:
 
 
 def _block_bytes(args: DecodeArgs, block: int) -> int:
-    """Of the keys and values of a block."""
+    """The bytes of a block of keys and values."""
     return 2 * block * args.qkv.shape[2] * args.qkv.dtype.itemsize
 
 

@@ -1,5 +1,5 @@
-"""What the Triton kernels of delta_prefill have in common: rows of chunks, operands in halves, and
-the inverse.
+"""Parts that the Triton kernels of delta_prefill share: rows of chunks, operands in halves, and the
+inverse.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ TWO_POOLS = (PageGroup(), PageGroup(window=1024, pool=1))
     ("page_size", "groups"), [(16, ONE_POOL), (64, ONE_POOL), (16, TWO_POOLS), (64, TWO_POOLS)]
 )
 def test_every_case_fits_in_the_pages(page_size: int, groups: tuple[PageGroup, ...]) -> None:
-    """Of each pool, also of that of windows, which gets fewer pages for typical contexts."""
+    """Each pool has enough, also that of windows, which gets fewer pages for typical contexts."""
     work = step_cases.Workload()
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "page_size": page_size}
     limits = tiny_limits(**sizes, max_model_len=work.max_model_len, groups=groups)

@@ -324,7 +324,7 @@ def features(folder: Path, **more: Any) -> None:
 
 
 def described(llm: LLM, path: Path, other: Path) -> list[tuple[str, Any]]:
-    """What an engine answers, by what it shows."""
+    """An engine's answers, each with the name of the feature that it shows."""
     given = [{"prompt_token_ids": one} for one in PROMPTS]
     found: list[tuple[str, Any]] = []
 

@@ -133,7 +133,7 @@ def test_joined_tensors_give_their_own_rows() -> None:
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_parts_of_parameters_are_those_of_the_whole(devices: int) -> None:
-    """Of every family's float parameters: what devices build is the whole in their order."""
+    """The parts of a family's float parameters that devices build are the whole in their order."""
     for name in ("llama", "gpt2", "phi3", "olmo2", "qwen3_5", "gemma4", "deepseek_v3", "gpt_oss"):
         config = dict(CONFIGS[name])
         config |= {"num_local_experts": 8} if name == "gpt_oss" else {}
