@@ -93,7 +93,12 @@ def test_whole_and_streamed_answers(scripted: Scripted, name: str) -> None:
 
 
 def test_a_streamed_call_is_as_openai_sends_it(scripted: Scripted) -> None:
-    choices = scripted.streamed(WRITERS["hermes"](MESSAGES["two calls"]))
+    text, choices = WRITERS["hermes"](MESSAGES["two calls"]), []
+    with scripted.device.held(after=text.index("arguments") + 16) as released:
+        for choice in scripted.streaming(text):
+            choices.append(choice)
+            if choice.delta.tool_calls and choice.delta.tool_calls[0].function.arguments:
+                released.set()  # the client has a piece before the rest is drawn
     sent = [choice.delta.tool_calls[0] for choice in choices if choice.delta.tool_calls]
     heads = [one for one in sent if one.function.name]
     assert [(one.index, one.function.name, one.function.arguments) for one in heads] == [
