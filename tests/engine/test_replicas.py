@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.cli.replicas import replica_environments
-from jaxinfer.core.errors import ConfigError, EngineError
+from jaxinfer.core.errors import ConfigError, EngineError, RequestError
 from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.structured import StructuredOutputsParams
@@ -176,6 +176,26 @@ def test_forms_are_sent_once_to_each_replica() -> None:
         first, *others = [one for one in link.commands if isinstance(one, Submission)]
         assert first.spec.sampling.structured_outputs == FORM and not first.has_last_form
         assert others and all(one.has_last_form for one in others)
+
+
+def test_a_form_that_could_not_be_sent_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, other = Group(1), StructuredOutputsParams(regex="b+")
+    submission = Submission("r0", RequestSpec([1], SamplingParams(structured_outputs=FORM)))
+    group.link.send(submission)
+
+    def refused(_: Command) -> None:
+        raise RequestError("the request cannot be sent to the engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group.made[0], "_pass", refused)
+        wrong = RequestSpec([1], SamplingParams(structured_outputs=other))
+        with pytest.raises(RequestError):
+            group.link.send(Submission("r1", wrong))
+    group.link.send(submission.with_form(None))  # the client's last form is still the first
+    group.link.send(Submission("r2", RequestSpec([1], SamplingParams(structured_outputs=other))))
+    *_, last, new = group.made[0].commands
+    assert isinstance(last, Submission) and last.has_last_form
+    assert isinstance(new, Submission) and new.spec.sampling.structured_outputs == other
 
 
 def test_changes_go_to_all_and_are_answered_once() -> None:

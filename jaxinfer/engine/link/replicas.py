@@ -164,10 +164,11 @@ class Replicas(Link):
         alive = [rank for rank, link in self._links.items() if link.alive] or [*self._links]
         rank = self._router.choose(tokens, alive)
         form = spec.sampling.structured_outputs
-        self._last_form = form or self._last_form
         if form is not None and form is self._forms.get(rank):
             submission = submission.with_form(None)
         self._links[rank].send(submission)
+        # as the client does: a form that could not be sent is not the last one
+        self._last_form = form or self._last_form
         self._forms[rank] = form or self._forms.get(rank)
         opened = _Open(rank, spec.sampling.n, len(tokens))
         self._open[submission.request_id] = opened
