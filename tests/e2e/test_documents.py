@@ -34,12 +34,14 @@ from kit.server_process import SERVE, ServerProcess, server_process
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 RUN = [block for block in BLOCKS if block.language != "text" and block.reason is None]
 PORT = re.compile(r"\b8000\b")
-NIGHTLY_CHARACTERS = 600
+NIGHTLY_CHARACTERS, NIGHTLY_COMMANDS = 600, 5
 
 
 def marked(block: Block) -> Any:
     """Long blocks compile engines of their own, for 20 to 40 s on two cores: they run nightly."""
-    marks = (pytest.mark.nightly,) if len(block.text) > NIGHTLY_CHARACTERS else ()
+    commands = len(block.commands) if block.language == "sh" else 0
+    long = len(block.text) > NIGHTLY_CHARACTERS or commands > NIGHTLY_COMMANDS
+    marks = (pytest.mark.nightly,) if long else ()
     return pytest.param(block, id=block.name, marks=marks)
 
 
