@@ -81,6 +81,9 @@ class Delta(nn.Module):
         if rank is None:
             return _Tokens(qkvz, ba, None)
         b, of_decay, of_output = jnp.split(ba, (-2 * rank, -rank), axis=1)
+        # of one token a GPU's XLA would pass the address within ``ba`` to the kernel, and Mosaic's
+        # take only multiples of 256 bytes
+        of_decay, of_output = jax.lax.optimization_barrier((of_decay, of_output))
         if ctx.axis is not None:  # of the heads of this device, which has all latents
             start = jax.lax.axis_index(ctx.axis) * c.num_v_heads
             b = jax.lax.dynamic_slice_in_dim(b, start, c.num_v_heads, axis=1)
