@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.points import GivenPoints, Points
+from pallas_kernels.all_reduce.api import AllReduceArgs, Peers, all_reduce
 from pallas_kernels.harness.pins import ALL_XLA, NO_PINS, Pins
 
 
@@ -109,6 +110,7 @@ class StepContext:
     angles: tuple[Angles, ...] = ()
     layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
     arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
+    peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
     # inside ``jax.shard_map`` the mesh axis along which heads and feed-forward columns are divided
@@ -144,6 +146,20 @@ class StepContext:
         angles = tuple([one.take(tokens) for one in self.angles])
         own = self.of_tokens(tokens)
         return replace(own, angles=angles, num_decodes=len(tokens), arrivals=None)
+
+    @property
+    def splits(self) -> bool:
+        """True if a block's output may be split-K partials: the next norm adds them, or the kernel
+        that adds those of all devices.
+        """
+        return self.axis is None or self.peers is not None
+
+    def across(self, partial: jax.Array) -> jax.Array:  # [T, D] or float32[S, T, D]
+        """The sum over the devices of what each has of a result; on one device the argument."""
+        if self.axis is None:
+            return partial
+        args = AllReduceArgs(partials=partial, peers=self.peers, axis=self.axis)
+        return all_reduce(args, self.pinned("all_reduce"))
 
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or changed; see ``nn.points``.

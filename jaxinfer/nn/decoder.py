@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         return self.residual.begin(ctx.at("embed", x))
 
     def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
-        x = self.embed.take_of(token_ids, ctx.axis).astype(self.spec.dtype)
+        x = self.embed.take_of(token_ids, ctx).astype(self.spec.dtype)
         if self.spec.embed_scale is not None:
             x = x * jnp.asarray(self.spec.embed_scale, x.dtype)  # rounded first, as published
         return x

@@ -40,7 +40,7 @@ class LayerInputs(nn.Module):
         """See ``LayerInputsConfig``."""
         c = self.config
         shape = (len(token_ids), c.num_layers, c.width)
-        own = weight(self, "embed", by_output=True).take_of(token_ids, ctx.axis).astype(x.dtype)
+        own = weight(self, "embed", by_output=True).take_of(token_ids, ctx).astype(x.dtype)
         own = own * jnp.asarray(c.width**0.5, x.dtype)
         made = linear(x, weight(self, "projection"), ctx).y
         made = (made * jnp.asarray(x.shape[1] ** -0.5, x.dtype)).reshape(shape)

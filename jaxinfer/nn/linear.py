@@ -209,10 +209,10 @@ def linear(
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
-        split = partial and bias is None and ctx.axis is None
+        split = partial and bias is None and ctx.splits
         y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    if partial and summed and ctx.axis is not None:
-        y = jax.lax.psum(y, ctx.axis)
+    if partial and summed:
+        y = ctx.across(y)
     return Result(y if bias is None else y + bias, stream, h if keep else None)
 
 

@@ -31,6 +31,8 @@ from pallas_kernels.swiglu_gemm.api import swiglu_gemm
 if TYPE_CHECKING:
     import flax.linen as nn  # slow to import, and compiled engines do not need it
 
+    from jaxinfer.nn.context import StepContext
+
 
 class Matmul(NamedTuple):
     """How a weight multiplies."""
@@ -73,15 +75,15 @@ class Weight(ABC):
         """
         raise NotImplementedError
 
-    def take_of(self, ids: jax.Array, axis: str | None) -> jax.Array:
+    def take_of(self, ids: jax.Array, ctx: StepContext) -> jax.Array:
         """``take`` on a mesh, where each device has a part of the rows: those that others have are
-        added here. ``axis`` is as in ``StepContext``.
+        added here.
         """
-        if axis is None:
+        if ctx.axis is None:
             return self.take(ids)
-        own = ids - jax.lax.axis_index(axis) * self.num_outputs
+        own = ids - jax.lax.axis_index(ctx.axis) * self.num_outputs
         is_own = ((own >= 0) & (own < self.num_outputs))[:, None]
-        return jax.lax.psum(jnp.where(is_own, self.take(own), 0), axis)
+        return ctx.across(jnp.where(is_own, self.take(own), 0))
 
     @abstractmethod
     def dense(self, dtype: jnp.dtype) -> jax.Array:  # [I, O], or of an embedding [O, I]

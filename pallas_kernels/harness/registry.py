@@ -31,6 +31,7 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
+    "all_reduce",
     "append_decode",
     "delta_decode",
     "delta_prefill",

@@ -42,7 +42,7 @@ OP = KernelOp(
             supports=partial(launch.supports_quantised, fp8_launch.supports),
             ref=ref.norm_gemm_fp8,
         ),
-        Impl("unfused", unfused.unfused),
+        Impl("unfused", unfused.unfused, ref=unfused.definition),
         Impl("xla", unfused.plain_xla),
     ),
     cases=cases.CASES,

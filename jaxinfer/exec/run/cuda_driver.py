@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxinfer.core.errors import EngineError
 
 PORTABLE, MAPPED = 1, 2  # cuda.h: CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # cuda.h: CU_STREAM_NON_BLOCKING
+PEER_ACCESS_ALREADY_ENABLED = 704  # cuda.h: CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 
 type Copy = Callable[..., None]  # takes pairs of a device address and a host array
 
@@ -50,6 +52,60 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     zeros = np.ctypeslib.as_array(memory).reshape(shape)
     zeros[...] = 0
     return zeros
+
+
+def connect(ordinals: Sequence[int]) -> None:
+    """Let every device write to the memory of the others.
+
+    Raises ``EngineError`` if two of them cannot, or without a driver.
+    """
+    driver = _needed_driver()
+    contexts = {ordinal: _context(driver, ordinal) for ordinal in ordinals}
+    for ordinal, peer in itertools.permutations(ordinals, 2):
+        able = ctypes.c_int()
+        failed = _calls_on(driver, ordinal)(
+            (driver.cuDeviceCanAccessPeer, ctypes.byref(able), ordinal, peer)
+        )
+        if not failed and able.value:
+            failed = _calls_on(driver, ordinal)(
+                (driver.cuCtxEnablePeerAccess, contexts[peer], ctypes.c_uint(0))
+            )
+        if failed not in (0, PEER_ACCESS_ALREADY_ENABLED) or not able.value:
+            raise EngineError(
+                f"device {ordinal} cannot write to the memory of device {peer} (CUDA's error "
+                f"{failed}); choose devices that are connected, or let NCCL add their results: "
+                "kernels={'all_reduce': 'xla'}"
+            )
+
+
+def device_zeros(ordinal: int, size: int) -> int:
+    """The address of so many bytes of zeros on a device, which are never freed.
+
+    Raises ``EngineError`` if the device has no memory for them, or without a driver.
+    """
+    driver, address = _needed_driver(), ctypes.c_uint64()
+    call = _calls_on(driver, ordinal)
+    failed = call(
+        (driver.cuMemAlloc_v2, ctypes.byref(address), ctypes.c_size_t(size)),
+    ) or call((driver.cuMemsetD8_v2, address, ctypes.c_ubyte(0), ctypes.c_size_t(size)))
+    if failed:
+        raise EngineError(f"device {ordinal} has no {size} bytes of memory (CUDA's error {failed})")
+    return address.value
+
+
+def read_words(ordinal: int, address: int, count: int) -> np.ndarray:  # int32[count]
+    """Copy so many words from a device; raises ``EngineError`` if the driver fails."""
+    words = np.zeros(count, np.int32)
+    driver = _needed_driver()
+    copy = (
+        driver.cuMemcpyDtoH_v2,
+        ctypes.c_void_p(words.ctypes.data),
+        ctypes.c_uint64(address),
+        ctypes.c_size_t(words.nbytes),
+    )
+    if failed := _calls_on(driver, ordinal)(copy):
+        raise EngineError(f"device {ordinal} cannot be read (CUDA's error {failed})")
+    return words
 
 
 def copies_to(ordinal: int, *, wait: bool) -> Copy | None:
@@ -106,6 +162,24 @@ def _calls_on(driver: ctypes.CDLL, ordinal: int) -> Callable[..., int]:
         return failed
 
     return call
+
+
+def _context(driver: ctypes.CDLL, ordinal: int) -> ctypes.c_void_p:
+    """The context that JAX uses on a device."""
+    card, context = ctypes.c_int(), ctypes.c_void_p()
+    if failed := (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), ordinal)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), card)
+    ):
+        raise EngineError(f"CUDA's driver does not know device {ordinal} (its error {failed})")
+    return context
+
+
+def _needed_driver() -> ctypes.CDLL:
+    if (driver := _driver()) is None:
+        raise EngineError("CUDA's driver (libcuda.so.1) cannot be loaded; install NVIDIA's driver")
+    return driver
 
 
 def _driver() -> ctypes.CDLL | None:

@@ -27,6 +27,7 @@ from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.device_arrays import DeviceArrays
+from jaxinfer.exec.run.exchange import Exchange
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
@@ -42,6 +43,7 @@ from jaxinfer.exec.run.in_flight import (
 from jaxinfer.exec.run.mask_board import MaskBoard
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
+from jaxinfer.exec.step.sampling import NOT_FINITE
 from jaxinfer.exec.step.slots import SlotState, settings_of
 from jaxinfer.models.base import Params
 from jaxinfer.nn.state import State
@@ -72,6 +74,7 @@ class Executor:
         rows = max([*(bucket.num_draws for bucket in program.limits.buckets), *sizes])
         self._board = TokenBoard.of_device(program.placement.device, rows)
         self._staging = BatchStaging.of_placement(program.placement)
+        self._exchange = Exchange.of_program(program)
         self._calls_of_prompts = _calls(program.calls)
         self._calls_of_decodes = _calls(call for call in program.calls if call.is_for_decodes)
         self._draws = [call for call in program.calls if call.when == "draw"]
@@ -193,6 +196,8 @@ class Executor:
         try:
             drawn = self._read(step.number, step.token_ids)
             redrawn = [self._read(call.number, call.output.token_ids) for call in step.extras]
+            if self._exchange is not None and NOT_FINITE in drawn:
+                self._exchange.check()
         except Exception as error:
             raise device_failed(step.prepared.plan, error) from error
         return tokens_of_rows(step, drawn, redrawn)
@@ -251,6 +256,8 @@ class Executor:
         bucket = prepared.plan.bucket
         place, mask_number = self._next_place(), 0
         prepared.batch[: len(place)] = place
+        if self._exchange is not None:
+            self._exchange.put_into(prepared.batch)
         if prepared.masked:
             mask_number = self._constraints.begin(prepared, known=not self._in_flight)
         staged = self._staged(prepared.batch)

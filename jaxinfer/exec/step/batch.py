@@ -30,6 +30,7 @@ from jaxinfer.nn.context import Pages, Rows
 ALIGN = 64
 NO_PLACE = (0, 0, 0)  # tokens are not published, masks not read: see ``pallas_kernels.publish``
 MASK_PLACE = slice(ALIGN, ALIGN + len(NO_PLACE))  # ``Fields.mask_place``, the second section
+PEERS = 2 * ALIGN  # where ``Fields.peers`` begins, the third section, of at most ``ALIGN``
 MASKED = 2  # in ``Fields.samples``
 NO_SETTINGS = np.zeros((0, NUM_SETTINGS), np.int32)
 PADDING = 2**23 // 4  # int32 values, 8 MiB: see ``copy_batch``
@@ -65,6 +66,7 @@ class DeviceBatch(NamedTuple):
     masked: jax.Array  # bool[B]: whether that token waits for a mask
     place: jax.Array  # int32[3]: address and number for ``publish``
     mask_place: jax.Array  # int32[3]: address and number for ``pallas_kernels.mask``
+    peers: jax.Array  # int32[2 * N]: see ``Fields``
     steered: jax.Array | None  # bool[B]; None if the bucket does not tap
 
 
@@ -73,6 +75,7 @@ class Fields[A](NamedTuple):
 
     place: A  # [3]: address and number for ``publish``
     mask_place: A  # [3]: address and number for ``pallas_kernels.mask``
+    peers: A  # [2 * N]: addresses of the devices' exchange memory, if they have some
     seq_slots: A  # [B]
     seq_lens: A  # [B]
     samples: A  # [B]: whether a token is drawn; ``MASKED`` if it waits for a mask
@@ -107,6 +110,7 @@ class BatchLayout:
     sink_slot: int
     page_size: int
     has_snapshots: bool = False  # of layer state: rows may start from them and save them
+    num_peers: int = 0  # N: devices with exchange memory (``pallas_kernels.all_reduce``)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
@@ -114,7 +118,7 @@ class BatchLayout:
         return tuple(i for i, own in enumerate(self.groups) if own.group.window is not None)
 
     @classmethod
-    def of(cls, bucket: Bucket, limits: Limits) -> BatchLayout:
+    def of(cls, bucket: Bucket, limits: Limits, num_peers: int = 0) -> BatchLayout:
         """The layout of a bucket in an engine with these limits."""
         # drafts may be beyond the end of the context; they are written to page 0
         drafts = bucket.query_tokens - 1
@@ -125,7 +129,8 @@ class BatchLayout:
             for group in limits.groups
         )
         has_snapshots = limits.num_snapshots > 0
-        return cls(bucket, tuple(groups), limits.max_num_seqs, limits.page_size, has_snapshots)
+        sizes = limits.max_num_seqs, limits.page_size
+        return cls(bucket, tuple(groups), *sizes, has_snapshots, num_peers)
 
     def sizes(self) -> Fields[int]:
         """The length of each section."""
@@ -133,6 +138,7 @@ class BatchLayout:
         return Fields(
             place=len(NO_PLACE),
             mask_place=len(NO_PLACE),
+            peers=2 * self.num_peers,
             seq_slots=b,
             seq_lens=b,
             samples=b,
@@ -312,6 +318,7 @@ def unpack(
         masked=wire.samples == MASKED,
         place=wire.place,
         mask_place=wire.mask_place,
+        peers=wire.peers,
         steered=wire.steered > 0 if TAPS in bucket.variants else None,
     )
 

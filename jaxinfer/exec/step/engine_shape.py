@@ -43,7 +43,7 @@ class EngineShape:
 
     def layout(self, bucket: Bucket) -> BatchLayout:
         """The wire layout of a bucket's batch."""
-        return BatchLayout.of(bucket, self.limits)
+        return BatchLayout.of(bucket, self.limits, self.num_peers)
 
     @cached_property  # used for each trace
     def params(self) -> Params:
@@ -98,6 +98,17 @@ class EngineShape:
         if self.platform != "cpu" and self.placement.num_devices > 1:
             return False
         return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
+
+    @property
+    def num_peers(self) -> int:
+        """The devices that add their partial results in memory of their own, or 0.
+
+        Then a decode step has no collective of XLA within its layers, and each device runs it as
+        one CUDA graph. Two H200s, Qwen3-4B at one row: the host needed 4.0 ms for a step with 73
+        of NCCL's, and 0.8 ms for a step of one device.
+        """
+        several = self.platform == "gpu" and self.placement.num_devices > 1
+        return self.placement.num_devices if several and self.pins.of("all_reduce") != "xla" else 0
 
     @cached_property
     def mask_words(self) -> int:

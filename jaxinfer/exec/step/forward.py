@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxinfer.core.points import Point
 from jaxinfer.exec.step.batch import BatchLayout, DeviceBatch, copy_batch, unpack
@@ -38,6 +39,7 @@ from jaxinfer.models.base import (
 from jaxinfer.models.params import nested
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.state import State
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.publish.api import PublishArgs, publish
 
@@ -196,9 +198,16 @@ class StepFunction:
             num_decodes=bucket.num_decodes if bucket.query_tokens == 1 else 0,
             pins=self.pins,
             axis=self.axis,
+            peers=self._peers(batch),
             points=None if self.edits is None else self.edits.points(batch, self.axis),
         )
         return batch, ctx
+
+    def _peers(self, batch: DeviceBatch) -> Peers | None:
+        if not self.layout.num_peers:
+            return None
+        rank = lax.axis_index(self.axis).reshape(1).astype(jnp.int32)
+        return Peers(rank=rank, addresses=batch.peers)
 
     def _draw(
         self,

@@ -43,11 +43,10 @@ class FeedForward(nn.Module):
         fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
         if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
             stream, h = normalised(stream, norm, ctx)
-            split = ctx.axis is None
+            split = ctx.splits
             args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
             y = quantised_mlp(args)
-            is_whole = ctx.axis is None or not summed
-            return stream.x, y if is_whole else jax.lax.psum(y, ctx.axis)
+            return stream.x, ctx.across(y) if summed else y
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         activation = ACTIVATIONS[c.activation]

@@ -62,7 +62,7 @@ class Experts(nn.Module):
             gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
             down_bias=down_bias,
             activation=c.activation,
-            split=ctx.axis is None,
+            split=ctx.splits,
         )
         out = experts(args, ctx.pinned("experts"))
         shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
@@ -73,8 +73,7 @@ class Experts(nn.Module):
                 shared = _weighted(shared, h, param(self, "shared_gate"))
             if not apart:
                 out = added(out, shared)
-        if ctx.axis is not None:
-            out = jax.lax.psum(out, ctx.axis)
+        out = ctx.across(out)
         return stream.x, added(out, shared) if shared is not None and apart else out
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,121 @@
+"""Times the sums of several devices: the library's kernel, NCCL, and XLA's own kernel.
+
+Run from the repository root on a machine with several GPUs:
+``python -m bench.all_reduce [--devices N] [--rows ...] [--width ...] [--sums N] [--output FILE]``.
+One computation has a chain of sums of float32[rows, width], each the argument of the next; the time
+is that of one sum of the chain. A sum of equal values doubles them (of two devices), so the result
+of a chain is known to the bit, and is checked after ``--sums`` sums of the library's kernel. With
+``XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE`` "xla" is XLA's own kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from bench.circumstances import host_circumstances, write_report
+from jaxinfer.exec.run.exchange import Exchange
+from jaxinfer.nn.placement import TENSOR, Placement, default_placement
+from pallas_kernels.all_reduce.api import AllReduceArgs, Peers, all_reduce
+
+CHAIN = 60  # sums of one computation: those of a model with 30 layers
+FIRST = 2.0**-100  # whose doubles of a chain on up to 8 devices are finite
+SAMPLES, CALLS = 7, 20
+
+
+def chain_of(impl: str, placement: Placement) -> Callable[..., jax.Array]:
+    """A chain of sums of each device's values [N * rows, width]."""
+
+    def run(x: jax.Array, addresses: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index(TENSOR).reshape(1).astype(jnp.int32)
+        peers = Peers(rank=rank, addresses=addresses)
+        for i in range(CHAIN):
+            x = all_reduce(AllReduceArgs(partials=x, peers=peers, axis=TENSOR), impl)
+            if i % 10 == 9:  # of 8 devices, ten sums are 2 ** 30 times as much
+                x = x * float(placement.num_devices) ** -10
+        return x
+
+    mapped = jax.shard_map(
+        run,
+        mesh=placement.mesh,
+        in_specs=(P(TENSOR), P()),
+        out_specs=P(TENSOR),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def seconds_per_sum(run: Callable[[], jax.Array]) -> float:
+    """The median over samples, of several computations in a row each."""
+    for _ in range(3):
+        run().block_until_ready()
+    found = []
+    for _ in range(SAMPLES):
+        begun = time.perf_counter()
+        for _ in range(CALLS):
+            result = run()
+        result.block_until_ready()
+        found.append((time.perf_counter() - begun) / CALLS / CHAIN)
+    return median(found)
+
+
+def rows_of(options: argparse.Namespace, placement: Placement) -> list[dict[str, Any]]:
+    """The times of each size, by each way."""
+    exchange = Exchange(tuple(d.local_hardware_id for d in placement.devices))
+    addresses = placement.put(exchange.words)
+    chains = {impl: chain_of(impl, placement) for impl in ("triton", "xla")}
+    made = []
+    for rows in options.rows:
+        for width in options.width:
+            shape = (placement.num_devices * rows, width)
+            values = np.random.default_rng(0).random(shape[1:], np.float32)
+            host = np.tile(values * np.float32(FIRST), (shape[0], 1))
+            x = jax.device_put(host, jax.sharding.NamedSharding(placement.mesh, P(TENSOR)))
+            found = {impl: partial(run, x, addresses) for impl, run in chains.items()}
+            us = {impl: round(1e6 * seconds_per_sum(run), 2) for impl, run in found.items()}
+            done = CHAIN * CALLS * SAMPLES
+            while done < options.sums:
+                for _ in range(CALLS):
+                    result = found["triton"]()
+                result.block_until_ready()
+                done += CHAIN * CALLS
+            right = bool(np.array_equal(np.asarray(found["triton"]()), host))
+            exchange.check()
+            row = {"rows": rows, "width": width, "us": us, "sums": done, "right": right}
+            print(row, flush=True)
+            made.append(row)
+    return made
+
+
+def main() -> None:
+    """Measure the sizes on the command line."""
+    parser = argparse.ArgumentParser(description="sums of several devices")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--width", type=int, nargs="+", default=[2560, 4096])
+    parser.add_argument("--sums", type=int, default=0, help="of each size, at least")
+    parser.add_argument("--commit")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    placement = default_placement(options.devices)
+    rows = rows_of(options, placement)
+    if options.output:
+        report = {**host_circumstances(), "device": placement.device.device_kind}
+        report |= {"devices": options.devices, "commit": options.commit, "chain": CHAIN}
+        write_report(options.output, {**report, "rows": rows})
+    if not all(row["right"] for row in rows):
+        raise SystemExit("a sum is wrong")
+
+
+if __name__ == "__main__":
+    main()
