@@ -29,6 +29,9 @@ from jaxinfer import LLM, SamplingParams
 
 CONFIGS = Path("tests/data/configs.json")  # of public models
 MAX_MEDIAN, MAX_DIFFERENCE = 0.05, 0.15
+# Per-layer embeddings and two norms a block multiply the rounding: on a CPU, where engine and dense
+# form are both XLA's, the greatest is 0.45 in bfloat16 (median 0.044), and 0.0001 in float32.
+MAX_OF_NOISY = {"gemma-4-e2b": 0.6}
 PROMPT_TOKENS = (1, 5, 70, 300, 40, 40, 40)
 OUTPUT_TOKENS, LAYERS = 8, 4
 # Heads, KV heads, hidden and inner size of models whose configs are those of another size.
@@ -120,10 +123,10 @@ def differences(config: dict[str, Any], folder: Path, share: float) -> dict[str,
     }
 
 
-def is_right(found: dict[str, Any]) -> bool:
+def is_right(name: str, found: dict[str, Any]) -> bool:
     """True if the differences are those of bfloat16: see the module."""
-    greatest = max(found["greatest"].values())
-    return found["median"] <= MAX_MEDIAN and (found["experts"] or greatest <= MAX_DIFFERENCE)
+    greatest, bound = max(found["greatest"].values()), MAX_OF_NOISY.get(name, MAX_DIFFERENCE)
+    return found["median"] <= MAX_MEDIAN and (found["experts"] or greatest <= bound)
 
 
 def main() -> None:
@@ -147,7 +150,7 @@ def main() -> None:
     if options.output:
         report = {**host_circumstances(), "device": jax.devices()[0].device_kind}
         write_report(options.output, {**report, "differences": found})
-    if not all(map(is_right, found.values())):
+    if not all(is_right(*one) for one in found.items()):
         raise SystemExit(1)
 
 

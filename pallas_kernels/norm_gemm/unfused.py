@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 
-from pallas_kernels.harness.registry import current_platform, select
 from pallas_kernels.lib.arrangements import of_either_order
 from pallas_kernels.norm_gemm.ref import NormGemmArgs, Pair, in_turn
 from pallas_kernels.quantised_gemm import xla as quantised_xla
-from pallas_kernels.quantised_gemm.api import OP as QUANTISED
-from pallas_kernels.quantised_gemm.api import quantised_gemm
-from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
+from pallas_kernels.quantised_gemm.api import chosen_definition, quantised_gemm
 from pallas_kernels.residual_norm import ref as norm_ref
 from pallas_kernels.residual_norm import xla as norm_xla
 from pallas_kernels.residual_norm.api import residual_norm
@@ -28,13 +27,8 @@ def plain_xla(args: NormGemmArgs) -> Pair:
 
 
 def definition(args: NormGemmArgs) -> Pair:
-    """The definition of ``unfused``: some kernels of quantised_gemm round the normalised tokens."""
-
-    def quantised(gemm: QuantisedGemmArgs) -> jax.Array:
-        platform, pinned = current_platform(), args.pins.of("quantised_gemm")
-        chosen = select(QUANTISED, platform, (gemm,), {}, pinned)
-        return (chosen.ref or QUANTISED.ref)(gemm)  # type: ignore[no-any-return]
-
+    """The definition of ``unfused``."""
+    quantised = partial(chosen_definition, impl=args.pins.of("quantised_gemm"))
     return in_turn(args, norm_ref.residual_norm, gemm_ref.skinny_gemm, quantised)
 
 

@@ -9,7 +9,7 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.arrangements import of_either_order
 from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.quantised_gemm import xla
-from pallas_kernels.quantised_gemm.api import quantised_gemm
+from pallas_kernels.quantised_gemm.api import chosen_definition, quantised_gemm
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_mlp import cases, ref
 from pallas_kernels.quantised_mlp.ref import MlpArgs, in_turn
@@ -23,6 +23,12 @@ def _unfused(args: MlpArgs) -> jax.Array:
     """Each matmul in the implementation that ``pins`` or ``registry.select`` chooses."""
     impl = args.pins.of("quantised_gemm")
     return in_turn(args, lambda gemm: quantised_gemm(gemm, impl))
+
+
+def _definition(args: MlpArgs) -> jax.Array:
+    """That of ``_unfused``."""
+    impl = args.pins.of("quantised_gemm")
+    return in_turn(args, lambda gemm: chosen_definition(gemm, impl))
 
 
 def _plain_xla(args: MlpArgs) -> jax.Array:
@@ -41,7 +47,7 @@ OP = KernelOp(
             supports=fp8_launch.supports_mlp,
             ref=ref.quantised_mlp_fp8,
         ),
-        Impl("unfused", _unfused),
+        Impl("unfused", _unfused, ref=_definition),
         Impl("xla", _plain_xla),
     ),
     cases=cases.CASES,
