@@ -149,6 +149,14 @@ GROUPS = (
         ),
     ),
     Group(
+        "Recording",
+        (
+            Setting("record", text, "A file for `jaxinfer replay`; prompts are in it."),
+            Setting("record_size", size, "Most bytes of the recording: 256M; the newest are kept."),
+            Setting("record_redact", boolean, "Other ids in place of tokens; not for --check."),
+        ),
+    ),
+    Group(
         "Accepted because scripts for vLLM give them",
         (
             Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),

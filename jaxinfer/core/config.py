@@ -35,6 +35,8 @@ CHOICES = MappingProxyType(
         ),
     }
 )
+DEFAULT_RECORD_SIZE = 256 << 20
+LEAST_RECORD_SIZE = 1 << 20
 BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
@@ -100,6 +102,9 @@ class EngineConfig:
     ``revision``: branch, tag or commit of a model of the hub; None is its main branch.
     ``download_dir``: where the hub's models are kept; None: where huggingface-hub keeps them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
+    ``record``: a file into which the engine writes what it does, for ``jaxinfer replay``;
+    ``record_size``: most bytes of it and of the older part next to it. With ``record_redact``
+    other ids take the place of tokens.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -142,6 +147,9 @@ class EngineConfig:
     cache_dir: str | None = None
     download_dir: str | None = None
     bundle: str | None = None
+    record: str | None = None
+    record_size: int = DEFAULT_RECORD_SIZE
+    record_redact: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -156,6 +164,8 @@ class EngineConfig:
         return {} if self.kernels is None else _parse_pins(self.kernels)
 
 
+# of whole numbers; 1 for all others
+LEAST = MappingProxyType({"prefill_bucket_factor": 2, "record_size": LEAST_RECORD_SIZE})
 SIZES = tuple(
     item.name for item in fields(EngineConfig) if item.type == "int | None" and item.name != "seed"
 )
@@ -275,7 +285,7 @@ def _whole(name: str, value: object) -> int:
         return whole
     if whole is None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    least = 2 if name == "prefill_bucket_factor" else 1
+    least = LEAST.get(name, 1)
     if whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {whole}")
     return whole

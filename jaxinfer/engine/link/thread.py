@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -276,7 +277,8 @@ class EngineThread(Link):
         except Exception as error:
             done.set_exception(error)
             return
-        self._put_change(_Change(lambda: self._engine.replace_weights(prepared), mode, done))
+        change = partial(self._engine.replace_weights, prepared, path)
+        self._put_change(_Change(change, mode, done))
 
     def _fail_changes(self, error: EngineError) -> None:
         """Fail the changes that were not made, since the engine has ended."""
