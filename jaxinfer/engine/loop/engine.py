@@ -90,6 +90,11 @@ class Engine:
         return self._failure is None and bool(later or self._pending or not self._loop.idle)
 
     @property
+    def executor(self) -> StepExecutor[Any]:
+        """What runs the steps; a replay drives it without the loop."""
+        return self._loop.executor
+
+    @property
     def is_compiling(self) -> bool:
         """True while executables that would make some steps faster are not there yet."""
         return self._later is not None

@@ -88,6 +88,11 @@ class EngineLoop[Handle]:
         self._ended: StepDone | StepFailed | None = None  # by ``wait_until_launchable``
 
     @property
+    def executor(self) -> StepExecutor[Handle]:
+        """What runs the steps."""
+        return self._executor
+
+    @property
     def state(self) -> SchedulerState:
         """The scheduler's state, an immutable value."""
         return self._state

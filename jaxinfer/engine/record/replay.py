@@ -60,8 +60,8 @@ class Follower(Protocol):
         """What happened to the engine before the next call."""
         ...
 
-    def events(self, call: Call) -> Difference | None:
-        """A call's events, before the scheduler gets them; returns what differs from them."""
+    def events(self, call: Call, state: SchedulerState) -> Difference | None:
+        """A call's events, before the scheduler gets them in this state; returns what differs."""
         ...
 
     def planned(self, call: Call, output: ScheduleOutput) -> Difference | None:
@@ -128,7 +128,7 @@ def _replayed(
     if report.first_call < 0:
         report.first_call = call.number
     if follower is not None:
-        report.difference = follower.events(call)
+        report.difference = follower.events(call, state)
         if report.difference is not None:
             return state
     try:
