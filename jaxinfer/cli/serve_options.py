@@ -153,6 +153,7 @@ GROUPS = (
         (
             Setting("record", text, "A file for `jaxinfer replay`; prompts are in it."),
             Setting("record_size", size, "Most bytes of the recording: 256M; the newest are kept."),
+            Setting("record_digests", boolean, "Also 32 bits of each draw's input, for --check."),
             Setting("record_redact", boolean, "Other ids in place of tokens; not for --check."),
         ),
     ),

@@ -104,7 +104,8 @@ class EngineConfig:
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
     ``record``: a file into which the engine writes what it does, for ``jaxinfer replay``;
     ``record_size``: most bytes of it and of the older part next to it. With ``record_redact``
-    other ids take the place of tokens.
+    other ids take the place of tokens; with ``record_digests`` each step has a digest of the
+    input of each draw, by which a difference is found at its step.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -150,6 +151,7 @@ class EngineConfig:
     record: str | None = None
     record_size: int = DEFAULT_RECORD_SIZE
     record_redact: bool = False
+    record_digests: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -19,7 +19,7 @@ PROMPT = list(range(3, 30))
 
 def record(path: Path, folder: Path, settings: dict[str, Any]) -> None:
     """Requests of several kinds, with a change of weights and a sleep between them."""
-    llm = LLM(str(folder), **settings, record=str(path), seed=5)
+    llm = LLM(str(folder), **settings, record=str(path), record_digests=True, seed=5)
     free = SamplingParams(max_tokens=12, ignore_eos=True)
     kinds = [
         free,

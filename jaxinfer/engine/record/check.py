@@ -268,9 +268,10 @@ def _row_difference(row: ScheduledSeq, was: RowResult, now: RowResult) -> str:
             return ""
         where = "in the recording" if was.error else "here"
         return f"failed {where} alone ({was.error or now.error})"
-    if was.token_ids == now.token_ids:
-        return ""
     position = row.num_computed_tokens + row.num_scheduled_tokens
+    if was.token_ids == now.token_ids:
+        same = was.digest == now.digest
+        return "" if same else f"drew its token at position {position} from other values"
     return (
         f"drew {_words(was.token_ids)} at position {position} in the recording and "
         f"{_words(now.token_ids)} here"

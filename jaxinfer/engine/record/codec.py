@@ -46,7 +46,7 @@ DIGEST_BYTES = 8
 _STATE, _CALL, _NOTE = "state", "call", "note"  # the kinds of records after the header
 
 _row_fields = attrgetter("slot", "epoch", "num_computed_tokens", "num_scheduled_tokens")
-_result_fields = attrgetter("request_id", "epoch", "token_ids")
+_result_fields = attrgetter("request_id", "epoch", "token_ids", "digest")
 _pool_fields = attrgetter("fresh_head", "cached_head", "num_cached", "num_free")
 
 
@@ -280,7 +280,7 @@ def _results(
     others: dict[int, Any],
     outputs: dict[tuple[int, int], OutputDigest],
 ) -> Iterable[RowResult]:
-    for index, (request_id, epoch, token_ids) in enumerate(rows):
+    for index, (request_id, epoch, token_ids, own) in enumerate(rows):
         output, error, is_request_error = NO_OUTPUT, "", False
         if (other := others.get(index)) is not None:
             kinds, digest, error, is_request_error = other
@@ -289,4 +289,5 @@ def _results(
                 taps = memoryview(b"\0") if kinds & OF_TOKENS else memoryview(b"")
                 pooled = np.zeros(0, np.float32) if kinds & POOLED else None
                 output = RowOutput(pooled=pooled, taps=taps)
-        yield RowResult(request_id, epoch, tuple(token_ids), output, error, is_request_error)
+        drawn = tuple(token_ids)
+        yield RowResult(request_id, epoch, drawn, output, error, is_request_error, own)

@@ -82,11 +82,12 @@ class Redactor:
     def _row(self, row: RowResult) -> RowResult:
         error = _STAND_IN if row.error else ""  # it may quote the text
         if row.output is NO_OUTPUT:
-            return replace(row, token_ids=self._tuple(row.token_ids), error=error)
+            return replace(row, token_ids=self._tuple(row.token_ids), error=error, digest=0)
         taps = memoryview(b"\0") if row.output.is_of_tokens else memoryview(b"")
         pooled = None if row.output.pooled is None else np.zeros(0, np.float32)
         output = replace(NO_OUTPUT, taps=taps, pooled=pooled)
-        return replace(row, token_ids=self._tuple(row.token_ids), output=output, error=error)
+        tokens = self._tuple(row.token_ids)
+        return replace(row, token_ids=tokens, output=output, error=error, digest=0)
 
     def _request(self, request: Request) -> Request:
         sampling = request.sampling

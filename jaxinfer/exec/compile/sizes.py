@@ -191,6 +191,7 @@ def limits_of(
         points=points,
         pooling=config.pooling or "",
         form=FormLimits(config.max_form_seconds, config.max_form_bytes),
+        digests=config.record_digests,
     )
     if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
         raise ConfigError(
