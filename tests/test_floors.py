@@ -30,7 +30,7 @@ LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the fo
     "jaxinfer.engine": (
         {""},
         {"requests"},
-        {"record"},
+        {"record", "events"},
         {"loop"},
         {"start"},
         {"link"},

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
-from jaxinfer.cli.replicas import replica_environments
+from jaxinfer.cli.replicas import config_of_rank, replica_environments
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
@@ -298,7 +298,7 @@ def _replicas(
     def start_rank(rank: int) -> Link:
         spawned = spawn(environment=environments[rank])
         try:
-            return _engine_process(spawned, config, log=log)
+            return _engine_process(spawned, config_of_rank(config, rank), log=log)
         except BaseException:
             spawned.__exit__()
             raise

@@ -149,8 +149,9 @@ GROUPS = (
         ),
     ),
     Group(
-        "Recording",
+        "Recording and events",
         (
+            Setting("kv_events_config", mapping, "KV events over ZeroMQ, as vLLM's; JSON."),
             Setting("record", text, "A file for `jaxinfer replay`; prompts are in it."),
             Setting("record_size", size, "Most bytes of the recording: 256M; the newest are kept."),
             Setting("record_digests", boolean, "Also 32 bits of each draw's input, for --check."),

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.kv_events import as_text
 from jaxinfer.core.points import canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS
@@ -106,6 +107,7 @@ class EngineConfig:
     ``record_size``: most bytes of it and of the older part next to it. With ``record_redact``
     other ids take the place of tokens; with ``record_digests`` each step has a digest of the
     input of each draw, by which a difference is found at its step.
+    ``kv_events_config``: JSON of ``core.kv_events.KVEventsConfig``, also as a mapping.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -152,6 +154,7 @@ class EngineConfig:
     record_size: int = DEFAULT_RECORD_SIZE
     record_redact: bool = False
     record_digests: bool = False
+    kv_events_config: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -258,6 +261,8 @@ def _checked(name: str, value: object, type_name: str) -> object:
             known = ", ".join(CHOICES[name])
             raise ConfigError(f"{name} {value!r} is unknown; use one of {known}")
         return value
+    if name == "kv_events_config":
+        return as_text(value)
     if name == "tap_points":
         return ",".join(_point_names(value))
     if name == "kernels":

@@ -19,7 +19,8 @@ from jaxinfer.core.step import Arrive, Event, Pages, ScheduledSeq, StepDone
 from jaxinfer.engine.record.check import Found, StepRunner
 from jaxinfer.sched.schedule import initial_state, schedule
 
-SHARES = {4: 1e-3}  # by bytes of a value: float32; others 0.1
+# shares of the largest value, of float32 and of smaller kinds
+FLOAT32_SHARE, SMALL_SHARE = 1e-3, 0.1
 
 
 # the group of an array of a layer, and its values [number of pages, page_size, ...]
@@ -98,7 +99,7 @@ def _deviation(
             break
         one = _floats(values[number - pages[0].first, :count])
         other = _floats(others[number - pages[1].first, :count])
-        share = SHARES.get(values.dtype.itemsize, 0.1)
+        share = FLOAT32_SHARE if values.dtype.itemsize == 4 else SMALL_SHARE
         largest = float(np.abs(one - other).max())
         if not largest <= share * max(float(np.abs(other).max()), 1e-6):
             tokens = number * size * stride

@@ -42,6 +42,7 @@ def checked_plan(
         download_dir=None,
         bundle=None,
         record=None,
+        kv_events_config=None,
     )
     plan = plan_engine(config, progress)
     here = of_machine(plan.program.placement)

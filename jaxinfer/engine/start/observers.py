@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxinfer.core.kv_events import kv_events_config
 from jaxinfer.core.version import VERSION
+from jaxinfer.engine.events.publisher import EventPublisher
 from jaxinfer.engine.loop.interfaces import Observer
 from jaxinfer.engine.record.file import Header
 from jaxinfer.engine.record.recorder import Recorder
@@ -13,11 +15,17 @@ from jaxinfer.exec.compile.fingerprint import of_machine, of_model
 
 
 def observers_of(plan: EnginePlan) -> tuple[Observer, ...]:
-    """The observers; raises ``ConfigError`` if a recording cannot be written."""
-    config = plan.config
-    if config.record is None:
-        return ()
-    return (Recorder(Path(config.record), config.record_size, header_of(plan)),)
+    """The observers; raises ``ConfigError`` if a recording cannot be written, or an endpoint of
+    events cannot be opened.
+    """
+    config, found = plan.config, list[Observer]()
+    if config.record is not None:
+        found.append(Recorder(Path(config.record), config.record_size, header_of(plan)))
+    if config.kv_events_config is not None:
+        events = kv_events_config(config.kv_events_config)
+        if events.publishes:
+            found.append(EventPublisher(events, plan.program.limits))
+    return tuple(found)
 
 
 def header_of(plan: EnginePlan) -> Header:
