@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +15,11 @@ from msgspec.structs import replace
 
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import ConfigError, RecordingError
-from jaxinfer.core.step import Event
+from jaxinfer.core.step import Arrive, Event
+from jaxinfer.engine.record import recorder as recorder_module
 from jaxinfer.engine.record import replay as replay_module
-from jaxinfer.engine.record.codec import Checkpoint, decode, encode_state
-from jaxinfer.engine.record.file import VERSION, older, open_ring
+from jaxinfer.engine.record.codec import Call, Checkpoint, decode, encode_state
+from jaxinfer.engine.record.file import VERSION, FileWriter, older, open_ring
 from jaxinfer.engine.record.recorder import Recorder
 from jaxinfer.engine.record.replay import Recording, Report, replay
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, schedule
@@ -88,6 +93,49 @@ def test_a_ring_keeps_the_newest_calls(tmp_path: Path) -> None:
     assert [reader.header.number > 1 for reader in open_ring(path)] == [True]
 
 
+def test_calls_are_left_out_while_the_disk_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay goes on after the gap, from the state that the next file begins with."""
+    monkeypatch.setattr(recorder_module, "MOST_WAITING", 3)
+    add, written = FileWriter.add, threading.Event()
+
+    def slow(self: FileWriter, body: bytes) -> None:
+        if len(calls) == 30:
+            written.wait(10)
+        calls.append(body)
+        add(self, body)
+
+    calls: list[bytes] = []
+    monkeypatch.setattr(FileWriter, "add", slow)
+    recorder = recorder_of(tmp_path / "rec", LIMITS)
+    run = Run(LIMITS, recorder)
+    while len(calls) < 30:
+        run.steps(1, 1)
+    run.steps(12)
+    written.set()
+    while recorder._waiting.qsize():
+        time.sleep(0.001)
+    run.steps(20)
+    run.engine.close()
+    recording = Recording(tmp_path / "rec")
+    numbers = [one.number for one in recording.records() if isinstance(one, Call)]
+    assert any(after - before > 5 for before, after in itertools.pairwise(numbers))
+    report = replayed(tmp_path / "rec")
+    assert report.difference is None and report.num_calls == len(numbers)
+
+
+def test_a_full_disk_ends_the_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: FileWriter, body: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileWriter, "add", full)
+    record(tmp_path / "rec")
+    assert "cannot be written (No space left on device); the engine goes on" in caplog.text
+
+
 def test_another_plan_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "rec")
 
@@ -151,9 +199,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_redacted_recordings_have_no_token(tmp_path: Path) -> None:
     """No prompt, answer or hash of one is in the file; equal tokens are equal."""
-    from jaxinfer.core.step import Arrive
-    from jaxinfer.engine.record.codec import Call
-
     record(tmp_path / "rec", is_redacted=True)
     prompts = [
         tuple(event.request.prompt_token_ids)

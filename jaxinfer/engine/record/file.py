@@ -53,9 +53,13 @@ class FileWriter:
     def __init__(self, path: Path, header: Header) -> None:
         self.num_bytes = 0
         self._file = path.open("wb")
-        os.fchmod(self._file.fileno(), 0o600)  # prompts are in it
-        self._write(MAGIC + b"%d\n" % VERSION)
-        self.add(msgspec.msgpack.encode(header, enc_hook=str))
+        try:
+            os.fchmod(self._file.fileno(), 0o600)  # prompts are in it
+            self._write(MAGIC + b"%d\n" % VERSION)
+            self.add(msgspec.msgpack.encode(header))
+        except OSError:
+            self._file.close()
+            raise
 
     def add(self, body: bytes) -> None:
         """Write a record."""

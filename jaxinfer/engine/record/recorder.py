@@ -73,6 +73,7 @@ class Recorder:
         self._waiting: SimpleQueue[_Called | _Noted | None] = SimpleQueue()
         self._file: FileWriter | None = None
         self._most = 0  # bytes of the file
+        self._weights: str | None = None  # the reference of those that replaced the first ones
         self._next = -1  # the call that follows the last one in the file
         self._ended = False
         self._thread = threading.Thread(target=self._write, name="jaxinfer-record", daemon=True)
@@ -130,6 +131,7 @@ class Recorder:
 
     def _take(self, item: _Called | _Noted) -> None:
         if isinstance(item, _Noted):
+            self._weights = item.text
             if self._file is not None:
                 self._file.add(encode_note(*item))
             return
@@ -153,4 +155,6 @@ class Recorder:
         self._file = FileWriter(self.path, self._header)
         self._header = replace(self._header, number=self._header.number + 1)
         self._file.add(encode_state(number, state))
+        if self._weights is not None:
+            self._file.add(encode_note(number, "weights", self._weights))
         self._most = max(self._half, MOST_STATES * self._file.num_bytes)

@@ -78,18 +78,19 @@ class Recording:
         self.is_torn = False
 
     def records(self) -> Iterator[Record]:
-        """All records, once. States of later files are left out where the calls go on without a
-        gap; after one, replay goes on from the state.
+        """All records, once. What later files begin with, a state and the weights, is left out
+        where the calls go on without a gap; after one, replay goes on from the state.
         """
-        next_call = -1
+        next_call, is_known = -1, False
         for file in self._files:
             for body in file.bodies():
                 record = decode(body, self.header.limits)
-                if isinstance(record, Checkpoint) and record.number == next_call:
-                    continue
-                if isinstance(record, Call):
-                    next_call = record.number + 1
-                yield record
+                if isinstance(record, Checkpoint):
+                    is_known = record.number == next_call
+                elif isinstance(record, Call):
+                    next_call, is_known = record.number + 1, False
+                if not is_known:
+                    yield record
             self.is_torn = file.is_torn
 
 
