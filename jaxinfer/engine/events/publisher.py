@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -88,7 +88,7 @@ class EventPublisher:
             import zmq
         except ImportError as error:
             raise ConfigError("kv_events_config needs pyzmq; install jaxinfer[events]") from error
-        context: Any = zmq.Context.instance()
+        context = cast("Any", zmq.Context.instance())
         endpoint = endpoint_of_rank(self._config.endpoint, self._rank)
         self._publisher: Any = context.socket(zmq.PUB)
         self._publisher.set_hwm(self._config.hwm)
