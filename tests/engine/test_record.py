@@ -8,22 +8,28 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
 from jaxinfer.cli.main import cli
 from jaxinfer.core.errors import ConfigError, RecordingError
-from jaxinfer.core.step import Arrive, Event
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
+from jaxinfer.core.steering import Steering
+from jaxinfer.core.step import Arrive, Event, PageGroup
 from jaxinfer.engine.record import recorder as recorder_module
 from jaxinfer.engine.record import replay as replay_module
-from jaxinfer.engine.record.codec import Call, Checkpoint, decode, encode_state
+from jaxinfer.engine.record.codec import Call, Checkpoint, decode, encode_call, encode_state
 from jaxinfer.engine.record.file import VERSION, FileWriter, older, open_ring
 from jaxinfer.engine.record.recorder import Recorder
 from jaxinfer.engine.record.replay import Recording, Report, replay
+from jaxinfer.engine.record.states import RECORDED
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, schedule
-from kit.drive import make_limits, plain
+from kit.drive import make_limits, make_request, plain
 from kit.recorded import Run, recorder_of
 
 LIMITS = make_limits(num_pages=17)
@@ -51,7 +57,17 @@ def test_a_recording_replays_to_equal_plans(tmp_path: Path, is_redacted: bool) -
     assert run.engine.stats().num_preemptions > 5
 
 
-def test_a_state_is_read_as_it_was(tmp_path: Path) -> None:
+KINDS = {
+    "plain": LIMITS,
+    "windows": make_limits(
+        num_pages=(33, 33), groups=(PageGroup(), PageGroup(8), PageGroup(None, pool=1))
+    ),
+    "snapshots": make_limits(num_pages=25, num_snapshots=8, align=4),
+}
+
+
+@pytest.mark.parametrize("limits", KINDS.values(), ids=KINDS)
+def test_a_state_is_read_as_it_was(tmp_path: Path, limits: Limits) -> None:
     """Each state of a run, with steps in flight, preempted sequences and cached pages."""
     states: list[SchedulerState] = []
 
@@ -65,12 +81,13 @@ def test_a_state_is_read_as_it_was(tmp_path: Path) -> None:
         ) -> None:
             states.append(after)
 
-    run = Run(LIMITS, Seen(tmp_path / "rec", 1 << 20, recorder_of(tmp_path / "x", LIMITS)._header))
+    run = Run(limits, Seen(tmp_path / "rec", 1 << 20, recorder_of(tmp_path / "x", limits)._header))
     run.all_events()
     assert any(state.in_flight for state in states)
     assert any(state.waiting and state.waiting[0].page_hashes for state in states)
+    assert bool(limits.num_snapshots) == any(state.snapshots.by_hash for state in states)
     for state in states:
-        found = decode(memoryview(encode_state(7, state)), LIMITS)
+        found = decode(memoryview(encode_state(7, state)), limits)
         assert isinstance(found, Checkpoint) and found.number == 7
         assert plain(found.state) == plain(state)
 
@@ -113,6 +130,7 @@ def test_calls_are_left_out_while_the_disk_is_slow(
     while len(calls) < 30:
         run.steps(1, 1)
     run.steps(12)
+    monkeypatch.setattr(recorder_module, "MOST_WAITING", 4096)
     written.set()
     while recorder._waiting.qsize():
         time.sleep(0.001)
@@ -210,3 +228,31 @@ def test_redacted_recordings_have_no_token(tmp_path: Path) -> None:
     assert len({prompt[:9] for prompt in prompts}) == 1  # all begin with the same tokens
     assert len({prompt[9] for prompt in prompts}) == 5
     assert not {*range(1, 10)} & {token for prompt in prompts for token in prompt}
+
+
+def test_requests_are_read_as_they_were() -> None:
+    """With every kind of prompt and with steering; of a constraint, that there was one."""
+    request = make_request(
+        "r",
+        [5, 6],
+        logit_bias={3: 1.5},
+        stop=["end"],
+        structured_outputs={"regex": "a+"},
+        steering=Steering(b"1234", b"digest"),
+        cache_salt="salt",
+    )
+    for prompt in ((5, 6), [5, 6], IntLog([5, 6])):
+        given = replace(request, prompt_token_ids=prompt, constraint=cast("Any", object()))
+        event = Arrive(given)
+        found = decode(memoryview(encode_call(3, (event,), None)), LIMITS)
+        assert isinstance(found, Call) and found.number == 3 and found.summary is None
+        assert isinstance(found.events[0], Arrive)
+        read = found.events[0].request
+        assert list(read.prompt_token_ids) == [5, 6] and read.constraint is RECORDED
+        assert replace(read, prompt_token_ids=(5, 6), constraint=None) == request
+
+
+def test_a_record_of_wrong_values_is_an_error() -> None:
+    for value in (("call", 1, [["arrive", {}]], None), ("state", 1, {"limits": 3}), (), ("x", 1)):
+        with pytest.raises(RecordingError, match="cannot be read"):
+            decode(memoryview(msgspec.msgpack.encode(value)), LIMITS)
