@@ -72,6 +72,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         load_format=options.load_format,
         max_model_len=options.prompt + options.tokens + 16,
         max_num_seqs=options.rows,
+        skip_tokenizer_init=True,
         **settings,
     )
     prompts = [

@@ -9,7 +9,7 @@ of the recording.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,9 +82,6 @@ class Unknown:
         self._snapshots = {row for row, _ in state.snapshots.by_hash.values()}
         self._begun: set[int] = set(self._epochs)
 
-    def __bool__(self) -> bool:
-        return bool(self._epochs or self._pages or self._snapshots)
-
     def follow(self, row: ScheduledSeq) -> bool:
         """Take note of a row of a step; returns whether its result is unknown."""
         limits = self._limits
@@ -100,11 +97,15 @@ class Unknown:
         is_unknown = row.epoch in self._epochs
         for group, pages in zip(limits.groups, row.pages, strict=True):
             first = row.num_computed_tokens // limits.tokens_per_page(group) - pages.first
-            written = {(group.pool, page) for page in pages.ids[max(first, 0) :]}
-            self._pages = self._pages | written if is_unknown else self._pages - written
-        saved = {snapshot for _, snapshot in row.saves}
-        self._snapshots = self._snapshots | saved if is_unknown else self._snapshots - saved
+            written = ((group.pool, page) for page in pages.ids[max(first, 0) :])
+            _put(self._pages, written, is_unknown)
+        _put(self._snapshots, (snapshot for _, snapshot in row.saves), is_unknown)
         return is_unknown
+
+
+def _put[T](known: set[T], items: Iterable[T], is_in: bool) -> None:
+    """Add or remove items."""
+    (known.update if is_in else known.difference_update)(items)
 
 
 @dataclass

@@ -46,7 +46,9 @@ class PageRunner(StepRunner, Protocol):
 def locate(found: Found, runner: PageRunner) -> str:
     """A sentence on the first array that deviates. No step is in flight; all pages are lost."""
     row, limits = found.row, found.state.limits
-    seq = next(seq for seq in found.state.running if seq.epoch == row.epoch)
+    seq = next((seq for seq in found.state.running if seq.epoch == row.epoch), None)
+    if seq is None:
+        return "the sequence had ended or lost its pages before this result, so no array is named"
     end = min(row.num_computed_tokens + row.num_scheduled_tokens, len(seq.token_ids))
     end = min(end, limits.max_model_len - 1)
     held = runner.read_pages([pages.ids for pages in row.pages])
