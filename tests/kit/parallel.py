@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType
 
@@ -26,6 +27,7 @@ import jaxinfer
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.step import Bucket
 from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
@@ -51,6 +53,7 @@ from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 from pallas_kernels.all_reduce import api, xla
 from pallas_kernels.all_reduce.api import AllReduceArgs
+from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import Impl
 
 DEVICES = 4
@@ -226,6 +229,13 @@ def lowered(folder: Path) -> None:
         for name in program.names():
             text = program.trace(name).lower(lowering_platforms=("cuda",)).as_text()
             assert ("all_gather" in text) == (name != "admit"), name
+    for impl in ("triton", "xla"):  # steps with prompts that NCCL interrupts are no CUDA graphs
+        limits = msgspec.structs.replace(tiny_limits(), buckets=(Bucket(4), Bucket(0, 64, 4)))
+        pins = Pins((("all_reduce", impl),))
+        program = Program(divided, limits, "gpu", pins, placement)
+        options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
+        graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
+        assert graphs == [True, impl == "triton"]
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
