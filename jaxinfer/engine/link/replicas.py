@@ -327,7 +327,7 @@ class Replicas(Link):
                     return
                 log.error("replica %d cannot follow the others: %s", rank, error)
                 continue
-            log.info("replica %d answers again", rank)
+            log.warning("replica %d answers again", rank)
             return
         log.error("replica %d is given up after %d starts", rank, len(START_AGAIN_SECONDS))
 
