@@ -237,6 +237,74 @@ def test_a_replica_that_ends_is_started_again(
     until(lambda: {group.submit(f"s{time.monotonic()}", [7] * 9) for _ in range(2)} == {0, 2})
 
 
+def weights_of(link: FakeLink) -> list[str]:
+    return [one.path for one in link.commands if isinstance(one, Control) and one.path]
+
+
+def update(group: Group, number: int, path: str, *failures: Failed | None) -> None:
+    """Send new weights; ``failures`` are the answers of the first replicas."""
+    group.link.send(Control(number, "update_weights", path=path))
+    for link, failure in zip(group.made, failures, strict=False):
+        link.answer(Controlled(number, EngineState(), failure))
+
+
+NO = Failed("ConfigError", "no such weights")
+
+
+def test_a_new_replica_has_the_weights_that_the_others_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(2)
+    update(group, 1, "/a", None, None)
+    update(group, 2, "/b", NO, NO)
+    group.link.send(SetSteering(3, "joy", b"1234"))
+    group.link.send(SetSteering(4, "joy", None))
+    for number, link in ((3, 0), (3, 1), (4, 0), (4, 1)):
+        group.made[link].answer(Controlled(number, EngineState()))
+    with quick_starts(monkeypatch):
+        group.made[1].die()
+        until(lambda: len(group.made) == 3 and bool(group.made[2].commands))
+    assert group.made[2].commands == [Control(1, "update_weights", path="/a")]
+    group.made[2].answer(Controlled(1, EngineState()))
+    until(lambda: group.submit(f"s{time.monotonic()}", [7] * 9) == 2)
+
+
+def test_weights_that_came_as_a_replica_ended_are_those_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(2)
+    update(group, 1, "/a", None)
+    with quick_starts(monkeypatch):
+        group.made[1].die()
+        until(lambda: len(group.made) == 3 and weights_of(group.made[2]) == ["/a"])
+    (answer,) = group.hear(Controlled)
+    assert answer.failure is not None and "replica 1 has ended" in answer.failure.message
+
+
+def test_a_new_replica_gets_no_requests_before_it_has_the_weights_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(2)
+    update(group, 1, "/a", None, None)
+    with quick_starts(monkeypatch):
+        group.made[1].die()
+        until(lambda: len(group.made) == 3 and bool(group.made[2].commands))
+        assert {group.submit(f"r{i}", [i] * 9) for i in range(4)} == {0}
+        group.made[2].answer(Controlled(1, EngineState(), NO))
+        until(lambda: len(group.made) == 4 and bool(group.made[3].commands))
+        assert group.made[2].stopped
+        update(group, 2, "/c", None)  # others, while it reads these
+        group.made[3].answer(Controlled(1, EngineState()))
+        until(lambda: weights_of(group.made[3]) == ["/a", "/c"])
+        assert {group.submit(f"s{i}", [i] * 9) for i in range(4)} == {0}
+        group.made[3].die()  # once more
+        until(lambda: len(group.made) == 5 and weights_of(group.made[4]) == ["/c"])
+        group.made[4].answer(Controlled(2, EngineState()))
+    assert "replica 1 cannot follow the others: no such weights" in caplog.text
+    until(lambda: group.submit(f"t{time.monotonic()}", [7] * 9) == 4)
+    assert group.link.alive and not group.hear(Failed) and len(group.hear(Controlled)) == 2
+
+
 def test_the_end_of_all_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(2)
     group.failures = 99

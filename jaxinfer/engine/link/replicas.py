@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 
 from msgspec.structs import replace
 
@@ -58,9 +59,11 @@ class _Open:
 class _Pending:
     """A command to all replicas, until each has answered."""
 
+    command: Control | SetSteering
     waits_for: set[int]  # ranks
     states: dict[int, EngineState]
     failure: Failed | None = None
+    has_effect: bool = False  # a replica has executed it
 
 
 class Replicas(Link):
@@ -90,6 +93,7 @@ class Replicas(Link):
         self._last_form: StructuredOutputsParams | None = None
         self._pending: dict[int, _Pending] = {}
         self._lasting: dict[str, Control | SetSteering] = {}  # that a new replica has to follow
+        self._joining: dict[int, SimpleQueue[Controlled | Failed]] = {}  # answers, by rank
         self._pings = dict.fromkeys(range(count), (0.0, 0.0))  # sent when, unless answered; stalled
         self._pinged = False  # a ping of the client waits for its answer
         self._listener: Listener | None = None
@@ -131,6 +135,8 @@ class Replicas(Link):
         with self._lock:
             self._ended = self._ended or EngineError("the engine is shut down; build a new one")
             links = tuple(self._links.values())
+            for answers in self._joining.values():
+                answers.put(Failed.of(self._ended))
         stopping = [threading.Thread(target=link.stop) for link in links]
         for thread in stopping:
             thread.start()
@@ -175,7 +181,16 @@ class Replicas(Link):
         self._router.began(rank, tokens)
 
     def _send_to_all(self, command: Control | SetSteering) -> None:
+        self._pending[command.number] = _Pending(command, {*self._links}, {})
+        for link in self._links.values():
+            with suppress(EngineError):  # it has ended, and ``_lose`` follows
+                link.send(command)
+
+    def _remember(self, command: Control | SetSteering) -> None:
+        """Note what a replica that is started later has to follow."""
         match command:
+            case SetSteering(_, name, None):
+                self._lasting.pop(f"steering {name}", None)
             case SetSteering(_, name, _):
                 self._lasting[f"steering {name}"] = command
             case Control(_, "update_weights" | "pause" | "sleep" as action):
@@ -186,10 +201,6 @@ class Replicas(Link):
                 self._lasting.pop("sleep", None)
             case _:
                 pass
-        self._pending[command.number] = _Pending({*self._links}, {})
-        for link in self._links.values():
-            with suppress(EngineError):  # it has ended, and ``_lose`` follows
-                link.send(command)
 
     def _ping(self) -> None:
         now = time.monotonic()
@@ -218,6 +229,8 @@ class Replicas(Link):
     def _take(self, rank: int, listener: Listener, answer: Answer) -> None:
         with self._lock:
             match answer:
+                case Controlled() | Failed() if rank in self._joining:
+                    self._joining[rank].put(answer)
                 case News():
                     self._count(rank, answer)
                     listener(replace(answer, rank=rank))
@@ -250,6 +263,7 @@ class Replicas(Link):
         pending.waits_for.discard(rank)
         pending.states[rank] = answer.state
         pending.failure = pending.failure or answer.failure
+        pending.has_effect = pending.has_effect or answer.failure is None
         self._end_controls()
 
     def _end_controls(self) -> None:
@@ -258,8 +272,8 @@ class Replicas(Link):
             if pending.waits_for or self._listener is None:
                 continue
             del self._pending[number]
-            if pending.failure is not None:
-                self._lasting = {k: c for k, c in self._lasting.items() if c.number != number}
+            if pending.has_effect:  # also if another one has ended, which then has to follow
+                self._remember(pending.command)
             states = [*pending.states.values()] or [EngineState()]
             state = EngineState(
                 any(one.paused for one in states),
@@ -270,7 +284,7 @@ class Replicas(Link):
 
     def _lose(self, rank: int, error: JaxinferError, listener: Listener) -> None:
         """A replica has ended: its requests end, and it is started again, unless all have ended."""
-        if self._stopping.is_set():
+        if self._stopping.is_set() or rank not in self._links:  # it was stopped, and got no request
             return
         del self._links[rank]
         self._forms.pop(rank, None)
@@ -302,18 +316,59 @@ class Replicas(Link):
             log.warning("replica %d is started again", rank)
             try:
                 link = self._alike(self._start(rank), rank)
-            except JaxinferError as error:
+            except (JaxinferError, OSError) as error:
                 log.error("replica %d did not start: %s", rank, error)
                 continue
-            with self._lock:
-                if not self._stopping.is_set():
-                    link.connect(partial(self._take, rank, listener))
-                    with suppress(EngineError):
-                        for command in self._lasting.values():
-                            link.send(command)
-                    self._links[rank] = link
-                    log.info("replica %d answers again", rank)
+            try:
+                self._join(rank, link, listener)
+            except JaxinferError as error:
+                link.stop()
+                if self._stopping.is_set():
                     return
-            link.stop()
+                log.error("replica %d cannot follow the others: %s", rank, error)
+                continue
+            log.warning("replica %d answers again", rank)
             return
         log.error("replica %d is given up after %d starts", rank, len(START_AGAIN_SECONDS))
+
+    def _join(self, rank: int, link: Link, listener: Listener) -> None:
+        """Let a new replica follow the others, and then give it requests.
+
+        It gets none before it has their weights; raises its error if it cannot have them, and
+        ``EngineError`` if all are stopped.
+        """
+        answers, followed = SimpleQueue[Controlled | Failed](), None
+        with self._lock:
+            self._joining[rank] = answers
+        try:
+            link.connect(partial(self._take, rank, listener))
+            while True:
+                with self._lock:
+                    if self._ended is not None:
+                        raise self._ended
+                    newest = self._lasting.get("update_weights")
+                    if newest is followed and answers.empty():
+                        self._add(rank, link)
+                        return
+                    if newest is not None and newest is not followed:
+                        link.send(newest)
+                        followed = newest
+                answer = answers.get()
+                failure = answer if isinstance(answer, Failed) else answer.failure
+                if failure is not None:
+                    raise failure.error
+        finally:
+            with self._lock:
+                self._joining.pop(rank, None)
+
+    def _add(self, rank: int, link: Link) -> None:
+        """A replica with the weights of the others gets requests, and all else that has lasted."""
+        del self._joining[rank]
+        self._links[rank] = link
+        lasting = [one for key, one in self._lasting.items() if key != "update_weights"]
+        for pending in self._pending.values():
+            pending.waits_for.add(rank)
+            lasting.append(pending.command)
+        with suppress(EngineError):  # it has ended, and ``_lose`` follows
+            for command in lasting:
+                link.send(command)
