@@ -1,7 +1,8 @@
 """Ray Serve on this machine: ``python -m kit.ray_program ARGUMENTS``.
 
-ARGUMENTS are those of ``build_app`` as JSON. It prints the port once every replica is ready, and
-ends in order when its standard input ends. Ray gets 8 CPUs, however many there are.
+ARGUMENTS are those of ``build_app`` as JSON. It prints the port once every replica is ready. Each
+line of its standard input has new arguments, with which it deploys again and prints the port again;
+it ends in order when the input ends. Ray gets 8 CPUs, however many there are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from itertools import chain
 
 import ray
 from ray import serve
@@ -31,9 +33,9 @@ def main() -> None:
         configure_logging=False,
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build_app(json.loads(sys.argv[1])))
-    print(port, flush=True)
-    sys.stdin.read()
+    for arguments in chain(sys.argv[1:], sys.stdin):
+        serve.run(build_app(json.loads(arguments)))
+        print(port, flush=True)
     serve.shutdown()
     ray.shutdown()
 

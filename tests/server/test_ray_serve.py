@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_hf_folder
+from kit.deploy_files import DEPLOY
 from kit.server_process import gone, wait_until
 from kit.tokenizers import TINY_VOCAB_SIZE, write_tiny_tokenizer
 
@@ -28,8 +30,10 @@ GREEDY = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
 @contextmanager
-def ray_program(folder: Path, **deployment: object) -> Iterator[tuple[httpx.Client, list[str]]]:
-    """A client of replicas that are ready, and the lines of their log."""
+def ray_program(
+    folder: Path, **deployment: object
+) -> Iterator[tuple[httpx.Client, Callable[..., None]]]:
+    """A client of replicas that are ready, and a function that deploys them with other settings."""
     pytest.importorskip("ray", reason=REASON)
     options = {"ray_actor_options": {"num_cpus": 1, "num_gpus": 0}, **deployment}
     arguments = {
@@ -60,13 +64,20 @@ def ray_program(folder: Path, **deployment: object) -> Iterator[tuple[httpx.Clie
             if line.strip().isdecimal():
                 found.append(int(line))
 
+    def deploy(**changes: object) -> None:
+        assert process.stdin is not None
+        number = len(found)
+        process.stdin.write(json.dumps({**arguments, **changes}) + "\n")
+        process.stdin.flush()
+        wait_until(lambda: len(found) > number, "deployed", START_SECONDS)
+
     reader = threading.Thread(target=read)
     reader.start()
     try:
         wait_until(lambda: bool(found) or process.poll() is not None, "ready", START_SECONDS)
         assert found, lines
         with httpx.Client(base_url=f"http://127.0.0.1:{found[0]}", timeout=60) as client:
-            yield client, lines
+            yield client, deploy
         process.stdin.close()
         assert process.wait(60) == 0, lines[-20:]
     finally:
@@ -127,6 +138,11 @@ def cached(client: httpx.Client, text: str) -> int:
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def metric(client: httpx.Client, name: str) -> float:
+    (found,) = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+    return float(found)
+
+
 def test_answers_prefixes_and_replicas_that_are_killed(folder: Path) -> None:
     with ray_program(folder, num_replicas=2) as (client, _):
         assert len(replicas()) == 2
@@ -172,12 +188,39 @@ def test_answers_prefixes_and_replicas_that_are_killed(folder: Path) -> None:
 def test_replicas_follow_the_load_and_open_requests_end(folder: Path) -> None:
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1}
     quick = {"upscale_delay_s": 0.5, "metrics_interval_s": 0.2, "look_back_period_s": 1}
-    with ray_program(folder, autoscaling_config={**scaling, **quick}) as (client, _):
+    with ray_program(folder, autoscaling_config={**scaling, **quick}) as (client, deploy):
         assert len(replicas()) == 1
-        long = {"prompt": [5], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        long = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=long) as abandoned:
             next(abandoned.iter_lines())
+        wait_until(lambda: metric(client, "num_requests_running") == 0, "it has ended")
+        assert 0 < metric(client, "generation_tokens_total") < 3000
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            next(stream.iter_lines())
             with ThreadPoolExecutor(4) as pool:
                 running = [pool.submit(chat, client, "q", max_tokens=2000) for _ in range(4)]
                 wait_until(lambda: len(replicas()) == 2, "two replicas", START_SECONDS)
                 assert {one.result().status_code for one in running} == {200}
+        old = replicas()
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            deploy(served_model_name=["other"])
+            assert client.get("/v1/models").json()["data"][0]["id"] == "other"
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until(lambda: not old & replicas(), "the old ones end", START_SECONDS)
+
+
+def test_ray_accepts_the_manifest() -> None:
+    pytest.importorskip("ray", reason=REASON)
+    program = """
+import sys, yaml
+from ray.serve.schema import ServeDeploySchema
+from jaxinfer.ray import build_app
+config = yaml.safe_load(yaml.safe_load(open(sys.argv[1]))["spec"]["serveConfigV2"])
+(application,) = ServeDeploySchema.model_validate(config).applications
+print(build_app(application.args))
+"""
+    command = [sys.executable, "-c", program, str(DEPLOY / "ray-service.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "Application" in done.stdout
