@@ -28,6 +28,7 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.start.hosts import described, join, share_executables, wait_for_others
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
@@ -71,6 +72,7 @@ def plan_engine(
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    joined = join(config)
     platform = check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
@@ -99,7 +101,7 @@ def plan_engine(
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    device = least_memory(placement.devices)
+    device = least_memory(placement.own_devices)
     sizes = resolve(config, given, model, device, pins, placement)
     if sizes.note:
         progress.note(sizes.note)
@@ -115,7 +117,7 @@ def plan_engine(
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))
     load_kernel_runtime()
-    return EnginePlan(
+    plan = EnginePlan(
         config=sizes.config,
         source=source,
         program=program,
@@ -124,14 +126,20 @@ def plan_engine(
         config_facts=facts,
         cache_dir=cache_dir,
         bundle=bundle,
+        joined=joined,
     )
+    if joined is not None:
+        joined.agree(described(plan))
+    return plan
 
 
 def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
     """The devices: those of the mesh, or as many as the settings say."""
     count = config.tensor_parallel_size
     if mesh is None:
-        return default_placement(count or 1)
+        return default_placement(count or 1, config.num_hosts)
+    if config.hosts is not None:
+        raise ConfigError("a mesh is of one host; leave out num_hosts")
     placement = placement_in(mesh)
     if count not in (None, placement.num_devices):
         raise ConfigError(
@@ -175,11 +183,17 @@ def build_engine(
     are compiled, the bundle is not saved.
     """
     devices = plan.program.placement.devices
+    joined = plan.joined
+    if joined is not None:
+        share_executables(plan, progress)
     # a GPU that loads an executable may wait for one that waits for it in a step
     loaded = load(plan, progress, serves_early and len(devices) == 1)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
-    executor = Executor(plan.program, executables, *state)
-    for device in devices:
+    if joined is not None:
+        wait_for_others(joined)
+    send = None if joined is None else joined.send
+    executor = Executor(plan.program, executables, *state, send)
+    for device in plan.program.placement.own_devices:
         release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()

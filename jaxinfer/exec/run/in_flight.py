@@ -271,5 +271,7 @@ def _token_logprobs(
 
 
 def device_failed(plan: StepPlan, error: Exception) -> EngineError:
-    """The error of a device whose state is lost."""
+    """The error of a device whose state is lost; that of a lost host stays as it is."""
+    if isinstance(error, EngineError):
+        return error
     return EngineError(f"the device failed in step {plan.step_id}: {error}")

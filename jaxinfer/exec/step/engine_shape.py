@@ -105,9 +105,11 @@ class EngineShape:
 
         Then a decode step has no collective of XLA within its layers, and each device runs it as
         one CUDA graph. Two H200s, Qwen3-4B at one row: the host needed 4.0 ms for a step with 73
-        of NCCL's, and 0.8 ms for a step of one device.
+        of NCCL's, and 0.8 ms for a step of one device. Another host's memory cannot be reached.
         """
-        several = self.platform == "gpu" and self.placement.num_devices > 1
+        several = (
+            self.platform == "gpu" and self.placement.num_devices > 1 == self.placement.num_hosts
+        )
         return self.placement.num_devices if several and self.pins.of("all_reduce") != "xla" else 0
 
     @cached_property
