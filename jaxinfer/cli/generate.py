@@ -153,7 +153,7 @@ def _follow(settings: Mapping[str, Any], *, verbose: bool) -> None:
     from jaxinfer.engine.api.vllm_args import engine_config
 
     config = engine_config(None, settings)
-    from jaxinfer.engine.start.hosts import follow
+    from jaxinfer.engine.start.follow import follow
 
     follow(config, progress_on(sys.stderr, verbose=verbose))
 

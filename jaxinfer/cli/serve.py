@@ -183,12 +183,19 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
     if engine_config.host_rank:  # host 0 has the server
-        from jaxinfer.engine.start.hosts import follow
-        from jaxinfer.engine.start.progress import logged_progress
-
-        follow(engine_config, logged_progress(log_settings(server_config)))
+        _follow(engine_config, log_settings(server_config))
         return
     with_engine(engine_config, server_config, _run)
+
+
+def _follow(config: EngineConfig, log: LogSettings) -> None:
+    """Follow host 0 until it ends."""
+    from jaxinfer.core.log import log_to
+    from jaxinfer.engine.start.follow import follow
+    from jaxinfer.engine.start.progress import LOGGER, logged_progress
+
+    log_to(sys.stderr, log, {"jaxinfer": log.library_number, LOGGER: log.number})
+    follow(config, logged_progress(log))
 
 
 def with_engine(

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 
@@ -30,7 +31,12 @@ IDLE_SECONDS, INTERVAL_SECONDS, COUNT = 1, 1, 3
 LAST_PORT = 65535
 
 
-class Hosts(NamedTuple):
+class HostLost(EngineError):
+    """Another host has ended."""
+
+
+@dataclass(frozen=True)
+class Hosts:
     """The hosts of an engine, and the place of this one among them."""
 
     count: int
@@ -112,19 +118,19 @@ class Peer:
         self.is_finished = False  # whether this host has said that it ends
 
     @property
-    def lost(self) -> EngineError:
+    def lost(self) -> HostLost:
         """The error of a host that has ended."""
-        return EngineError(f"{self.name} has ended; its log has the reason; start all hosts again")
+        return HostLost(f"{self.name} has ended; its log has the reason; start all hosts again")
 
     def send(self, message: bytes) -> None:
-        """Send a message; raises ``EngineError`` if the host has ended."""
+        """Send a message; raises ``HostLost``."""
         try:
             send_frame(self._end, message)
         except OSError as error:
             raise self.lost from error
 
     def receive(self) -> bytearray:
-        """The next message; raises ``EngineError`` if the host has ended."""
+        """The next message; raises ``HostLost``."""
         if (message := read_frame(self._end)) is None:
             raise self.lost
         return message
@@ -134,8 +140,11 @@ class Peer:
         self.send(msgspec.msgpack.encode(message))
 
     def get[T](self, kind: type[T]) -> T:
-        """The next record, which is of this type. Raises ``EngineError`` for a refusal."""
-        message = self.receive()
+        """The next record, which is of this type. Raises ``EngineError`` with the other host's
+        reason if it ends, or ``HostLost``.
+        """
+        if not (message := self.receive()):
+            raise self.lost
         with suppress(msgspec.ValidationError):
             return msgspec.msgpack.decode(message, type=kind)
         reply = msgspec.msgpack.decode(message, type=Reply)
@@ -151,6 +160,13 @@ class Peer:
         self.is_finished = True
         with suppress(EngineError):
             self.send(b"")
+
+    def leave(self) -> None:
+        """Close the connection: this host ends, perhaps before the other one."""
+        self.is_finished = True
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # also for a thread that receives
+        self._end.close()
 
 
 def connect(hosts: Hosts) -> Peer:
@@ -172,9 +188,13 @@ def connect(hosts: Hosts) -> Peer:
             reason = error.strerror or str(error)
             time.sleep(min(RETRY_SECONDS, max(left, 0)))
     peer = Peer(end, f"host 0 ({hosts.address})")
-    peer.put(Hello(VERSION, hosts.rank, hosts.count))
-    if reason := peer.get(Reply).error:
-        raise EngineError(f"{peer.name}: {reason}")
+    try:
+        peer.put(Hello(VERSION, hosts.rank, hosts.count))
+        if reason := peer.get(Reply).error:
+            raise EngineError(f"{peer.name}: {reason}")
+    except EngineError:
+        peer.leave()
+        raise
     return peer
 
 
@@ -185,7 +205,8 @@ def accept(hosts: Hosts) -> list[Peer]:
     """
     found: dict[int, Peer] = {}
     deadline = time.monotonic() + hosts.timeout
-    with _listener(hosts) as listener:
+    _listener(hosts, hosts.port + 1).close()  # JAX opens it itself, and would not say if it cannot
+    with _listener(hosts, hosts.port) as listener:
         while len(found) < hosts.count - 1:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
@@ -206,7 +227,7 @@ def accept(hosts: Hosts) -> list[Peer]:
                 continue
             peer = Peer(end, f"host {hello.rank} ({address})")
             if reason := _misfit(hello, hosts, found):
-                peer.refuse(reason)
+                refused([peer], reason)
                 raise refused(found.values(), f"{peer.name}: {reason}")
             found[hello.rank] = peer
     peers = [found[rank] for rank in sorted(found)]
@@ -215,19 +236,16 @@ def accept(hosts: Hosts) -> list[Peer]:
     return peers
 
 
-def _listener(hosts: Hosts) -> socket.socket:
-    """A socket at the coordinator's address; raises ``ConfigError`` if it cannot be had."""
-    for port in (hosts.port + 1, hosts.port):
-        try:
-            made = socket.create_server((hosts.address, port), backlog=hosts.count)
-        except OSError as error:
-            raise ConfigError(
-                f"host 0 cannot listen at {hosts.address}:{port} ({error.strerror or error}); "
-                "--coordinator is an address of host 0 whose port and the next one are free"
-            ) from error
-        if port != hosts.port:  # JAX's, which it opens itself
-            made.close()
-    return made  # pyright: ignore[reportPossiblyUnboundVariable]
+def _listener(hosts: Hosts, port: int) -> socket.socket:
+    """A socket at the coordinator's address; raises ``ConfigError`` if it cannot be opened."""
+    family = socket.AF_INET6 if ":" in hosts.address else socket.AF_INET
+    try:
+        return socket.create_server((hosts.address, port), family=family, backlog=hosts.count)
+    except OSError as error:
+        raise ConfigError(
+            f"host 0 cannot listen at {hosts.address}:{port} ({error.strerror or error}); "
+            "--coordinator is an address of host 0 whose port and the next one are free"
+        ) from error
 
 
 def _misfit(hello: Hello, hosts: Hosts, found: dict[int, Peer]) -> str:
@@ -236,7 +254,7 @@ def _misfit(hello: Hello, hosts: Hosts, found: dict[int, Peer]) -> str:
         return f"it has jaxinfer {hello.version} and host 0 {VERSION}; install one version on all"
     if hello.count != hosts.count:
         return f"its num_hosts is {hello.count} and that of host 0 {hosts.count}; give one number"
-    if hello.rank in found or not 0 < hello.rank < hosts.count:
+    if hello.rank in found:
         return f"its host_rank {hello.rank} is taken already; give each host its own"
     return ""
 
@@ -245,6 +263,7 @@ def refused(peers: Iterable[Peer], reason: str) -> EngineError:
     """The error of a start that ends, after these hosts were told the reason."""
     for peer in peers:
         peer.refuse(reason)
+        peer.leave()
     return EngineError(reason)
 
 

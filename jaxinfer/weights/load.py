@@ -99,7 +99,7 @@ def _placed(
         return _spread(planned, checkpoint, placement)
     if planned.spec.pieces is None:
         own = placement.own_ranks
-        made = zip(planned.parts(checkpoint, own=own), placement.own_devices, strict=True)
+        made = zip(planned.parts(checkpoint, kept=own), placement.own_devices, strict=True)
         parts = [_on_device(planned.spec, part, device) for part, device in made]
         arrays = planned.arrays.items()
         return {

@@ -33,15 +33,15 @@ class PlannedParam:
     nbytes: int  # of the source tensors, as stored
 
     def parts(
-        self, checkpoint: Checkpoint, index: int = 0, own: Sequence[int] | None = None
+        self, checkpoint: Checkpoint, index: int = 0, kept: Sequence[int] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """Read the sources of one piece, or of a parameter without pieces, and build the part of
         each device that has one (``ParamSpec.ranks_of``): its arrays by path, contiguous.
 
-        ``own``: only the parts of these devices (None: all); if they have none, nothing is read.
+        ``kept``: only the parts of these devices (None: all); if they have none, nothing is read.
         """
         ranks: Sequence[int] = self.spec.ranks_of(index)
-        if own is not None and not (ranks := [rank for rank in ranks if rank in own]):
+        if kept is not None and not (ranks := [rank for rank in ranks if rank in kept]):
             return
         count = self.spec.sources_per_piece
         own = slice(index * count, (index + 1) * count)

@@ -127,7 +127,7 @@ def main() -> None:
         print(LINE + json.dumps(answers(Path(folder), name, **settings)), flush=True)
         return
     from jaxinfer.engine.api.vllm_args import engine_config
-    from jaxinfer.engine.start.hosts import follow
+    from jaxinfer.engine.start.follow import follow
 
     path = str(Path(folder) / name)
     follow(engine_config(path, {**SETTINGS, "cache_dir": f"{folder}/cache", **settings}))

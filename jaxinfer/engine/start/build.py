@@ -28,7 +28,13 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
-from jaxinfer.engine.start.hosts import described, join, share_executables, wait_for_others
+from jaxinfer.engine.start.hosts import (
+    described,
+    join,
+    share_executables,
+    starting,
+    wait_for_others,
+)
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
@@ -73,6 +79,23 @@ def plan_engine(
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
     joined = join(config)
+    with starting(joined):
+        plan = _planned(config, cache_dir, bundle, progress, platform_of_backend, mesh)
+        if joined is None:
+            return plan
+        joined.agree(described(plan))
+        return replace(plan, joined=joined)
+
+
+def _planned(
+    config: EngineConfig,
+    cache_dir: Path,
+    bundle: Bundle | None,
+    progress: Progress,
+    platform_of_backend: Callable[[], str] | None,
+    mesh: Mesh | None,
+) -> EnginePlan:
+    """See ``plan_engine``."""
     platform = check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
@@ -117,7 +140,7 @@ def plan_engine(
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))
     load_kernel_runtime()
-    plan = EnginePlan(
+    return EnginePlan(
         config=sizes.config,
         source=source,
         program=program,
@@ -126,11 +149,7 @@ def plan_engine(
         config_facts=facts,
         cache_dir=cache_dir,
         bundle=bundle,
-        joined=joined,
     )
-    if joined is not None:
-        joined.agree(described(plan))
-    return plan
 
 
 def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
@@ -183,14 +202,15 @@ def build_engine(
     are compiled, the bundle is not saved.
     """
     devices = plan.program.placement.devices
-    joined = plan.joined
-    if joined is not None:
-        share_executables(plan, progress)
     # a GPU that loads an executable may wait for one that waits for it in a step
-    loaded = load(plan, progress, serves_early and len(devices) == 1)
+    loads_later = serves_early and len(devices) == 1
+    with starting(joined := plan.joined):
+        if joined is not None:
+            share_executables(plan, progress)
+        loaded = load(plan, progress, loads_later)
+        if joined is not None:
+            wait_for_others(joined)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
-    if joined is not None:
-        wait_for_others(joined)
     send = None if joined is None else joined.send
     executor = Executor(plan.program, executables, *state, send)
     for device in plan.program.placement.own_devices:

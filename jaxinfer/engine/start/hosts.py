@@ -1,17 +1,12 @@
-"""Several hosts with one engine: they join, agree on a plan, share executables, and follow host 0.
-
-Host 0 schedules, and its process answers. The others load their devices' parts of the weights and
-make the calls that host 0 sends (``exec.run.follow``), until it ends.
-"""
+"""Several hosts with one engine: they connect, agree on a plan, and share executables."""
 
 from __future__ import annotations
 
 import atexit
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
 import jax
@@ -19,20 +14,34 @@ import msgspec
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError, EngineError, JaxinferError
-from jaxinfer.core.hosts import Hosts, Peer, Reply, accept, connect, end_process, refused, watch
-from jaxinfer.core.progress import NO_PROGRESS, Progress
+from jaxinfer.core.hosts import (
+    HostLost,
+    Hosts,
+    Peer,
+    Reply,
+    accept,
+    connect,
+    end_process,
+    refused,
+    watch,
+)
+from jaxinfer.core.progress import Progress
 from jaxinfer.core.staging import prepare_folder, write_trusted
 from jaxinfer.exec.compile.build import compile_missing
 from jaxinfer.exec.compile.bundle import StoredExecutable, checked_content, load_kernel_compiler
 from jaxinfer.exec.compile.fingerprint import Fingerprint, differences
 from jaxinfer.exec.compile.store import Store
 from jaxinfer.exec.run.device_memory import check_host
-from jaxinfer.exec.run.follow import Follower
 
 if TYPE_CHECKING:
     from jaxinfer.engine.start.plan import EnginePlan
 
 SHUTDOWN_SECONDS = 5  # in which all hosts end, after the last message
+# sums of several CPUs over sockets; and no handler of SIGTERM, with which a process would not end
+JAX_SETTINGS = (
+    ("jax_cpu_collectives_implementation", "gloo"),
+    ("jax_enable_preemption_service", False),
+)
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +70,7 @@ class Joined:
         self.peers = peers
 
     def send(self, message: bytes) -> None:
-        """Send a message of host 0 to the others; raises ``EngineError`` if one has ended."""
+        """Send a message of host 0 to the others; raises ``HostLost``."""
         for peer in self.peers:
             peer.send(message)
 
@@ -77,10 +86,28 @@ class Joined:
             for part, own in described.items():
                 found = differences(theirs.get(part, {}), own, (f"on {peer.name}", "on host 0"))
                 if found:
-                    reason = "; ".join(found.values())
-                    raise refused(self.peers, f"{reason}; start all hosts alike")
+                    raise ConfigError(f"{'; '.join(found.values())}; start all hosts alike")
         for peer in self.peers:
             peer.put(Reply())
+
+    def fail(self, error: JaxinferError) -> None:
+        """Tell the other hosts why this one ends."""
+        refused(self.peers, str(error))
+        if self.hosts.rank == 0:  # JAX would abort hosts that end later
+            jax.distributed.shutdown()
+
+
+@contextmanager
+def starting(joined: Joined | None) -> Generator[None]:
+    """End the other hosts as well if the start fails within the block."""
+    try:
+        yield
+    except HostLost as error:
+        end_process(error)  # JAX would wait for the lost host, and then abort
+    except JaxinferError as error:
+        if joined is not None:
+            joined.fail(error)
+        raise
 
 
 def join(config: EngineConfig) -> Joined | None:
@@ -93,8 +120,8 @@ def join(config: EngineConfig) -> Joined | None:
     if jax.distributed.is_initialized():
         raise ConfigError("a process has one engine of several hosts; start another process")
     joined = Joined(hosts, accept(hosts) if hosts.rank == 0 else [connect(hosts)])
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it ignores SIGTERM
+    for name, value in JAX_SETTINGS:
+        jax.config.update(name, value)  # pyright: ignore[reportUnknownMemberType]
     try:
         jax.distributed.initialize(
             hosts.of_jax,
@@ -107,9 +134,8 @@ def join(config: EngineConfig) -> Joined | None:
         )
     except (RuntimeError, ValueError) as error:
         raise EngineError(f"JAX cannot connect the hosts at {hosts.of_jax} ({error})") from error
-    if hosts.rank == 0:  # before JAX's own function at the exit, which waits for all hosts
-        for peer in joined.peers:
-            atexit.register(peer.finish)
+    for peer in joined.peers:  # before JAX's own function at the exit, which waits for all hosts
+        atexit.register(peer.leave if hosts.rank else peer.finish)
     return joined
 
 
@@ -167,7 +193,7 @@ def wait_for_others(joined: Joined) -> None:
     """
     for peer in joined.peers:
         if reason := peer.get(Reply).error:
-            raise refused(joined.peers, f"{peer.name}: {reason}")
+            raise EngineError(f"{peer.name}: {reason}")
     for peer in joined.peers:
         watch(peer, partial(_failed, peer.name))
 
@@ -175,32 +201,3 @@ def wait_for_others(joined: Joined) -> None:
 def _failed(name: str, message: bytearray) -> NoReturn:
     """A host sends nothing but the reason why it ends."""
     raise EngineError(f"{name}: {msgspec.msgpack.decode(message, type=Reply).error}")
-
-
-def follow(config: EngineConfig, progress: Progress = NO_PROGRESS) -> None:
-    """Be a host other than 0 of an engine, until host 0 ends. Raises a ``JaxinferError``."""
-    from jaxinfer.engine.start.build import plan_engine
-    from jaxinfer.engine.start.loading import load
-
-    with progress.phase("the engine starts"):
-        plan = replace(plan_engine(config, progress), tokenizer_spec=None)
-        assert plan.joined is not None, "there are several hosts"
-        (peer,) = plan.joined.peers
-        try:
-            share_executables(plan, progress)
-            loaded = load(plan, progress)
-        except JaxinferError as error:
-            peer.refuse(str(error))
-            raise
-        (executables, _), (state, _) = loaded.executables, loaded.state
-        follower = Follower(plan.program, executables.by_name, *state)
-        peer.put(Reply())
-    messages = SimpleQueue[bytearray]()
-    watch(peer, messages.put)
-    try:
-        while message := messages.get():
-            follower.run(message)
-    except Exception as error:
-        reason = EngineError(f"a call of host 0 failed here ({type(error).__name__}: {error})")
-        peer.refuse(str(reason))
-        end_process(reason)
