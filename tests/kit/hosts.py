@@ -1,6 +1,7 @@
-"""Engines of two hosts, each a process: ``python -m kit.hosts RANK DEVICES FOLDER FAMILY PORT``.
+"""Engines of two hosts, each a process: ``python -m kit.hosts RANK DEVICES FOLDER FAMILY ROWS PORT``.
 
-Host 0 prints its answers as a line of JSON, and host 1 follows it. ``DEVICES`` are those of a host.
+Host 0 prints its answers as a line of JSON, and host 1 follows it. ``DEVICES`` are those of a host,
+``ROWS`` the sequences that run at once.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from typing import Any
 from kit.parallel import GREEDY, PROMPTS, SIZES, config_of, logprobs_of, tokens_of, written
 
 SECONDS = 100.0  # for all of two processes
-# a pool in which three sequences of 28 tokens do not fit
-SETTINGS: dict[str, Any] = {**SIZES, "num_pages": 11, "max_model_len": 64}
 LINE = "answers: "
 
 
-def answers(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+def settings_of(folder: Path, rows: int) -> dict[str, Any]:
+    """Sizes with a pool in which three sequences of 49 tokens do not fit."""
+    sizes = {"num_pages": 11, "max_model_len": 64, "max_num_seqs": rows}
+    return {**SIZES, **sizes, "cache_dir": str(folder / "cache")}
+
+
+def answers(folder: Path, name: str, rows: int, **settings: Any) -> dict[str, Any]:
     """Tokens of requests of all kinds, with prefix hits and preemption, and logprobs."""
     from jaxinfer import LLM, SamplingParams
 
     path = written(folder / name, config_of(name))
-    llm = LLM(str(path), cache_dir=str(folder / "cache"), **SETTINGS, **settings)
+    llm = LLM(str(path), **settings_of(folder, rows), **settings)
     common: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     found: dict[str, Any] = {}
 
@@ -102,11 +107,11 @@ def two(commands: list[list[str]], devices: int) -> Iterator[list[subprocess.Pop
             one.communicate()
 
 
-def answers_of_two(folder: Path, name: str, devices: int) -> dict[str, Any]:
+def answers_of_two(folder: Path, name: str, rows: int, devices: int) -> dict[str, Any]:
     """The answers of an engine on two hosts with so many devices each."""
     port = free_ports()
     base = [sys.executable, "-m", "kit.hosts"]
-    given = [str(devices), str(folder), name, str(port)]
+    given = [str(devices), str(folder), name, str(rows), str(port)]
     with two([[*base, rank, *given] for rank in ("0", "1")], devices) as (first, second):
         out, error = first.communicate(timeout=SECONDS)
         _, other = second.communicate(timeout=SECONDS)
@@ -116,7 +121,8 @@ def answers_of_two(folder: Path, name: str, devices: int) -> dict[str, Any]:
 
 def main() -> None:
     """One host."""
-    rank, devices, folder, name, port = sys.argv[1:]
+    rank, devices, place, name, rows, port = sys.argv[1:]
+    folder = Path(place)
     settings: dict[str, Any] = {
         "tensor_parallel_size": 2 * int(devices),
         "num_hosts": 2,
@@ -124,13 +130,12 @@ def main() -> None:
         "coordinator": f"127.0.0.1:{port}",
     }
     if rank == "0":
-        print(LINE + json.dumps(answers(Path(folder), name, **settings)), flush=True)
+        print(LINE + json.dumps(answers(folder, name, int(rows), **settings)), flush=True)
         return
     from jaxinfer.engine.api.vllm_args import engine_config
     from jaxinfer.engine.start.follow import follow
 
-    path = str(Path(folder) / name)
-    follow(engine_config(path, {**SETTINGS, "cache_dir": f"{folder}/cache", **settings}))
+    follow(engine_config(str(folder / name), settings_of(folder, int(rows)) | settings))
 
 
 if __name__ == "__main__":
