@@ -1,4 +1,4 @@
-"""Engines of two hosts, each a process: ``python -m kit.hosts RANK DEVICES FOLDER FAMILY ROWS PORT``.
+"""Engines of two hosts: ``python -m kit.hosts RANK DEVICES FOLDER FAMILY ROWS PORT`` is one of them.
 
 Host 0 prints its answers as a line of JSON, and host 1 follows it. ``DEVICES`` are those of a host,
 ``ROWS`` the sequences that run at once.
