@@ -1,4 +1,4 @@
-"""Engines of two hosts: ``python -m kit.hosts RANK DEVICES FOLDER FAMILY ROWS PORT`` is one of them.
+"""Engines of two hosts, each ``python -m kit.hosts RANK DEVICES FOLDER FAMILY ROWS PORT``.
 
 Host 0 prints its answers as a line of JSON, and host 1 follows it. ``DEVICES`` are those of a host,
 ``ROWS`` the sequences that run at once.
@@ -22,10 +22,10 @@ SECONDS = 100.0  # for all of two processes
 LINE = "answers: "
 
 
-def settings_of(folder: Path, rows: int) -> dict[str, Any]:
-    """Sizes with a pool in which three sequences of 49 tokens do not fit."""
+def settings_of(folder: Path, rows: int, rank: int = 0) -> dict[str, Any]:
+    """Sizes with a pool in which three sequences of 49 tokens do not fit; a cache of each host."""
     sizes = {"num_pages": 11, "max_model_len": 64, "max_num_seqs": rows}
-    return {**SIZES, **sizes, "cache_dir": str(folder / "cache")}
+    return {**SIZES, **sizes, "cache_dir": str(folder / f"cache{rank}")}
 
 
 def answers(folder: Path, name: str, rows: int, **settings: Any) -> dict[str, Any]:
@@ -135,7 +135,8 @@ def main() -> None:
     from jaxinfer.engine.api.vllm_args import engine_config
     from jaxinfer.engine.start.follow import follow
 
-    follow(engine_config(str(folder / name), settings_of(folder, int(rows)) | settings))
+    own = settings_of(folder, int(rows), int(rank))
+    follow(engine_config(str(folder / name), own | settings))
 
 
 if __name__ == "__main__":

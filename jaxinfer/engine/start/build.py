@@ -28,13 +28,8 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
-from jaxinfer.engine.start.hosts import (
-    described,
-    join,
-    share_executables,
-    starting,
-    wait_for_others,
-)
+from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
+from jaxinfer.engine.start.join import join, starting
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of

@@ -10,7 +10,8 @@ from jaxinfer.core.errors import EngineError
 from jaxinfer.core.hosts import Reply, end_process, watch
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.start.build import plan_engine
-from jaxinfer.engine.start.hosts import share_executables, starting
+from jaxinfer.engine.start.hosts import share_executables
+from jaxinfer.engine.start.join import starting
 from jaxinfer.engine.start.loading import load
 from jaxinfer.exec.run.follow import Follower
 
