@@ -44,7 +44,8 @@ def answers(folder: Path, name: str, rows: int, **settings: Any) -> dict[str, An
 
     add("greedy", PROMPTS, GREEDY)
     found["cached"] = [one.num_cached_tokens for one in add("again", PROMPTS, GREEDY)]
-    add("long", [[7 + i] * 9 for i in range(3)], SamplingParams(temperature=0, max_tokens=40))
+    if rows > 1:
+        add("long", [[7 + i] * 9 for i in range(3)], SamplingParams(temperature=0, max_tokens=40))
     drawn = SamplingParams(temperature=1.0, seed=3, top_k=50, **common)
     extras: dict[str, Any] = {"presence_penalty": 0.5, "logit_bias": {7: 2.0}, "logprobs": 2}
     masked = SamplingParams(temperature=0, allowed_token_ids=[3, 5, 9], **common)
