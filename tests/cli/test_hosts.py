@@ -6,11 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,28 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], subprocess.Pop
     base = [*COMMAND, "serve", *settings(folder), f"--port={port}"]
     with two([[*base, *own] for own in on_hosts(1)], 1) as (first, second):
         wait_until(lambda: status(port) == 200 or first.poll() is not None, "ready", SECONDS)
-        body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-            choice: dict[str, Any] = json.load(answer)["choices"][0]
-        assert len(choice["token_ids"]) == 4
+        assert len(completion(port, 4)) == 4
         yield first, second, port
+
+
+def completion(port: int, tokens: int) -> list[int]:
+    """The tokens of a request's answer."""
+    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        choice: dict[str, Any] = json.load(answer)["choices"][0]
+    return choice["token_ids"]
+
+
+def keep_busy(port: int) -> None:
+    """Send requests until the server ends."""
+    with suppress(OSError):  # also an answer with an error
+        while True:
+            completion(port, 64)
 
 
 def status(port: int) -> int:
@@ -107,9 +120,14 @@ def test_a_server_that_is_stopped(tmp_path: Path) -> None:
     assert (code, other) == (0, 0), error + told
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_follower_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "busy"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGTERM, False)]
+)
+def test_a_follower_that_ends(tmp_path: Path, number: signal.Signals, busy: bool) -> None:
     with served(tmp_path) as (first, second, port):
+        for _ in range(2 * busy):
+            threading.Thread(target=keep_busy, args=(port,), daemon=True).start()
+        time.sleep(0.5 * busy)
         second.send_signal(number)
         since = time.monotonic()
         wait_until(lambda: status(port) != 200, "ill", 5)
