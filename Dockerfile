@@ -16,7 +16,7 @@ COPY LICENSE README.md constraints.txt pyproject.toml setup.py ./
 COPY configs configs
 COPY jaxinfer jaxinfer
 COPY pallas_kernels pallas_kernels
-RUN pip install -c constraints.txt '.[otel]'
+RUN pip install -c constraints.txt '.[otel,events]'
 
 FROM build AS build-cuda
 # JAX's packages bring the CUDA libraries; only the driver comes from the host.

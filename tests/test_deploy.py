@@ -67,7 +67,7 @@ BROKEN = [
     ("Dockerfile", "'/health'", "'/healthz'", "HEALTHCHECK does not request"),
     ("Dockerfile", "JAXINFER_PORT=", "JAXINFER_PROT=", "JAXINFER_PROT is no setting"),
     ("Dockerfile", "JAXINFER_HOST=0.0.0.0", "JAXINFER_HOST=127.0.0.1", "no published port reaches"),
-    ("Dockerfile", "[otel]", "[trace]", "there is no extra trace"),
+    ("Dockerfile", "[otel,", "[trace,", "there is no extra trace"),
     ("Dockerfile", "-c constraints.txt '.[c", "-c pins.txt '.[c", "constraints does not exist"),
     ("Dockerfile", '"serve"]', '"server"]', "jaxinfer server is no program"),
     (

@@ -27,7 +27,15 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
 )
 LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
     "jaxinfer.exec": ({""}, {"step"}, {"calls"}, {"compile"}, {"run"}),
-    "jaxinfer.engine": ({""}, {"requests"}, {"loop"}, {"start"}, {"link"}, {"api"}),
+    "jaxinfer.engine": (
+        {""},
+        {"requests"},
+        {"record", "events"},
+        {"loop"},
+        {"start"},
+        {"link"},
+        {"api"},
+    ),
     "jaxinfer.server": (
         {""},
         {"metrics", "http"},

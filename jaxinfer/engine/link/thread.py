@@ -278,7 +278,7 @@ class EngineThread(Link):
             return
 
         def replaced() -> None:
-            engine.replace_weights(prepared)
+            engine.replace_weights(prepared, control.path)
             engine.weight_version = control.version or engine.weight_version
 
         self._put_change(_Change(replaced, control.mode, done))
