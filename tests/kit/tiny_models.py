@@ -33,6 +33,13 @@ _DECODER = MappingProxyType(
 _GPT2 = MappingProxyType(
     {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}
 )
+_WITHOUT_EPS = MappingProxyType({k: v for k, v in _DECODER.items() if k != "rms_norm_eps"})
+_LAYER_NORM = MappingProxyType({**_WITHOUT_EPS, "layer_norm_eps": 1e-5})
+_OPT = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+_FALCON = MappingProxyType({**{key: _DECODER[key] for key in _OPT}, "ffn_hidden_size": 48})
 _LLAMA3_ROPE = MappingProxyType(
     {
         "rope_type": "llama3",
@@ -181,6 +188,70 @@ CONFIGS = MappingProxyType(
             "use_qkv_bias": True,
             "partial_rotary_factor": 0.5,
         },
+        "granite": {
+            **_DECODER,
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+        },
+        "smollm3": {
+            **_DECODER,
+            "architectures": ["SmolLM3ForCausalLM"],
+            "no_rope_layer_interval": 2,
+        },
+        "cohere": {
+            **_LAYER_NORM,
+            "architectures": ["CohereForCausalLM"],
+            "logit_scale": 0.5,
+        },
+        "cohere2": {
+            **_LAYER_NORM,
+            "architectures": ["Cohere2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "logit_scale": 0.5,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        "gemma": {**_DECODER, "architectures": ["GemmaForCausalLM"], "head_dim": 16},
+        "seed_oss": {**_DECODER, "architectures": ["SeedOssForCausalLM"], "head_dim": 16},
+        "ernie4_5": {**_DECODER, "architectures": ["Ernie4_5ForCausalLM"], "head_dim": 16},
+        "exaone4": {
+            **_DECODER,
+            "architectures": ["Exaone4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        "starcoder2": {
+            **_WITHOUT_EPS,
+            "architectures": ["Starcoder2ForCausalLM"],
+            "sliding_window": 7,
+        },
+        "olmo": {**_WITHOUT_EPS, "architectures": ["OlmoForCausalLM"], "clip_qkv": 1.0},
+        "arcee": {**_DECODER, "architectures": ["ArceeForCausalLM"]},
+        "helium": {**_DECODER, "architectures": ["HeliumForCausalLM"], "head_dim": 8},
+        "nemotron": {**_WITHOUT_EPS, "architectures": ["NemotronForCausalLM"]},
+        "jais2": {**_LAYER_NORM, "architectures": ["Jais2ForCausalLM"]},
+        "gpt_neox": {
+            **{key: value for key, value in _LAYER_NORM.items() if key != "num_key_value_heads"},
+            "architectures": ["GPTNeoXForCausalLM"],
+        },
+        "phi": {**_LAYER_NORM, "architectures": ["PhiForCausalLM"]},
+        "falcon": {
+            **_FALCON,
+            "architectures": ["FalconForCausalLM"],
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+        },
+        "falcon_7b": {**_FALCON, "architectures": ["FalconForCausalLM"], "bias": True},
+        "gptj": {**_GPT2, "architectures": ["GPTJForCausalLM"], "rotary_dim": 4},
+        "opt": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 48,
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "qwen3_moe": {
             **_DECODER,
@@ -283,6 +354,11 @@ NAMES = tuple(CONFIGS)
 LIKE_OTHERS = (
     *("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next"),
     *("gemma4", "gemma4_unified", "kimi_linear"),
+    # Parts that only these have are in the golden files; cohere2 has parallel blocks, layers that
+    # do not rotate, and LayerNorm.
+    *("granite", "smollm3", "cohere", "gemma", "seed_oss", "ernie4_5", "exaone4", "starcoder2"),
+    *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
+    *("gptj", "opt"),
 )
 OF_EACH_KIND = (
     "qwen3",

@@ -7,12 +7,13 @@ itself in the dense form. Parameters of ``Attention``:
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
-    qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
+    qk_norms [2, H] with a qk_norm of each head, rotated or not, [(N + K) * H] with one of all heads
     sinks [N] with sinks
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -20,13 +21,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.decoder_config import AttentionConfig, QueryGrowth
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
-from pallas_kernels.lib.numerics import Values, split_and_rotate, split_heads, with_values
+from pallas_kernels.lib.numerics import (
+    Values,
+    rms_norm,
+    split_and_rotate,
+    split_heads,
+    with_values,
+)
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -70,10 +77,17 @@ class Attention(nn.Module):
         gates = None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
-        norms = param(self, "qk_norms") if c.qk_norm == "head" else None
-        if c.qk_norm == "all_heads":
-            qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
+        norms = None if c.qk_norm is None else param(self, "qk_norms")
+        if norms is not None and c.qk_norm == "all_heads":
+            qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
+        if c.clip is not None:
+            qkv = jnp.clip(qkv, -c.clip, c.clip)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
+        if c.growth is not None:
+            heads = _grown(heads, c.growth, c.num_kv_heads, ctx.positions)
+        if norms is not None and (c.rope is None or c.qk_norm == "rotated"):
+            heads = _normalised_heads(heads, norms, c, norm.eps, ctx)
+            ctx, norms = replace(ctx, angles=()), None
         out, state = attend(
             heads,
             state,
@@ -106,6 +120,40 @@ def output(
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)
     return x, linear(out, weight(module, "o"), ctx, bias=bias, partial=True).y
+
+
+def _normalised_heads(
+    heads: jax.Array,  # [T, N + 2K, H]
+    weights: jax.Array,  # [2, H]: of queries, of keys
+    config: AttentionConfig,
+    eps: float,
+    ctx: StepContext,
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads after rope, if there is one, and RMS norms of queries and keys.
+
+    XLA fuses them; the kernels of attention normalise before they rotate, and only then.
+    """
+    k = config.num_kv_heads
+    if config.rope is None:
+        parts = split_heads(heads, k)
+    else:
+        parts = split_and_rotate(heads, *ctx.angles[0], None, k, eps)
+    q, keys, v = parts
+    q, keys = rms_norm(q, weights[0], eps), rms_norm(keys, weights[1], eps)
+    return jnp.concatenate([q, keys, v], axis=1)
+
+
+def _grown(
+    heads: jax.Array,  # [T, N + 2K, H]
+    growth: QueryGrowth,
+    num_kv_heads: int,
+    positions: jax.Array,  # int32[T]
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads with queries that grow with the position."""
+    whole = (positions // growth.original).astype(jnp.float32)
+    factors = (1 + growth.beta * jnp.log1p(whole)).astype(heads.dtype)
+    n = heads.shape[1] - 2 * num_kv_heads
+    return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
 
 
 def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
