@@ -83,7 +83,8 @@ class AttentionConfig(BlockSpec):
     heads together, or that of each "rotated" head. With ``sinks`` each head has a logit beside its
     scores that takes part in the softmax. With ``gate`` the output of each head is multiplied by
     the sigmoid of a projection of the token. ``values`` says how values are made. Queries, keys and
-    values are limited to ``clip`` and its negative, and queries grow with the position.
+    values are limited to ``clip`` and its negative, and queries grow with the position. Scores x
+    become c tanh(x / c) with a ``cap`` c.
     """
 
     num_heads: int
@@ -99,6 +100,7 @@ class AttentionConfig(BlockSpec):
     gate: bool = False
     values: Values = "projected"
     clip: float | None = None
+    cap: float | None = None
     growth: QueryGrowth | None = None
 
     def for_context(self, length: int) -> AttentionConfig:

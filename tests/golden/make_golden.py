@@ -26,43 +26,57 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
+    CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HeliumConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Jais2Config,
     KimiLinearConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -140,6 +154,16 @@ GEMMA4_ROPE = {
         "factor": 2.0,
     },
 }
+MINISTRAL3_ROPE = {**YARN_ROPE, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+    "image_size": 4,
+}
 GLM4_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}
 MULTIMODAL_ROPE = {  # the section splits the frequencies among time, height and width
     "rope_type": "default",
@@ -212,7 +236,7 @@ GEMMA4_VISION = {
     "position_embedding_size": 4,
 }
 # norms multiply by 1 + weight
-ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma")
+ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
 RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -374,6 +398,40 @@ def cases() -> dict[str, PreTrainedConfig]:
             attention_bias=True,
             mlp_bias=True,
         ),
+        "granite_moe": GraniteMoeConfig(
+            **SIZES | {"intermediate_size": 24},
+            attention_multiplier=0.3,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            logits_scaling=0.5,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            **NO_TOKENS,
+        ),
+        "gemma2": Gemma2Config(
+            **SIZES,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=7,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=4.0,
+        ),
+        "gemma2_plain": Gemma2Config(
+            **SIZES,
+            head_dim=8,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "ernie4_5_moe": Ernie4_5_MoeConfig(
+            **SIZES,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=1,
+            **NO_TOKENS,
+        ),
         "smollm3": SmolLM3Config(
             **SIZES | {"num_hidden_layers": 3},
             no_rope_layers=[1, 0, 1],
@@ -394,6 +452,90 @@ def cases() -> dict[str, PreTrainedConfig]:
             **NO_TOKENS,
         ),
         "gemma": GemmaConfig(**SIZES, head_dim=16, attention_bias=True),
+        "ministral": MinistralConfig(
+            **SIZES,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+            head_dim=16,
+            **NO_TOKENS,
+        ),
+        "ministral3": Ministral3Config(
+            **SIZES, head_dim=16, rope_parameters=MINISTRAL3_ROPE, **NO_TOKENS
+        ),
+        "mistral3": Mistral3Config(
+            text_config={
+                "model_type": "ministral3",
+                **SIZES,
+                "head_dim": 8,
+                "rope_parameters": MINISTRAL3_ROPE,
+                "tie_word_embeddings": True,
+            },
+            vision_config=PIXTRAL,
+            tie_word_embeddings=True,
+        ),
+        "olmo3": Olmo3Config(
+            **SIZES,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            attention_bias=True,
+            **NO_TOKENS,
+        ),
+        "cwm": CwmConfig(
+            **SIZES,
+            head_dim=16,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention"],
+            rope_parameters=LLAMA3_ROPE,
+            **NO_TOKENS | {"bos_token_id": 1, "eos_token_id": 2},
+        ),
+        "hunyuan": HunYuanDenseV1Config(
+            **SIZES,
+            head_dim=16,
+            rope_parameters={**DYNAMIC_ROPE, "factor": 1.0, "alpha": 3.0},
+            **NO_TOKENS,
+        ),
+        "hunyuan_bias_tied": HunYuanDenseV1Config(
+            **SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=True, **NO_TOKENS
+        ),
+        "hunyuan_moe": HunYuanMoEV1Config(
+            **SIZES, head_dim=16, num_experts=5, moe_topk=[2, 2], **NO_TOKENS
+        ),
+        "apertus": ApertusConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "qwen2_moe": Qwen2MoeConfig(
+            **SIZES,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            mlp_only_layers=[1],
+        ),
+        "olmoe": OlmoeConfig(
+            **SIZES, num_experts=5, num_experts_per_tok=2, clip_qkv=1.0, **NO_TOKENS
+        ),
+        "olmoe_renormalised": OlmoeConfig(
+            **SIZES | {"intermediate_size": 24},
+            num_experts=5,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            **NO_TOKENS,
+        ),
+        "glm4_moe": Glm4MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            use_qk_norm=True,
+            attention_bias=True,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_shared_experts=2,
+            routed_scaling_factor=1.5,
+        ),
         "seed_oss": SeedOssConfig(**SIZES, head_dim=16),
         "seed_oss_biases": SeedOssConfig(
             **SIZES,

@@ -14,7 +14,7 @@ itself in the dense form. Parameters of ``Attention``:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -34,6 +34,7 @@ from pallas_kernels.lib.numerics import (
     split_heads,
     with_values,
 )
+from pallas_kernels.lib.softmax import capped
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -96,6 +97,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
+            cap=c.cap,
             values=c.values,
             sinks=param(self, "sinks") if c.sinks else None,
             only=only,
@@ -196,6 +198,7 @@ def attend(
     values: Values = "projected",
     sinks: jax.Array | None = None,  # [N]
     only: jax.Array | None = None,  # int32[B]
+    cap: float | None = None,
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
 
@@ -207,9 +210,9 @@ def attend(
         qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
         values = "projected"
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only)
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only, cap)
     pages, d = ctx.pages[0], ctx.num_decodes
-    static = {"scale": scale, "window": window}
+    static: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
     if qkv.shape[0] == d:
         return _decode(qkv, state, ctx, angles, qk_norm, values, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
@@ -238,6 +241,7 @@ def prefill(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Attend for the tokens of prompts, whose keys and values are in the pages."""
     assert ctx.rows is not None
@@ -252,6 +256,7 @@ def prefill(
         sinks=sinks,
         scale=scale,
         window=window,
+        cap=cap,
     )
     return paged_prefill(args, ctx.pinned("paged_prefill"))
 
@@ -289,6 +294,7 @@ def _decode(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> tuple[jax.Array, LayerArrays]:  # [rows, N, H]
     """Append and attend for the first rows, one token each."""
     rows, pages = qkv.shape[0], ctx.pages[0]
@@ -307,6 +313,7 @@ def _decode(
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
+        cap=cap,
         values=values,
     )
     out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
@@ -322,6 +329,7 @@ def _dense(
     window: int | None,
     sinks: jax.Array | None,  # [N]
     only: jax.Array | None,  # int32[B]
+    cap: float | None,
 ) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
     """Attention of one whole sequence over itself, and its keys and values [T, K, H]."""
     if ctx.angles:
@@ -330,7 +338,7 @@ def _dense(
     else:
         q, k, v = split_heads(qkv, num_kv_heads)
     q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
-    out = dense_attention(q, k, v, ctx, scale, window, sinks)
+    out = dense_attention(q, k, v, ctx, scale, window, sinks, cap)
     return out if only is None else out[only], {"k": k, "v": v}
 
 
@@ -342,6 +350,7 @@ def dense_attention(
     scale: float,
     window: int | None,
     sinks: jax.Array | None = None,  # [N]
+    cap: float | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     t, n, h = q.shape
@@ -351,7 +360,7 @@ def dense_attention(
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
-    scores = jnp.where(visible, scores * scale, -jnp.inf)
+    scores = jnp.where(visible, capped(scores * scale, cap), -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     if sinks is not None:
         beside = jnp.broadcast_to(sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
