@@ -24,6 +24,7 @@ from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 
+_POSITIONS = 2048  # transformers' default
 _NAMES = TensorNames(
     embed="word_embeddings",
     layer="h.{}.",
@@ -50,6 +51,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     sizes = {
         "num_key_value_heads": 1 if one_head else kv_heads,
         "intermediate_size": hf.positive_int(config, "ffn_hidden_size", 4 * width),
+        "max_position_embeddings": hf.positive_int(config, "max_position_embeddings", _POSITIONS),
     }
     return gqa_config(
         hf.with_values(config, sizes),

@@ -42,6 +42,7 @@ _NORMS = NormSources(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "use_bidirectional_attention", False)
+    hf.supported_only(config, "hidden_act", "gelu_pytorch_tanh", "gelu")  # not the one in use
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
         config,

@@ -47,6 +47,8 @@ _SIZES = MappingProxyType(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.supported_only(config, "rotary", True)
+    hf.supported_only(config, "scale_attn_weights", True)
     sizes = {common: hf.positive_int(config, own) for common, own in _SIZES.items()}
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     sizes["intermediate_size"] = hf.positive_int(config, "n_inner", 4 * width)

@@ -36,11 +36,10 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "use_qk_norm", True)
     hf.supported_only(config, "use_cla", False)
-    bias, heads = (
-        hf.flag(config, "attention_bias", False),
-        hf.positive_int(config, "num_attention_heads"),
-    )
-    head_dim = hf.positive_int(config, "head_dim", hf.positive_int(config, "hidden_size") // heads)
+    hf.supported_only(config, "use_rotary_pos_emb", True)
+    hf.supported_only(config, "norm_type", "rms")
+    bias, head_dim = hf.flag(config, "attention_bias", False), hf.head_dim(config)
+    hf.supported_only(config, "attention_head_dim", head_dim)
     windows, ffns = windows_by_layer(config, None), None
     if "HunYuanMoEV1ForCausalLM" in config.get("architectures", ()):
         ffns = [_experts(config)] * len(windows)

@@ -31,6 +31,9 @@ _NORMS = NormSources(several=affine_plus_one)
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    part = hf.positive_float(config, "partial_rotary_factor", _PARTIAL_ROTARY)
+    hf.supported_only(config, "rope_percent", part)
+    hf.supported_only(config, "kv_channels", hf.head_dim(config))
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
         config,

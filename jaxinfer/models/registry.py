@@ -52,6 +52,7 @@ _MODULES = (
     ("Glm4MoeForCausalLM", "jaxinfer.models.glm4_moe"),
     ("SeedOssForCausalLM", "jaxinfer.models.seed_oss"),
     ("Ernie4_5ForCausalLM", "jaxinfer.models.ernie4_5"),
+    ("Ernie4_5_ForCausalLM", "jaxinfer.models.ernie4_5"),  # of older files
     ("Ernie4_5_MoeForCausalLM", "jaxinfer.models.ernie4_5"),
     ("Exaone4ForCausalLM", "jaxinfer.models.exaone4"),
     ("Starcoder2ForCausalLM", "jaxinfer.models.starcoder2"),

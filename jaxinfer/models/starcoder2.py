@@ -30,6 +30,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "mlp_type", "default")
     hf.supported_only(config, "norm_type", "layer_norm")
+    for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        hf.supported_only(config, key, True)
+    hf.supported_only(config, "scale_attn_weights", True)
+    config.get("activation_function")  # hidden_act is the one in use
+    eps = hf.positive_float(config, "norm_epsilon", 1e-5)
+    hf.supported_only(config, "layer_norm_epsilon", eps)
     bias = hf.flag(config, "use_bias", True)
     return gqa_config(
         config,
@@ -42,7 +48,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         gated=False,
         activation=hf.activation(config, "hidden_act", "gelu_pytorch_tanh"),
         norm="layer",
-        norm_eps=hf.positive_float(config, "norm_epsilon", 1e-5),
+        norm_eps=eps,
         tied=True,
     )
 

@@ -15,6 +15,8 @@ from kit.tiny_models import NAMES, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 
+READ = json.loads((Path(__file__).parents[1] / "data" / "configs_read.json").read_text())
+
 # Keys of other families, with a value that would change the result.
 CHANGES: dict[str, Any] = {
     "rope_ratio": 2.0,
@@ -123,9 +125,9 @@ def test_keys_that_change_nothing(name: str) -> None:
     assert build_model({**config, **neutral, **off, **other}, "float32") == expected
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED | READ)
 def test_published_configs_are_accepted(name: str) -> None:
-    config = PUBLISHED[name]
+    config = (PUBLISHED | READ)[name]
     keys = ("max_position_embeddings", "n_positions", "model_max_length")
     positions = next(config[key] for key in keys if key in config)
     default = config.get("original_max_position_embeddings") or positions  # of LongRoPE
