@@ -28,9 +28,12 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
+from jaxinfer.engine.start.join import join, starting
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
+from jaxinfer.engine.start.observers import observers_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.weights import EngineWeights
@@ -71,6 +74,24 @@ def plan_engine(
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    joined = join(config)
+    with starting(joined):
+        plan = _planned(config, cache_dir, bundle, progress, platform_of_backend, mesh)
+        if joined is None:
+            return plan
+        joined.agree(described(plan))
+        return replace(plan, joined=joined)
+
+
+def _planned(
+    config: EngineConfig,
+    cache_dir: Path,
+    bundle: Bundle | None,
+    progress: Progress,
+    platform_of_backend: Callable[[], str] | None,
+    mesh: Mesh | None,
+) -> EnginePlan:
+    """See ``plan_engine``."""
     platform = check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
@@ -99,7 +120,7 @@ def plan_engine(
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    device = least_memory(placement.devices)
+    device = least_memory(placement.own_devices)
     sizes = resolve(config, given, model, device, pins, placement)
     if sizes.note:
         progress.note(sizes.note)
@@ -131,7 +152,9 @@ def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
     """The devices: those of the mesh, or as many as the settings say."""
     count = config.tensor_parallel_size
     if mesh is None:
-        return default_placement(count or 1)
+        return default_placement(count or 1, config.num_hosts)
+    if config.hosts is not None:
+        raise ConfigError("a mesh is of one host; leave out num_hosts")
     placement = placement_in(mesh)
     if count not in (None, placement.num_devices):
         raise ConfigError(
@@ -174,12 +197,19 @@ def build_engine(
     the settings have one. That is for engines that run for long: if the process exits before all
     are compiled, the bundle is not saved.
     """
-    devices = plan.program.placement.devices
+    devices, observers = plan.program.placement.devices, observers_of(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
-    loaded = load(plan, progress, serves_early and len(devices) == 1)
+    loads_later = serves_early and len(devices) == 1
+    with starting(joined := plan.joined):
+        if joined is not None:
+            share_executables(plan, progress)
+        loaded = load(plan, progress, loads_later)
+        if joined is not None:
+            wait_for_others(joined)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
-    executor = Executor(plan.program, executables, *state)
-    for device in devices:
+    send = None if joined is None else joined.send
+    executor = Executor(plan.program, executables, *state, send)
+    for device in plan.program.placement.own_devices:
         release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()
@@ -206,6 +236,7 @@ def build_engine(
         start=start_stats,
         weights=EngineWeights(plan, executor),
         later=later,
+        observers=observers,
     )
     if executables.later is not None:
         executables.later.begin_others()

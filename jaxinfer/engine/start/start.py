@@ -18,7 +18,7 @@ from jaxinfer.core.config import (
     EngineConfig,
     prepare_backend,
 )
-from jaxinfer.core.errors import CacheError
+from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.core.host_memory import gc_paused
 from jaxinfer.core.json_text import read_json
 from jaxinfer.core.owners import check_tree
@@ -40,6 +40,11 @@ def start_engine(
     ``tell_plan``: what the settings became is a note, not a detail. ``serves_early``: see
     ``build_engine``.
     """
+    if config.host_rank:
+        raise ConfigError(
+            f"host_rank is {config.host_rank}, and host 0 alone answers; on the others run "
+            "`jaxinfer serve` or `jaxinfer generate`, which follow it"
+        )
     with progress.phase("the engine starts"):
         with backend_starting(config) as platform:
             from jaxinfer.engine.start.build import build_engine, plan_engine
@@ -63,7 +68,7 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
         import jax
 
         share = _allocator_share(config)
-        if share is None:
+        if share is None or config.hosts is not None:  # the hosts join before the backend starts
             yield jax.default_backend
             return
         prepare_backend(share)  # now: the environment must not change while CUDA reads it
