@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import structs
 
-from bench.serve.run import rate_of
-from bench.serve.workload import arrivals
+from jaxinfer.bench.numbers import percentile
+from jaxinfer.bench.offer import rate_of
+from jaxinfer.bench.workload import arrivals
 from jaxinfer.cli.settings import size
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.limits import Limits
@@ -112,7 +113,7 @@ class Outcome:
         gaps = np.concatenate([np.diff(times) for times in self.tokens])
         e2el = [times[-1] - sent for sent, times in pairs]
         parts = [
-            f"{name} {np.median(values):.2f} / {np.percentile(values, 99):.2f}"
+            f"{name} {percentile(values, 50):.2f} / {percentile(values, 99):.2f}"
             for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", gaps), ("e2el", e2el))
         ]
         rate = 1e3 * sum(map(len, self.tokens)) / max(times[-1] for times in self.tokens)

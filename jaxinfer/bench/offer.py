@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.serve.client import Answer, Client
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.core.errors import BenchError
 
 RETRY_SECONDS = 0.5
 
 
-class NotReady(Exception):
+class NotReady(BenchError):
     """The server did not answer a request in time."""
 
 
@@ -26,6 +27,7 @@ class Outcome:
     """Answers in the order of the requests; wall seconds; CPU seconds of this process."""
 
     answers: list[Answer]
+    start: float  # of ``time.perf_counter``
     seconds: float
     cpu_seconds: float
 
@@ -57,7 +59,7 @@ async def offer(
             await asyncio.sleep(delay)
         tasks.append(asyncio.create_task(ask(body)))
     answers = await asyncio.gather(*tasks)
-    return Outcome(answers, time.perf_counter() - start, time.process_time() - cpu)
+    return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
 
 
 async def wait_until_ready(client: Client, path: str, body: bytes, seconds: float) -> None:

@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from jaxinfer.core.errors import BenchError
+
 DONE = b"[DONE]"
 
 
-class ClientError(Exception):
+class ClientError(BenchError):
     """The server cannot be reached, or its response is not HTTP."""
 
 
@@ -63,6 +65,7 @@ class Answer:
     status: int = 0
     body: bytes = b""  # of an answer that is not a stream
     error: str = ""
+    end: float = 0.0  # when the response had been read, or had failed
 
     @property
     def ttft(self) -> float:
@@ -231,6 +234,14 @@ class Client:
             f"{line} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._headers}{head}\r\n"
         ).encode() + body
         answer = Answer(time.perf_counter())
+        try:
+            await self._exchange_for(request, answer)
+        finally:
+            answer.end = time.perf_counter()
+        return answer
+
+    async def _exchange_for(self, request: bytes, answer: Answer) -> None:
+        """Send a request over an idle or a new connection and fill in its answer."""
         while True:
             reused = bool(self._idle)
             try:
@@ -248,12 +259,12 @@ class Client:
                     raise
             except (ClientError, OSError) as error:
                 answer.error = str(error) or type(error).__name__
-                return answer
+                return
             if connection.reusable:
                 self._idle.append(connection)
             else:
                 connection.close()
-            return answer
+            return
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

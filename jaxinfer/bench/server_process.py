@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.serve.client import Client
+from jaxinfer.bench.client import Client
 
 READY_SECONDS = 300.0
 END_SECONDS = 60.0
