@@ -56,7 +56,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=int, default=8000)
     server.add_argument("--header", nargs="*", default=[], metavar="NAME=VALUE")
     server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--ready-check-timeout-sec", type=_positive, default=600)
+    server.add_argument("--ready-check-timeout-sec", type=positive, default=600)
     server.add_argument("--server-pid", type=int, help="also report memory of its process tree")
     server.add_argument("--device", help="name of the server's accelerator, for the report")
 
@@ -81,7 +81,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--prefix-repetition-num-prefixes", type=count, default=10)
     load.add_argument("--prefix-repetition-output-len", type=count, default=128)
     load.add_argument("--output-len", type=count, help="of every answer, in every dataset")
-    load.add_argument("--time-scale", type=_positive, default=1.0, help="of a trace's times")
+    load.add_argument("--time-scale", type=positive, default=1.0, help="of a trace's times")
     load.add_argument("--max-input-len", type=count, help="of a trace's prompts; cut to it")
     load.add_argument("--max-output-len", type=count, help="of a trace's answers; cut to it")
     load.add_argument(
@@ -89,7 +89,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--vocab-size", type=count, help="instead of --tokenizer")
     load.add_argument("--request-rate", type=_rate, default=math.inf, help="a second; or inf")
-    load.add_argument("--burstiness", type=_positive, default=1.0, help="1 is Poisson")
+    load.add_argument("--burstiness", type=positive, default=1.0, help="1 is Poisson")
     load.add_argument("--max-concurrency", type=count)
     load.add_argument("--num-warmups", type=int, default=0, help="the first prompt, unrecorded")
     load.add_argument("--seed", type=int, default=0)
@@ -102,7 +102,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     fields.add_argument("--top-p", type=float)
     fields.add_argument("--top-k", type=int)
     fields.add_argument("--min-p", type=float)
-    fields.add_argument("--extra-body", type=_object, default={}, help="a JSON object")
+    fields.add_argument("--extra-body", type=json_object, default={}, help="a JSON object")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +196,8 @@ def _gates(text: str) -> str:
     return text
 
 
-def _object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -220,7 +221,8 @@ def _rate(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A finite number above 0."""
     if not (number := _number(text)) > 0 or math.isinf(number):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number

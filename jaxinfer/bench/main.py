@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "throughput": ("offline", "throughput"),
         "latency": ("offline", "latency"),
         "startup": ("startup", "main"),
+        "compare": ("compare", "main"),
         "verify": ("verify", "main"),
     }
 )

@@ -34,6 +34,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Until the last chunk."""
         return sum(self.gaps_ns)
 
+    def with_counts(self, prompt_tokens: int, output_tokens: int) -> Record:
+        """The same with the server's counts."""
+        return msgspec.structs.replace(
+            self, prompt_tokens=prompt_tokens, output_tokens=output_tokens
+        )
+
 
 class Series(msgspec.Struct, kw_only=True):
     """One server or engine under one load. ``facts`` are measured values that no record holds."""

@@ -30,15 +30,16 @@ FILES = ("custom", "sharegpt", "humaneval")
 
 @dataclass(frozen=True)
 class Load:
-    """Requests and the seconds from the start at which they are sent."""
+    """Requests, their bodies, and the seconds from the start at which they are sent."""
 
+    queries: list[Query]
     bodies: list[bytes]
     times: list[float]
 
     @property
     def workload(self) -> str:
-        """SHA-256 of both."""
-        return fingerprint(self.bodies, self.times)
+        """SHA-256 of prompts, lengths and times, whatever server they are sent to."""
+        return fingerprint(self.queries, self.times)
 
 
 class Requests:
@@ -92,8 +93,10 @@ class Requests:
         bodies = [body_of(query, given.endpoint, model, fields) for query in queries]
         if given.dataset_name in TRACES:
             trace = read_trace(given.dataset_path, count)
-            return Load(bodies, [one.when * given.time_scale for one in trace])
-        return Load(bodies, arrivals(len(bodies), rate, given.burstiness, given.seed + round_))
+            return Load(queries, bodies, [one.when * given.time_scale for one in trace])
+        return Load(
+            queries, bodies, arrivals(len(bodies), rate, given.burstiness, given.seed + round_)
+        )
 
 
 def vocabulary(tokenizer: str | None, size: int | None) -> list[int]:

@@ -73,7 +73,11 @@ def _ratios(run: Run, peer: str, records: Records, figures: Figures) -> dict[str
         absent = [one for one in run.series if one.backend == peer and one.reason]
         reason = absent[0].reason if absent else "no round has both engines"
         return {"reason": reason, "rounds": [], "figures": {}}
+    hashes = {one.name: one.workload for one in run.series}
     for number in rounds:
+        if hashes[ours[number]] != hashes[theirs[number]]:
+            reason = f"no ratio: round {number} sent them different requests"
+            return {"reason": reason, "rounds": rounds, "figures": {}}
         if difference := count_difference(records[ours[number]], records[theirs[number]]):
             reason = f"no ratio: in round {number} {difference}"
             return {"reason": reason, "rounds": rounds, "figures": {}}

@@ -143,13 +143,17 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     return (times * (count / rate / times[-1])).tolist()
 
 
-def body_of(query: Query, path: str, model: str, extra: Mapping[str, Any]) -> bytes:
+def body_of(
+    query: Query, path: str, model: str, extra: Mapping[str, Any], *, usage: bool = True
+) -> bytes:
     """JSON of a streamed request to a completions route or a chat route.
 
-    Raises ``BenchError`` for token ids in a chat.
+    ``usage``: whether the stream is to end with token counts. Raises ``BenchError`` for token ids
+    in a chat.
     """
     body: dict[str, Any] = {"model": model, "max_tokens": query.max_tokens, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
     if path.endswith("/chat/completions"):
         if not isinstance(query.prompt, str):
             raise BenchError("a chat takes text; use --dataset-name custom or sharegpt with it")
@@ -159,9 +163,9 @@ def body_of(query: Query, path: str, model: str, extra: Mapping[str, Any]) -> by
     return msgspec.json.encode({**body, **extra})
 
 
-def fingerprint(bodies: Sequence[bytes], times: Sequence[float]) -> str:
+def fingerprint(queries: Sequence[Query], times: Sequence[float]) -> str:
     """SHA-256 of requests and the times at which they are sent."""
     digest = hashlib.sha256()
-    for body, when in zip(bodies, times, strict=True):
-        digest.update(f"{when:.6f} {len(body)} ".encode() + body)
+    for query, when in zip(queries, times, strict=True):
+        digest.update(msgspec.json.encode((query.prompt, query.max_tokens, f"{when:.6f}")))
     return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""``jaxinfer bench compare``: the same requests to several engines, round by round.
+
+In each round every engine gets the same prompts at the same times; the next round has other ones,
+so that no prefix is cached, and begins with another engine. One server runs at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from jaxinfer.bench.arguments import (
+    Parser,
+    add_report,
+    add_workload,
+    count,
+    json_object,
+    positive,
+    report_fields,
+    request_fields,
+    settings_of,
+)
+from jaxinfer.bench.backends import BACKENDS, Peer
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.folder import Folder, default_path, finished, now
+from jaxinfer.bench.numbers import rotated
+from jaxinfer.bench.offer import NotReady
+from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
+from jaxinfer.bench.report import number as shown
+from jaxinfer.bench.requests import Load, Requests
+from jaxinfer.bench.serve import Target, conclude, first_model
+from jaxinfer.bench.server_process import CommandProcess, free_port
+from jaxinfer.bench.workload import Query, body_of
+from jaxinfer.core.errors import BenchError
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser("compare", (__doc__ or "").splitlines()[0])
+    made.add_argument(
+        "--backends",
+        type=lambda text: text.split(","),
+        default=list(BACKENDS),
+        help=f"default: {','.join(BACKENDS)}",
+    )
+    made.add_argument("--model", help="of every engine that has no --model-NAME")
+    made.add_argument("--rounds", type=count, default=3)
+    made.add_argument("--prompts", choices=("auto", "ids", "text"), default="auto")
+    made.add_argument("--ready-check-timeout-sec", type=positive, default=600)
+    made.add_argument("--resume", action="store_true", help="measure what --output lacks")
+    for name in BACKENDS:
+        group = made.add_argument_group(name)
+        group.add_argument(f"--python-{name}", default=sys.executable, metavar="PATH")
+        group.add_argument(f"--url-{name}", metavar="URL", help="a server that runs already")
+        group.add_argument(f"--command-{name}", help="with {model} and {port}, in its place")
+        group.add_argument(f"--model-{name}")
+        group.add_argument(f"--args-{name}", type=shlex.split, default=[], metavar="FLAGS")
+        group.add_argument(f"--extra-body-{name}", type=json_object, default={}, metavar="JSON")
+    add_workload(made)
+    add_report(made)
+    return made
+
+
+def peers_of(given: argparse.Namespace) -> list[Peer]:
+    """The engines of the command line; raises ``BenchError`` for one without a model."""
+    if unknown := [name for name in given.backends if name not in BACKENDS]:
+        raise BenchError(f"{unknown[0]!r} is no backend; choose among {', '.join(BACKENDS)}")
+    peers: list[Peer] = []
+    for name in dict.fromkeys(given.backends):
+        own = {key: getattr(given, f"{key}_{name}") for key in ("python", "url", "command", "args")}
+        model = getattr(given, f"model_{name}") or given.model
+        if model is None and own["url"] is None:
+            raise BenchError(f"{name} has no model; give --model or --model-{name}")
+        peers.append(
+            Peer(
+                backend=BACKENDS[name],
+                model=model or "",
+                python=own["python"],
+                url=own["url"],
+                command=own["command"],
+                more=tuple(own["args"]),
+                extra_body=getattr(given, f"extra_body_{name}"),
+            )
+        )
+    return peers
+
+
+class Comparison:
+    """The rounds of a run: what each engine is sent, and what came of it."""
+
+    def __init__(self, given: argparse.Namespace, peers: Sequence[Peer], folder: Folder) -> None:
+        self.given, self.peers, self.folder = given, peers, folder
+        self.requests = Requests(given)
+        needs_text = not all(peer.backend.takes_token_ids for peer in peers)
+        self.texts = given.prompts == "text" or (given.prompts == "auto" and needs_text)
+        self.absent: dict[str, str] = {}  # why a backend cannot be started
+
+    def run(self) -> None:
+        """Measure every series that the folder lacks."""
+        done = {one.name for one in self.folder.run.series if one.state == COMPLETE}
+        versions: dict[str, str] = {}
+        for peer in self.peers:
+            try:
+                versions[peer.name] = peer.version()
+            except NotReady as error:
+                self.absent[peer.name] = str(error)
+        self.folder.environment["engines"] = versions
+        by_name = {peer.name: peer for peer in self.peers}
+        for round_ in range(self.given.rounds):
+            queries, times = self._round(round_)
+            for name in rotated(list(by_name), round_):
+                if f"{name}-{round_}" not in done:
+                    self._series(by_name[name], round_, queries, times)
+
+    def _round(self, round_: int) -> tuple[list[Query], list[float]]:
+        given = self.given
+        load = self.requests.load("", given.num_prompts, given.request_rate, round_)
+        if not self.texts:
+            return load.queries, load.times
+        return as_texts(load.queries, given.tokenizer), load.times
+
+    def _series(self, peer: Peer, round_: int, queries: list[Query], times: list[float]) -> None:
+        rate = self.given.request_rate
+        series = Series(
+            name=f"{peer.name}-{round_}",
+            backend=peer.name,
+            round=round_,
+            rate=None if math.isinf(rate) else rate,
+        )
+        records: list[Record] = []
+        try:
+            if reason := self.absent.get(peer.name):
+                raise NotReady(reason)
+            records = self._measured(peer, series, queries, times)
+        except NotReady as error:
+            self.absent[peer.name] = str(error)
+            series.state, series.reason = MISSING, str(error)
+        self.folder.add(series, records)
+        words = series.reason or f"{len(records)} requests"
+        print(f"{series.name}: {series.state}: {words}", flush=True)
+
+    def _measured(
+        self, peer: Peer, series: Series, queries: list[Query], times: list[float]
+    ) -> list[Record]:
+        """Start the engine, measure, end it."""
+        if peer.url is not None:
+            return asyncio.run(self._offer(peer, peer.url, None, series, queries, times))
+        port = free_port()
+        log = self.folder.log_path(series.name).open("wb")
+        try:
+            process = CommandProcess(peer.command_line(port), log)
+        except NotReady:
+            log.close()
+            raise
+        with process:
+            url = f"http://127.0.0.1:{port}"
+            return asyncio.run(self._offer(peer, url, process, series, queries, times))
+
+    async def _offer(
+        self,
+        peer: Peer,
+        url: str,
+        process: CommandProcess | None,
+        series: Series,
+        queries: list[Query],
+        times: list[float],
+    ) -> list[Record]:
+        given, client, begin = self.given, Client(url), time.perf_counter()
+        until = process.until if process else _awaited
+        seconds = given.ready_check_timeout_sec
+        model = peer.model
+        if peer.backend.lists_models:
+            try:
+                model = await until(first_model(client, seconds))
+            except BenchError as error:
+                raise NotReady(f"it was not ready in {seconds:g} s ({error})") from error
+        fields = peer.fields(request_fields(given))
+        usage = "stream_options" not in peer.backend.omitted
+        bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
+        load = Load(queries, bodies, times)
+        target = Target(client, model, given.endpoint, process.pid if process else None)
+        await until(target.warm_up(load, given.num_warmups, seconds))
+        series.facts["ready_s"] = time.perf_counter() - begin
+        records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
+        if not peer.backend.streams_usage and series.state == COMPLETE:
+            records = await counted(target, bodies, records)
+        if process and (end := process.end):
+            series.state, series.reason = PARTIAL, end
+        client.close()
+        return records
+
+
+async def _awaited[T](wait: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, for a server that another program started."""
+    return await wait
+
+
+async def counted(
+    target: Target, bodies: Sequence[bytes], records: Sequence[Record]
+) -> list[Record]:
+    """The records with the server's counts, which its streams lack: each request is sent again
+    without a stream, after the measurement.
+    """
+    found: list[Record] = []
+    for body, record in zip(bodies, records, strict=True):
+        asked = {**json.loads(body), "stream": False}
+        answer = await target.client.post(target.endpoint, json.dumps(asked).encode())
+        found.append(record.with_counts(answer.prompt_tokens, answer.output_tokens))
+    return found
+
+
+def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
+    """The prompts as texts, for servers that take no token ids; raises ``BenchError`` without a
+    tokenizer.
+    """
+    if all(isinstance(query.prompt, str) for query in queries):
+        return list(queries)
+    if tokenizer is None:
+        raise BenchError(
+            "an engine takes no token ids, so prompts are decoded; give --tokenizer, or leave it "
+            "out of --backends"
+        )
+    from jaxinfer.core.config import cache_root
+    from jaxinfer.core.progress import NO_PROGRESS
+    from jaxinfer.text.tokenizer import load_tokenizer
+    from jaxinfer.weights.sources import resolve_source
+
+    source = resolve_source(tokenizer, cache_dir=cache_root(), progress=NO_PROGRESS)
+    decode = load_tokenizer(source.tokenizer_spec()).decode
+    return [
+        query if isinstance(query.prompt, str) else Query(decode(query.prompt), query.max_tokens)
+        for query in queries
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, write; the exit code."""
+    given = parser().parse_args(arguments)
+    peers = peers_of(given)
+    described = Run(
+        command="compare", created=now(), settings=settings_of(given), **report_fields(given)
+    )
+    path = given.output or default_path("compare")
+    resumed = given.resume and path.exists() and any(path.iterdir())
+    folder = Folder.resume(path, described) if resumed else Folder.create(path, described)
+    with finished(folder):
+        Comparison(given, peers, folder).run()
+    result = folder.finish()
+    for peer, one in result["ratios"].items():
+        if one["reason"]:
+            print(f"{peer}: {one['reason']}")
+        for figure, row in one["figures"].items():
+            if figure.startswith(("p50", "p99", "output")):
+                print(f"{figure:20} {shown(row['median']):>8} of {peer}'s")
+    return conclude(folder, result)
