@@ -91,7 +91,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--request-rate", type=_rate, default=math.inf, help="a second; or inf")
     load.add_argument("--burstiness", type=positive, default=1.0, help="1 is Poisson")
     load.add_argument("--max-concurrency", type=count)
-    load.add_argument("--num-warmups", type=int, default=0, help="the first prompt, unrecorded")
+    load.add_argument("--num-warmups", type=int, default=0, help="requests before, unrecorded")
     load.add_argument("--seed", type=int, default=0)
 
     fields = parser.add_argument_group(

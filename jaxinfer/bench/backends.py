@@ -1,4 +1,4 @@
-"""The engines that `jaxinfer bench compare` knows: how each is started, and what its server takes."""
+"""The engines that ``compare`` knows: how each is started, and what its server takes."""
 
 from __future__ import annotations
 

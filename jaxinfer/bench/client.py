@@ -176,8 +176,10 @@ class _Connection(asyncio.Protocol):
             answer.error = f"HTTP {status}: {answer.body[:500].decode(errors='replace')}"
         elif self._is_of_type(b"application/json"):
             answer.take(answer.body, self._now)
-        elif self._is_of_type(b"text/event-stream") and not self._done_seen and not answer.error:
-            answer.error = "the stream ended without [DONE]"
+        elif self._is_of_type(b"text/event-stream"):
+            ended = self._done_seen or answer.output_tokens  # transformers ends with the counts
+            if not ended and not answer.error:
+                answer.error = "the stream ended without [DONE]"
         self._finish(None)
 
     def _is_of_type(self, media_type: bytes) -> bool:

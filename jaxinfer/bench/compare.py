@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from typing import Any
 
 from jaxinfer.bench.arguments import (
@@ -172,29 +173,41 @@ class Comparison:
         queries: list[Query],
         times: list[float],
     ) -> list[Record]:
-        given, client, begin = self.given, Client(url), time.perf_counter()
+        given, begin = self.given, time.perf_counter()
         until = process.until if process else _awaited
-        seconds = given.ready_check_timeout_sec
-        model = peer.model
-        if peer.backend.lists_models:
-            try:
-                model = await until(first_model(client, seconds))
-            except BenchError as error:
-                raise NotReady(f"it was not ready in {seconds:g} s ({error})") from error
-        fields = peer.fields(request_fields(given))
+        with closing(Client(url)) as client:
+            model = await self._model(peer, client, until)
+            target = Target(client, model, given.endpoint, process.pid if process else None)
+            first = as_texts(self.requests.warm_up(), given.tokenizer) if self.texts else None
+            warm = self._load(peer, model, first or self.requests.warm_up(), [0.0])
+            await until(target.warm_up(warm, given.num_warmups, given.ready_check_timeout_sec))
+            series.facts["ready_s"] = time.perf_counter() - begin
+            load = self._load(peer, model, queries, times)
+            records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
+            if not peer.backend.streams_usage and series.state == COMPLETE:
+                records = await counted(target, load.bodies, records)
+            if process and (end := process.end):
+                series.state, series.reason = PARTIAL, end
+            return records
+
+    def _load(self, peer: Peer, model: str, queries: list[Query], times: list[float]) -> Load:
+        """The requests as this server takes them."""
+        given, fields = self.given, peer.fields(request_fields(self.given))
         usage = "stream_options" not in peer.backend.omitted
         bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
-        load = Load(queries, bodies, times)
-        target = Target(client, model, given.endpoint, process.pid if process else None)
-        await until(target.warm_up(load, given.num_warmups, seconds))
-        series.facts["ready_s"] = time.perf_counter() - begin
-        records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
-        if not peer.backend.streams_usage and series.state == COMPLETE:
-            records = await counted(target, bodies, records)
-        if process and (end := process.end):
-            series.state, series.reason = PARTIAL, end
-        client.close()
-        return records
+        return Load(queries, bodies, times)
+
+    async def _model(self, peer: Peer, client: Client, until: Any) -> str:
+        """The name that requests give to the model."""
+        if not peer.backend.lists_models:
+            return peer.model
+        seconds = self.given.ready_check_timeout_sec
+        try:
+            return await until(first_model(client, seconds))
+        except NotReady:
+            raise
+        except BenchError as error:
+            raise NotReady(f"it was not ready in {seconds:g} s ({error})") from error
 
 
 async def _awaited[T](wait: Coroutine[Any, Any, T]) -> T:

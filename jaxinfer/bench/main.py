@@ -19,11 +19,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "throughput": ("offline", "throughput"),
         "latency": ("offline", "latency"),
         "startup": ("startup", "main"),
+        "sweep": ("sweep", "main"),
+        "replay": ("serve", "replay"),
         "compare": ("compare", "main"),
+        "plan": ("plan", "main"),
         "verify": ("verify", "main"),
     }
 )
-OF_ENGINES = frozenset(("throughput", "latency"))  # whose other flags are the engine's
+OF_ENGINES = frozenset(("throughput", "latency", "plan"))  # whose other flags are the engine's
 
 
 def run(arguments: list[str], read_settings: ReadSettings) -> int:

@@ -25,6 +25,7 @@ from jaxinfer.bench.workload import (
 from jaxinfer.core.errors import BenchError, JaxinferError
 
 TRACES = ("mooncake", "azure")
+WARM_UP_ROUND = 10_000  # beyond any round that is measured
 FILES = ("custom", "sharegpt", "humaneval")
 
 
@@ -84,6 +85,10 @@ class Requests:
                     max_output_len=given.output_len or given.max_output_len,
                 )
         return read_queries(given.dataset_path, count, given.output_len, seed)
+
+    def warm_up(self) -> list[Query]:
+        """One prompt like those of the workload, but none of them, so that no prefix is cached."""
+        return self.queries(1, WARM_UP_ROUND)
 
     def load(self, model: str, count: int, rate: float, round_: int = 0) -> Load:
         """``count`` requests at ``rate`` a second, or at a trace's own times."""

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.offer import Outcome, offer, rate_of, wait_until_ready
 from jaxinfer.bench.process_tree import tree_memory
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
-from jaxinfer.bench.requests import TRACES, Load, Requests
+from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
 from jaxinfer.core.errors import BenchError
 
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
@@ -43,9 +43,9 @@ def level_size(rate: float) -> int:
     return 512 if math.isinf(rate) else max(15, round(12 * rate))
 
 
-def parser() -> Parser:
-    """The command line."""
-    made = Parser("serve", (__doc__ or "").splitlines()[0])
+def parser(command: str) -> Parser:
+    """The command line of ``serve`` or ``replay``."""
+    made = Parser(command, (__doc__ or "").splitlines()[0])
     add_server(made)
     add_workload(made)
     add_report(made)
@@ -106,27 +106,25 @@ async def target_of(given: argparse.Namespace) -> Target:
     return Target(client, model, given.endpoint, given.server_pid)
 
 
-async def run(given: argparse.Namespace) -> Folder:
+async def run(given: argparse.Namespace, command: str) -> Folder:
     """Measure one level or the sweep; returns the finished folder."""
     requests = Requests(given)
     rates = [_rate(text) for text in given.sweep.split(",")] if given.sweep else None
-    path = given.output or default_path("serve")
+    path = given.output or default_path(command)
     described = Run(
-        command="serve", created=now(), settings=settings_of(given), **report_fields(given)
+        command=command, created=now(), settings=settings_of(given), **report_fields(given)
     )
     target = await target_of(given)
-    device = {"device": given.device} if given.device else {}
-    version = (await target.client.get("/version")).body.decode(errors="replace")
-    environment = {"server": version, "model": target.model, **device}
+    environment = await environment_of(target, given.device)
     levels = rates or [given.request_rate]
-    first = requests.load(target.model, 1, math.inf)
-    with finished(Folder.create(path, described, environment)) as folder:
+    first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+    with closing(target.client), finished(Folder.create(path, described, environment)) as folder:
         await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
         idle = {f"idle_{name}": value for name, value in target.memory().items()}
         for rate in levels:
             count = level_size(rate) if rates else given.num_prompts
             series = Series(
-                name=f"rate-{rate:g}" if rates else "serve",
+                name=f"rate-{rate:g}" if rates else command,
                 backend="server",
                 rate=_offered(given, rate),
                 facts=dict(idle),
@@ -138,8 +136,14 @@ async def run(given: argparse.Namespace) -> Folder:
             folder.add(series, records)
             if series.state != COMPLETE:
                 break
-    target.client.close()
     return folder
+
+
+async def environment_of(target: Target, device: str | None) -> dict[str, str]:
+    """The server's own version, its model, and the device as the command line names it."""
+    version = (await target.client.get("/version")).body.decode(errors="replace")
+    named = {"device": device} if device else {}
+    return {"server": version.strip(), "model": target.model, **named}
 
 
 def _offered(given: argparse.Namespace, rate: float) -> float | None:
@@ -199,8 +203,22 @@ def vllm_result(folder: Folder, result: Mapping[str, Any], detailed: bool) -> di
 
 def main(arguments: list[str]) -> int:
     """Measure, print, write; the exit code."""
-    given = parser().parse_args(arguments)
-    folder = asyncio.run(run(given))
+    return _measured(parser("serve").parse_args(arguments), "serve")
+
+
+def replay(arguments: list[str]) -> int:
+    """The same with the requests and times of a trace; the exit code."""
+    made = parser("replay")
+    made.add_argument("trace", type=Path, help="of Mooncake's or Azure's form; or .gz")
+    given = made.parse_args(arguments)
+    if given.sweep:
+        raise BenchError("a trace has times of its own; use several --time-scale, not --sweep")
+    given.dataset_name, given.dataset_path = TRACES[0], given.trace
+    return _measured(given, "replay")
+
+
+def _measured(given: argparse.Namespace, command: str) -> int:
+    folder = asyncio.run(run(given, command))
     result = folder.finish()
     for name, figures in result["series"].items():
         if given.sweep:

@@ -12,7 +12,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +67,7 @@ def _mooncake(text: str) -> list[Arrival]:
 def _azure(text: str) -> list[Arrival]:
     return [
         Arrival(
-            datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
+            datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=UTC).timestamp(),
             int(row["ContextTokens"]),
             int(row["GeneratedTokens"]),
         )

@@ -32,6 +32,10 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
     throughput  tokens a second of many prompts at once, without a server
     latency     milliseconds of one batch, without a server
     startup     time to the first token: cold, warm, with a bundle
+    compare     the same requests to several engines, in alternating rounds
+    sweep       the most requests a second within limits
+    replay      the requests and times of a trace
+    plan        memory, context, TTFT and TPOT of a config.json on a device
     verify      compute a run's figures and verdicts again from its records
     """
     from jaxinfer.bench.main import run
