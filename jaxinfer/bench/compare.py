@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.bench.arguments import (
@@ -36,7 +37,7 @@ from jaxinfer.bench.offer import NotReady
 from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
 from jaxinfer.bench.report import number as shown
 from jaxinfer.bench.requests import Load, Requests
-from jaxinfer.bench.serve import Target, conclude, first_model
+from jaxinfer.bench.serve import Target, conclude, first_model, level_size, rates_of
 from jaxinfer.bench.server_process import CommandProcess, free_port
 from jaxinfer.bench.workload import Query, body_of
 from jaxinfer.core.errors import BenchError
@@ -55,6 +56,7 @@ def parser() -> Parser:
     made.add_argument("--rounds", type=count, default=3)
     made.add_argument("--prompts", choices=("auto", "ids", "text"), default="auto")
     made.add_argument("--ready-check-timeout-sec", type=positive, default=600)
+    made.add_argument("--sweep", metavar="RATES", help="several rates in each round: 1,4,8")
     made.add_argument("--resume", action="store_true", help="measure what --output lacks")
     for name in BACKENDS:
         group = made.add_argument_group(name)
@@ -93,12 +95,22 @@ def peers_of(given: argparse.Namespace) -> list[Peer]:
     return peers
 
 
+@dataclass
+class Level:
+    """One round of one engine at one rate."""
+
+    series: Series
+    queries: list[Query]
+    times: list[float]
+
+
 class Comparison:
     """The rounds of a run: what each engine is sent, and what came of it."""
 
     def __init__(self, given: argparse.Namespace, peers: Sequence[Peer], folder: Folder) -> None:
         self.given, self.peers, self.folder = given, peers, folder
         self.requests = Requests(given)
+        self.rates = rates_of(given.sweep) if given.sweep else [given.request_rate]
         needs_text = not all(peer.backend.takes_token_ids for peer in peers)
         self.texts = given.prompts == "text" or (given.prompts == "auto" and needs_text)
         self.absent: dict[str, str] = {}  # why a backend cannot be started
@@ -115,80 +127,89 @@ class Comparison:
         self.folder.environment["engines"] = versions
         by_name = {peer.name: peer for peer in self.peers}
         for round_ in range(self.given.rounds):
-            queries, times = self._round(round_)
+            loads = [self._queries(number, round_) for number in range(len(self.rates))]
             for name in rotated(list(by_name), round_):
-                if f"{name}-{round_}" not in done:
-                    self._series(by_name[name], round_, queries, times)
+                levels = [
+                    Level(self._series(name, rate, round_), *load)
+                    for rate, load in zip(self.rates, loads, strict=True)
+                ]
+                if missing := [one for one in levels if one.series.name not in done]:
+                    self._measure(by_name[name], missing)
 
-    def _round(self, round_: int) -> tuple[list[Query], list[float]]:
-        given = self.given
-        load = self.requests.load("", given.num_prompts, given.request_rate, round_)
-        if not self.texts:
-            return load.queries, load.times
-        return as_texts(load.queries, given.tokenizer), load.times
+    def _queries(self, number: int, round_: int) -> tuple[list[Query], list[float]]:
+        """The requests of a round at one of the rates; no two of them have a prompt in common."""
+        given, rate = self.given, self.rates[number]
+        count = level_size(rate) if given.sweep else given.num_prompts
+        load = self.requests.load("", count, rate, round_ * len(self.rates) + number)
+        queries = as_texts(load.queries, given.tokenizer) if self.texts else load.queries
+        return queries, load.times
 
-    def _series(self, peer: Peer, round_: int, queries: list[Query], times: list[float]) -> None:
-        rate = self.given.request_rate
-        series = Series(
-            name=f"{peer.name}-{round_}",
-            backend=peer.name,
-            round=round_,
-            rate=None if math.isinf(rate) else rate,
-        )
-        records: list[Record] = []
+    def _series(self, name: str, rate: float, round_: int) -> Series:
+        at = f"-rate-{rate:g}" if self.given.sweep else ""
+        offered = None if math.isinf(rate) else rate
+        return Series(name=f"{name}-{round_}{at}", backend=name, round=round_, rate=offered)
+
+    def _measure(self, peer: Peer, levels: Sequence[Level]) -> None:
+        """Start an engine, offer it each level, end it; levels it did not reach are missing."""
+        left = list(levels)
         try:
             if reason := self.absent.get(peer.name):
                 raise NotReady(reason)
-            records = self._measured(peer, series, queries, times)
+            self._started(peer, left)
+            reason = "its server ended at the level before"
         except NotReady as error:
-            self.absent[peer.name] = str(error)
-            series.state, series.reason = MISSING, str(error)
+            reason = self.absent[peer.name] = str(error)
+        for level in left:
+            level.series.state, level.series.reason = MISSING, reason
+            self._add(level.series, [])
+
+    def _add(self, series: Series, records: Sequence[Record]) -> None:
         self.folder.add(series, records)
         words = series.reason or f"{len(records)} requests"
         print(f"{series.name}: {series.state}: {words}", flush=True)
 
-    def _measured(
-        self, peer: Peer, series: Series, queries: list[Query], times: list[float]
-    ) -> list[Record]:
-        """Start the engine, measure, end it."""
+    def _started(self, peer: Peer, left: list[Level]) -> None:
         if peer.url is not None:
-            return asyncio.run(self._offer(peer, peer.url, None, series, queries, times))
+            asyncio.run(self._offer(peer, peer.url, None, left))
+            return
         port = free_port()
-        log = self.folder.log_path(series.name).open("wb")
+        log = self.folder.log_path(left[0].series.name).open("wb")
         try:
             process = CommandProcess(peer.command_line(port), log)
         except NotReady:
             log.close()
             raise
         with process:
-            url = f"http://127.0.0.1:{port}"
-            return asyncio.run(self._offer(peer, url, process, series, queries, times))
+            asyncio.run(self._offer(peer, f"http://127.0.0.1:{port}", process, left))
 
     async def _offer(
-        self,
-        peer: Peer,
-        url: str,
-        process: CommandProcess | None,
-        series: Series,
-        queries: list[Query],
-        times: list[float],
-    ) -> list[Record]:
+        self, peer: Peer, url: str, process: CommandProcess | None, left: list[Level]
+    ) -> None:
+        """Offer the levels one after the other, and take each from the list once it is added."""
         given, begin = self.given, time.perf_counter()
         until = process.until if process else _awaited
         with closing(Client(url)) as client:
             model = await self._model(peer, client, until)
             target = Target(client, model, given.endpoint, process.pid if process else None)
-            first = as_texts(self.requests.warm_up(), given.tokenizer) if self.texts else None
-            warm = self._load(peer, model, first or self.requests.warm_up(), [0.0])
+            first = self.requests.warm_up()
+            first = as_texts(first, given.tokenizer) if self.texts else first
+            warm = self._load(peer, model, first, [0.0])
             await until(target.warm_up(warm, given.num_warmups, given.ready_check_timeout_sec))
-            series.facts["ready_s"] = time.perf_counter() - begin
-            load = self._load(peer, model, queries, times)
-            records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
-            if not peer.backend.streams_usage and series.state == COMPLETE:
-                records = await counted(target, load.bodies, records)
-            if process and (end := process.end):
-                series.state, series.reason = PARTIAL, end
-            return records
+            left[0].series.facts["ready_s"] = time.perf_counter() - begin
+            while left:
+                series = left[0].series
+                load = self._load(peer, model, left[0].queries, left[0].times)
+                records = await target.measure(
+                    load, series, given.max_concurrency, given.save_detailed
+                )
+                if not peer.backend.streams_usage and series.state == COMPLETE:
+                    records = await counted(target, load.bodies, records)
+                if process and (end := process.end):
+                    series.state, series.reason = PARTIAL, end
+                self._add(series, records)
+                left.pop(0)
+                if series.state != COMPLETE:
+                    return
 
     def _load(self, peer: Peer, model: str, queries: list[Query], times: list[float]) -> Load:
         """The requests as this server takes them."""
@@ -266,10 +287,10 @@ def main(arguments: list[str]) -> int:
     with finished(folder):
         Comparison(given, peers, folder).run()
     result = folder.finish()
-    for peer, one in result["ratios"].items():
+    for title, one in result["ratios"].items():
         if one["reason"]:
-            print(f"{peer}: {one['reason']}")
+            print(f"{title}: {one['reason']}")
         for figure, row in one["figures"].items():
             if figure.startswith(("p50", "p99", "output")):
-                print(f"{figure:20} {shown(row['median']):>8} of {peer}'s")
+                print(f"{figure:20} {shown(row['median']):>8} of {title}")
     return conclude(folder, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from typing import Any
 
 from jaxinfer.core.errors import BenchError
 
@@ -76,26 +76,24 @@ def worst(gate: Gate, figures: Iterable[Mapping[str, float]]) -> float | None:
 
 
 def verdict(
-    gate: Gate,
-    own: Sequence[Mapping[str, float]],
-    ratios: Mapping[str, Mapping[str, list[float]]],
-    reasons: Mapping[str, str],
+    gate: Gate, own: Sequence[Mapping[str, float]], ratios: Sequence[Mapping[str, Any]]
 ) -> dict[str, object]:
     """Whether a gate holds, its value, and why there is none.
 
-    ``own``: the figures of our series; ``ratios``: of each peer and figure, one a round;
-    ``reasons``: why a peer has no ratios.
+    ``own``: the figures of our series. ``ratios``: those to each peer at each rate; a gate must
+    hold at every rate.
     """
     if gate.peer:
-        found = ratios.get(gate.peer, {}).get(gate.metric)
-        value = median(found) if found else None
-        reason = reasons.get(gate.peer) or f"{gate.peer} has no ratio of {gate.metric}"
+        theirs = [one for one in ratios if one["peer"] == gate.peer]
+        reasons = [one["reason"] for one in theirs if one["reason"]]
+        medians = [{name: row["median"] for name, row in one["figures"].items()} for one in theirs]
+        value = worst(gate, medians)
+        reason = next(iter(reasons), f"{gate.peer} has no ratio of {gate.metric}")
     else:
         value, reason = worst(gate, own), f"the run has no {gate.metric}"
-    holds = value is not None and gate.holds(value)
     return {
         "gate": gate.text,
         "value": value,
-        "holds": holds,
+        "holds": value is not None and gate.holds(value),
         "reason": "" if value is not None else reason,
     }

@@ -41,7 +41,7 @@ def _state(run: Run) -> list[str]:
 def _worse(result: Mapping[str, Any]) -> list[str]:
     """Every ratio on the slower side of a peer, before anything else."""
     lines = [
-        f"- {figure}: {number(row['median'])} of {peer}'s {_between(row['interval'])}"
+        f"- {figure}: {number(row['median'])} of {peer} {_between(row['interval'])}"
         for peer, one in result.get("ratios", {}).items()
         for figure, row in one["figures"].items()
         if is_worse(figure, row["median"])

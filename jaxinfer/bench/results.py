@@ -30,22 +30,30 @@ def results_of(run: Run, records: Records) -> dict[str, Any]:
         if one.state != MISSING
     }
     result: dict[str, Any] = {"state": run.state, "reason": run.reason, "series": figures}
-    peers: dict[str, Any] = {}
     if run.command == "compare":
-        peers = result["ratios"] = {
-            peer: _ratios(run, peer, records, figures) for peer in peers_of(run)
+        result["ratios"] = {
+            _title(run, peer, rate): _ratios(run, peer, rate, records, figures)
+            for peer in peers_of(run)
+            for rate in rates_of(run)
         }
     if run.limits:
         result["capacity"] = capacity_of(run, figures)
     if run.gates:
         own = [figures[one.name] for one in _complete(run, base_of(run))]
-        ratios = {
-            name: {figure: row["rounds"] for figure, row in peer["figures"].items()}
-            for name, peer in peers.items()
-        }
-        reasons = {name: peer["reason"] for name, peer in peers.items()}
-        result["gates"] = [verdict(gate_of(text), own, ratios, reasons) for text in run.gates]
+        ratios = list(result.get("ratios", {}).values())
+        result["gates"] = [verdict(gate_of(text), own, ratios) for text in run.gates]
     return result
+
+
+def rates_of(run: Run) -> list[float | None]:
+    """The rates of a run's series, in their order."""
+    return list(dict.fromkeys(one.rate for one in run.series))
+
+
+def _title(run: Run, peer: str, rate: float | None) -> str:
+    if len(rates_of(run)) == 1:
+        return peer
+    return f"{peer} at {'inf' if rate is None else f'{rate:g}'} requests a second"
 
 
 def base_of(run: Run) -> str:
@@ -64,10 +72,23 @@ def _complete(run: Run, backend: str) -> list[Series]:
     return [one for one in run.series if one.backend == backend and one.state == COMPLETE]
 
 
-def _ratios(run: Run, peer: str, records: Records, figures: Figures) -> dict[str, Any]:
-    """Our figures divided by a peer's, of each round that both completed; or the reason why not."""
-    ours = {one.round: one.name for one in _complete(run, base_of(run))}
-    theirs = {one.round: one.name for one in _complete(run, peer)}
+def _ratios(
+    run: Run, peer: str, rate: float | None, records: Records, figures: Figures
+) -> dict[str, Any]:
+    """Our figures at a rate divided by a peer's, of each round that both completed; or the reason
+    why there are none.
+    """
+    found = _ratios_of_rounds(run, peer, rate, records, figures)
+    return {"peer": peer, "rate": rate, **found}
+
+
+def _ratios_of_rounds(
+    run: Run, peer: str, rate: float | None, records: Records, figures: Figures
+) -> dict[str, Any]:
+    ours, theirs = (
+        {one.round: one.name for one in _complete(run, name) if one.rate == rate}
+        for name in (base_of(run), peer)
+    )
     rounds = sorted(ours.keys() & theirs.keys())
     if not rounds:
         absent = [one for one in run.series if one.backend == peer and one.reason]

@@ -109,7 +109,7 @@ async def target_of(given: argparse.Namespace) -> Target:
 async def run(given: argparse.Namespace, command: str) -> Folder:
     """Measure one level or the sweep; returns the finished folder."""
     requests = Requests(given)
-    rates = [_rate(text) for text in given.sweep.split(",")] if given.sweep else None
+    rates = rates_of(given.sweep) if given.sweep else None
     path = given.output or default_path(command)
     described = Run(
         command=command, created=now(), settings=settings_of(given), **report_fields(given)
@@ -150,9 +150,10 @@ def _offered(given: argparse.Namespace, rate: float) -> float | None:
     return None if math.isinf(rate) or given.dataset_name in TRACES else rate
 
 
-def _rate(text: str) -> float:
+def rates_of(text: str) -> list[float]:
+    """Rates with commas between them; raises ``BenchError`` if one is none."""
     try:
-        return rate_of(text)
+        return [rate_of(part) for part in text.split(",")]
     except ValueError as error:
         raise BenchError(f"--sweep has {text!r}; give rates such as 1,4,inf") from error
 

@@ -170,7 +170,7 @@ def test_no_ratio_where_token_counts_differ(tmp_path: Path) -> None:
 def test_a_slower_engine_is_named_first(tmp_path: Path) -> None:
     folder = compared(tmp_path / "run", {"jaxinfer": [5.0], "vllm": [4.0]})
     report = (folder.path / "report.md").read_text()
-    assert "p50_tpot_ms: 1.25 of vllm's (too few rounds" in report.split("## Figures")[0]
+    assert "p50_tpot_ms: 1.25 of vllm (too few rounds" in report.split("## Figures")[0]
 
 
 def test_a_run_that_breaks_off_keeps_its_records_and_says_so(tmp_path: Path) -> None:

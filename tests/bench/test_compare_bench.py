@@ -91,6 +91,23 @@ def test_rounds_alternate_and_differ_and_a_run_is_resumed(
     assert verify.main([str(path)]) == 0
 
 
+def test_several_rates_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "level_size", lambda rate: 3)
+    path = tmp_path / "run"
+    peers = {"jaxinfer": "", "vllm": "dies_after=4"}  # in the second level
+    words = command(path, peers, "--rounds=1", "--sweep=100,200,inf", "--gate=tpot_p50<=9*vllm")
+    assert compare.main(words) == 1
+    run, found = result(path, "run.json"), result(path)
+    states = {one["name"]: one["state"] for one in run["series"]}
+    assert states["vllm-0-rate-100"] == "complete" and states["vllm-0-rate-200"] == "partial"
+    assert states["vllm-0-rate-inf"] == "missing" and states["jaxinfer-0-rate-inf"] == "complete"
+    first, second, third = found["ratios"].values()
+    assert first["figures"] and not second["figures"] and not third["figures"]
+    assert (first["rate"], third["rate"]) == (100, None)
+    assert not found["gates"][0]["holds"]  # which is of every rate
+    assert len(list(path.glob("*.log"))) == 2
+
+
 def test_no_ratio_of_engines_that_send_other_counts(tmp_path: Path) -> None:
     path = tmp_path / "run"
     words = command(path, {"jaxinfer": "", "vllm": "more_tokens"}, "--rounds=1")
