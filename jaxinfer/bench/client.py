@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -115,8 +116,7 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # of asyncio, TLS or uvloop
         self.open = True
 
     def send(self, request: bytes, answer: Answer) -> asyncio.Future[None]:

@@ -7,7 +7,6 @@ so that no prefix is cached, and begins with another engine. One server runs at 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import shlex
@@ -33,7 +32,7 @@ from jaxinfer.bench.backends import BACKENDS, Peer
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.numbers import rotated
-from jaxinfer.bench.offer import NotReady
+from jaxinfer.bench.offer import NotReady, in_loop
 from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
 from jaxinfer.bench.report import number as shown
 from jaxinfer.bench.requests import Load, Requests
@@ -170,7 +169,7 @@ class Comparison:
 
     def _started(self, peer: Peer, left: list[Level]) -> None:
         if peer.url is not None:
-            asyncio.run(self._offer(peer, peer.url, None, left))
+            in_loop(self._offer(peer, peer.url, None, left))
             return
         port = free_port()
         log = self.folder.log_path(left[0].series.name).open("wb")
@@ -180,7 +179,7 @@ class Comparison:
             log.close()
             raise
         with process:
-            asyncio.run(self._offer(peer, f"http://127.0.0.1:{port}", process, left))
+            in_loop(self._offer(peer, f"http://127.0.0.1:{port}", process, left))
 
     async def _offer(
         self, peer: Peer, url: str, process: CommandProcess | None, left: list[Level]

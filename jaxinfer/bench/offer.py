@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import uvloop
 
 from jaxinfer.bench.client import Answer, Client
 from jaxinfer.core.errors import BenchError
@@ -55,8 +58,8 @@ async def offer(
     tasks: list[asyncio.Task[Answer]] = []
     start, cpu = time.perf_counter(), time.process_time()
     for body, when in zip(bodies, times, strict=True):
-        if (delay := start + when - time.perf_counter()) > 0:
-            await asyncio.sleep(delay)
+        while (delay := start + when - time.perf_counter()) > 0:
+            await asyncio.sleep(delay)  # uvloop rounds it to milliseconds, also down
         tasks.append(asyncio.create_task(ask(body)))
     answers = await asyncio.gather(*tasks)
     return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
@@ -73,6 +76,11 @@ async def wait_until_ready(client: Client, path: str, body: bytes, seconds: floa
         if 400 <= answer.status < 500 or time.monotonic() > deadline:
             raise NotReady(f"the server does not answer: {answer.error}")
         await asyncio.sleep(RETRY_SECONDS)
+
+
+def in_loop[T](main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in uvloop, in which a chunk takes 11 us of CPU instead of 25 (EPYC)."""
+    return asyncio.run(main, loop_factory=uvloop.new_event_loop)
 
 
 def rate_of(text: str) -> float:

@@ -11,8 +11,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.offer import Outcome, offer, rate_of, wait_until_ready
+from jaxinfer.bench.offer import Outcome, in_loop, offer, rate_of, wait_until_ready
 from jaxinfer.bench.process_tree import tree_memory
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
 from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
@@ -98,12 +98,13 @@ class Target:
         return {}
 
 
-async def target_of(given: argparse.Namespace) -> Target:
+@asynccontextmanager
+async def target_of(given: argparse.Namespace) -> AsyncGenerator[Target]:
     """The server that the flags name; raises ``BenchError`` if it does not answer in time."""
     url = given.base_url or f"http://{given.host}:{given.port}"
-    client = Client(url, headers_of(given.header))
-    model = given.model or await first_model(client, given.ready_check_timeout_sec)
-    return Target(client, model, given.endpoint, given.server_pid)
+    with closing(Client(url, headers_of(given.header))) as client:
+        model = given.model or await first_model(client, given.ready_check_timeout_sec)
+        yield Target(client, model, given.endpoint, given.server_pid)
 
 
 async def run(given: argparse.Namespace, command: str) -> Folder:
@@ -114,28 +115,27 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
     described = Run(
         command=command, created=now(), settings=settings_of(given), **report_fields(given)
     )
-    target = await target_of(given)
-    environment = await environment_of(target, given.device)
-    levels = rates or [given.request_rate]
-    first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
-    with closing(target.client), finished(Folder.create(path, described, environment)) as folder:
-        await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
-        idle = {f"idle_{name}": value for name, value in target.memory().items()}
-        for rate in levels:
-            count = level_size(rate) if rates else given.num_prompts
-            series = Series(
-                name=f"rate-{rate:g}" if rates else command,
-                backend="server",
-                rate=_offered(given, rate),
-                facts=dict(idle),
-            )
-            load = requests.load(target.model, count, rate)
-            records = await target.measure(
-                load, series, given.max_concurrency, texts=given.save_detailed
-            )
-            folder.add(series, records)
-            if series.state != COMPLETE:
-                break
+    async with target_of(given) as target:
+        environment = await environment_of(target, given.device)
+        first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+        with finished(Folder.create(path, described, environment)) as folder:
+            await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
+            idle = {f"idle_{name}": value for name, value in target.memory().items()}
+            for rate in rates or [given.request_rate]:
+                series = Series(
+                    name=f"rate-{rate:g}" if rates else command,
+                    backend="server",
+                    rate=_offered(given, rate),
+                    facts=dict(idle),
+                )
+                count = level_size(rate) if rates else given.num_prompts
+                load = requests.load(target.model, count, rate)
+                records = await target.measure(
+                    load, series, given.max_concurrency, texts=given.save_detailed
+                )
+                folder.add(series, records)
+                if series.state != COMPLETE:
+                    break
     return folder
 
 
@@ -219,7 +219,7 @@ def replay(arguments: list[str]) -> int:
 
 
 def _measured(given: argparse.Namespace, command: str) -> int:
-    folder = asyncio.run(run(given, command))
+    folder = in_loop(run(given, command))
     result = folder.finish()
     for name, figures in result["series"].items():
         if given.sweep:

@@ -8,10 +8,8 @@ the first that does not is halved (of the logarithm).
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
 from collections.abc import Mapping
-from contextlib import closing
 
 from jaxinfer.bench.arguments import (
     Parser,
@@ -24,6 +22,7 @@ from jaxinfer.bench.arguments import (
 )
 from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.gates import gates_of
+from jaxinfer.bench.offer import in_loop
 from jaxinfer.bench.records import COMPLETE, Run, Series
 from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
 from jaxinfer.bench.results import level_meets, results_of
@@ -68,8 +67,8 @@ def parser() -> Parser:
 
 async def search(given: argparse.Namespace, folder: Folder) -> None:
     """Measure level after level until the rate is known to the tolerance."""
-    requests, target = Requests(given), await target_of(given)
-    with closing(target.client):
+    requests = Requests(given)
+    async with target_of(given) as target:
         folder.environment |= await environment_of(target, given.device)
         first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
         await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
@@ -116,7 +115,7 @@ def main(arguments: list[str]) -> int:
     )
     folder = Folder.create(given.output or default_path("sweep"), run)
     with finished(folder):
-        asyncio.run(search(given, folder))
+        in_loop(search(given, folder))
     result = folder.finish()
     found = result["capacity"]["requests_per_second"]
     if found is None:

@@ -37,6 +37,8 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
     replay      the requests and times of a trace
     plan        memory, context, TTFT and TPOT of a config.json on a device
     verify      compute a run's figures and verdicts again from its records
+
+    A workload of configs/bench is a command with its flags: `jaxinfer bench openinfer-qps`.
     """
     from jaxinfer.bench.main import run
 

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,9 +20,10 @@ from bench import load
 from jaxinfer.bench import serve
 from jaxinfer.bench.client import Answer, Client
 from jaxinfer.bench.figures import samples, summarize
-from jaxinfer.bench.offer import NotReady, offer, wait_until_ready
+from jaxinfer.bench.offer import NotReady, Outcome, in_loop, offer, wait_until_ready
 from jaxinfer.bench.process_tree import tree_cpu, tree_memory
 from jaxinfer.bench.records import records_of
+from jaxinfer.bench.server_process import CommandProcess, free_port
 from jaxinfer.bench.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
 from jaxinfer.core.errors import BenchError
 
@@ -81,6 +83,29 @@ def test_an_invalid_response_is_an_error_of_that_request(stub: str, error: str) 
     with pytest.raises(AssertionError, match=error):
         raise AssertionError(bad.error)
     assert good.error == ""
+
+
+def test_the_client_is_no_bottleneck() -> None:
+    """20,000 tokens a second and core, by CPU time: other work of the machine adds none."""
+    port = free_port()
+    stub = [
+        sys.executable,
+        str(Path(__file__).with_name("stub_process.py")),
+        str(port),
+        "gap=0.003",
+    ]
+
+    async def stream() -> Outcome:
+        client = Client(f"http://127.0.0.1:{port}")
+        await wait_until_ready(client, ROUTE, body(max_tokens=1), 60)
+        outcome = await offer(client, ROUTE, [body(max_tokens=200)] * 64, [0.0] * 64)
+        client.close()
+        return outcome
+
+    with tempfile.TemporaryFile() as log, CommandProcess(stub, log):
+        outcome = in_loop(stream())
+    assert sum(answer.output_tokens for answer in outcome.answers) == 64 * 200
+    assert outcome.cpu_us_per_chunk < 1e6 / 20_000
 
 
 def test_no_server_listens() -> None:

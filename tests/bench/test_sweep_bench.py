@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from jaxinfer.bench import plan, serve, sweep, verify
+from jaxinfer.bench import compare, plan, serve, sweep, verify
+from jaxinfer.bench.main import preset_arguments, presets
 from jaxinfer.bench.traces import queries_of, read_trace
 from jaxinfer.bench.workload import Prefixes, prefix_queries, read_queries
 from jaxinfer.cli.main import cli
@@ -21,6 +22,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import BenchError, ConfigError
 from jaxinfer.engine.start.build import plan_elsewhere, plan_engine
 from jaxinfer.nn.placement import default_placement
+from kit.documents import check_command
 
 from .stub_server import StubServer
 
@@ -236,6 +238,18 @@ def test_a_plan_from_the_command_line() -> None:
     assert json.loads(result.stdout)["max_num_seqs"] == 4
     result = CliRunner().invoke(cli, ["bench", "plan", "/nowhere/config.json", "--device", "h100"])
     assert result.exit_code == 1 and "/nowhere/config.json does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_is_a_command_that_is_accepted(name: str) -> None:
+    check_command(["jaxinfer", "bench", name, "--seed", "7", "--output", "x"])
+
+
+def test_flags_override_a_preset() -> None:
+    command, *flags = preset_arguments("inferengine-pair")
+    given = compare.parser().parse_args([*flags, "--num-prompts=3"])
+    assert command == "compare" and given.num_prompts == 3 and given.max_concurrency == 16
+    assert given.ignore_eos and given.gate == ["output_throughput>=1.0*vllm"]
 
 
 @pytest.mark.parametrize(
