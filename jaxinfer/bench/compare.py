@@ -41,6 +41,8 @@ from jaxinfer.bench.server_process import CommandProcess, free_port
 from jaxinfer.bench.workload import Query, body_of
 from jaxinfer.core.errors import BenchError
 
+EXIT_SECONDS = 5.0  # between a server's last byte and its exit status
+
 
 def parser() -> Parser:
     """The command line."""
@@ -203,7 +205,8 @@ class Comparison:
                 )
                 if not peer.backend.streams_usage and series.state == COMPLETE:
                     records = await counted(target, load.bodies, records)
-                if process and (end := process.end):
+                seconds = EXIT_SECONDS if series.state != COMPLETE else 0.0
+                if process and (end := await process.end_within(seconds)):
                     series.state, series.reason = PARTIAL, end
                 self._add(series, records)
                 left.pop(0)

@@ -73,6 +73,13 @@ class CommandProcess:
             await asyncio.wait({task}, timeout=POLL_SECONDS)
         return await task
 
+    async def end_within(self, seconds: float) -> str:
+        """``end``, once the process has had so long to end by itself."""
+        deadline = time.monotonic() + seconds
+        while not self.end and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        return self.end
+
     def close(self) -> None:
         """Send SIGTERM, and SIGKILL to what is left of the session."""
         self._process.send_signal(signal.SIGTERM)

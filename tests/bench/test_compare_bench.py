@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from jaxinfer.bench import compare, verify
+from jaxinfer.cli.main import cli
+from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import BenchError
 
 STUB = f"{sys.executable} {Path(__file__).with_name('stub_process.py')} {{port}}"
@@ -152,3 +155,32 @@ def test_a_terminated_comparison_leaves_no_server(tmp_path: Path) -> None:
     assert not any(map(alive, pids(path)))
     assert result(path, "run.json")["state"] == "partial"
     assert os.path.exists(path / "report.md")
+
+
+@pytest.mark.nightly
+def test_servers_of_other_projects(tmp_path: Path) -> None:
+    """SmolLM2 in jaxinfer, and in transformers and llama.cpp where the environment names their
+    interpreters: JAXINFER_TEST_TRANSFORMERS, JAXINFER_TEST_LLAMACPP.
+    """
+    pythons = {
+        name: python
+        for name in ("transformers", "llamacpp")
+        if (python := os.environ.get(f"JAXINFER_TEST_{name.upper()}"))
+    }
+    if not pythons:
+        pytest.skip("no interpreter of another engine is named")
+    model, folder, path = "smollm2-135m-instruct", tmp_path / "model", tmp_path / "run"
+    exported = CliRunner().invoke(cli, ["export", model, str(folder), "--weights"])
+    assert exported.exit_code == 0, exported.output
+    gguf = next((cache_root() / "downloads").glob("**/SmolLM2-135M-Instruct.Q4_1.gguf/*.gguf"))
+    words = [f"--backends={','.join(['jaxinfer', *pythons])}", f"--tokenizer={model}"]
+    words += [f"--python-{name}={python}" for name, python in pythons.items()]
+    words += [f"--model-jaxinfer={model}", f"--model-transformers={folder}", "--temperature=0"]
+    words += [f"--model-llamacpp={gguf}", "--max-concurrency=1", "--num-prompts=3"]
+    words += ["--random-input-len=16", "--random-output-len=4", "--rounds=1", f"--output={path}"]
+    assert compare.main(words) == 0, (path / "report.md").read_text()
+    assert all(one["figures"] or one["reason"] for one in result(path)["ratios"].values())
+    assert verify.main([str(path)]) == 0
+    records = path / "records" / "jaxinfer-0.jsonl"
+    records.write_text(records.read_text().replace("1", "2", 1))
+    assert verify.main([str(path)]) == 1

@@ -217,6 +217,7 @@ def test_a_plan_for_several_devices_divides_the_weights() -> None:
 SHAPES = sorted(path.parent.name for path in ROOT.glob("bench/shapes/*/config.json"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", plan.DEVICES)
 def test_every_shape_is_planned_or_refused(shape: str, device: str) -> None:
