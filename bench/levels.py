@@ -1,4 +1,4 @@
-"""Simulates a level of ``bench.serve`` without a device, with the real scheduler and buckets.
+"""Simulates a level of ``jaxinfer bench serve`` without a device, with the real scheduler and buckets.
 
 Run from the repository root; the last level of the sweep, and one below saturation:
 
@@ -106,7 +106,7 @@ class Outcome:
     steps: list[tuple[float, float, StepPlan]]
 
     def line(self) -> str:
-        """The figures of ``bench.serve``."""
+        """The figures of ``jaxinfer bench serve``."""
         pairs = list(zip(self.sent, self.tokens, strict=True))
         ttft = [times[0] - sent for sent, times in pairs]
         tpot = [(times[-1] - times[0]) / max(1, len(times) - 1) for times in self.tokens]

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
-from jaxinfer.cli.replicas import replica_environments
+from jaxinfer.cli.replicas import config_of_rank, replica_environments
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
@@ -180,18 +180,18 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    with_engine(engine_config, server_config, _run)
+    with engine_start(engine_config, server_config) as start:
+        _run(engine_config, server_config, start)
 
 
-def with_engine(
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
-    run: Callable[[EngineConfig, ServerConfig, Start], None],
-) -> None:
-    """Call ``run`` with the function that starts the engine, in its own process or in a thread."""
+@contextmanager
+def engine_start(engine_config: EngineConfig, server_config: ServerConfig) -> Iterator[Start]:
+    """The function that starts the engine, in its own process or in a thread.
+
+    A process that it has not started when the block ends is killed.
+    """
     if server_config.disable_frontend_multiprocessing:
-        start = partial(_engine_thread, log=log_settings(server_config))
-        run(engine_config, server_config, start)
+        yield partial(_engine_thread, log=log_settings(server_config))
         return
     from jaxinfer.engine.link.spawn import spawn
 
@@ -203,7 +203,7 @@ def with_engine(
         start: Start = partial(_engine_process, spawned, log=log_settings(server_config))
         if count > 1:
             start = partial(_replicas, start, environments, log_settings(server_config))
-        run(engine_config, server_config, start)
+        yield start
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
@@ -298,7 +298,7 @@ def _replicas(
     def start_rank(rank: int) -> Link:
         spawned = spawn(environment=environments[rank])
         try:
-            return _engine_process(spawned, config, log=log)
+            return _engine_process(spawned, config_of_rank(config, rank), log=log)
         except BaseException:
             spawned.__exit__()
             raise

@@ -149,6 +149,16 @@ GROUPS = (
         ),
     ),
     Group(
+        "Recording and events",
+        (
+            Setting("kv_events_config", mapping, "KV events over ZeroMQ, as vLLM's; JSON."),
+            Setting("record", text, "A file for `jaxinfer replay`; prompts are in it."),
+            Setting("record_size", size, "Most bytes of the recording: 256M; the newest are kept."),
+            Setting("record_digests", boolean, "Also 32 bits of each draw's input, for --check."),
+            Setting("record_redact", boolean, "Other ids in place of tokens; not for --check."),
+        ),
+    ),
+    Group(
         "Accepted because scripts for vLLM give them",
         (
             Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),

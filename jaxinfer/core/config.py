@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.kv_events import as_text
 from jaxinfer.core.points import canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS
@@ -35,6 +36,8 @@ CHOICES = MappingProxyType(
         ),
     }
 )
+DEFAULT_RECORD_SIZE = 256 << 20
+LEAST_RECORD_SIZE = 1 << 20
 BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
@@ -100,6 +103,11 @@ class EngineConfig:
     ``revision``: branch, tag or commit of a model of the hub; None is its main branch.
     ``download_dir``: where the hub's models are kept; None: where huggingface-hub keeps them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
+    ``record``: a file into which the engine writes what it does, for ``jaxinfer replay``;
+    ``record_size``: most bytes of it and of the older part next to it. With ``record_redact``
+    other ids take the place of tokens; with ``record_digests`` each step has a digest of the
+    input of each draw, by which a difference is found at its step.
+    ``kv_events_config``: JSON of ``core.kv_events.KVEventsConfig``, also as a mapping.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -142,6 +150,11 @@ class EngineConfig:
     cache_dir: str | None = None
     download_dir: str | None = None
     bundle: str | None = None
+    record: str | None = None
+    record_size: int = DEFAULT_RECORD_SIZE
+    record_redact: bool = False
+    record_digests: bool = False
+    kv_events_config: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -156,6 +169,8 @@ class EngineConfig:
         return {} if self.kernels is None else _parse_pins(self.kernels)
 
 
+# of whole numbers; 1 for all others
+LEAST = MappingProxyType({"prefill_bucket_factor": 2, "record_size": LEAST_RECORD_SIZE})
 SIZES = tuple(
     item.name for item in fields(EngineConfig) if item.type == "int | None" and item.name != "seed"
 )
@@ -246,6 +261,8 @@ def _checked(name: str, value: object, type_name: str) -> object:
             known = ", ".join(CHOICES[name])
             raise ConfigError(f"{name} {value!r} is unknown; use one of {known}")
         return value
+    if name == "kv_events_config":
+        return as_text(value)
     if name == "tap_points":
         return ",".join(_point_names(value))
     if name == "kernels":
@@ -275,7 +292,7 @@ def _whole(name: str, value: object) -> int:
         return whole
     if whole is None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    least = 2 if name == "prefill_bucket_factor" else 1
+    least = LEAST.get(name, 1)
     if whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {whole}")
     return whole

@@ -59,6 +59,10 @@ class ArgumentError(JaxinferError, ValueError):
     """An argument of a function for research has the wrong type, shape, dtype or value."""
 
 
+class RecordingError(JaxinferError):
+    """A recording cannot be read, or cannot be replayed here."""
+
+
 class EngineError(JaxinferError, RuntimeError):
     """The engine failed or was closed; the message says what to do next."""
 

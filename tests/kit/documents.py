@@ -37,7 +37,7 @@ REASONS = (
 OTHER_PROGRAMS = (
     *("claude", "curl", "docker", "echo", "env", "export", "guidellm", "install"),
     *("hf", "lm_eval", "mkdir", "pgrep"),
-    *("python3", "python3.11", "systemctl", "useradd", "vllm"),
+    *("kubectl", "python3", "python3.11", "serve", "systemctl", "useradd", "vllm"),
 )
 
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

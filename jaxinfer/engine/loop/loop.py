@@ -24,6 +24,7 @@ from jaxinfer.core.step import (
     StepResult,
     TokenEvent,
 )
+from jaxinfer.engine.loop.interfaces import Observer
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 
 LOGGER = "jaxinfer.engine"
@@ -75,14 +76,21 @@ class EngineLoop[Handle]:
         *,
         overlap: bool = True,
         buckets: Sequence[Bucket] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
+        self._observers = tuple(observers)
         self._state = initial_state(limits, buckets)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last iteration
         self._ended: StepDone | StepFailed | None = None  # by ``wait_until_launchable``
+
+    @property
+    def executor(self) -> StepExecutor[Handle]:
+        """What runs the steps."""
+        return self._executor
 
     @property
     def state(self) -> SchedulerState:
@@ -169,7 +177,15 @@ class EngineLoop[Handle]:
 
     def _schedule(self, events: tuple[Event, ...]) -> ScheduleOutput:
         """Apply events and plan a step: the only change of the state, so events replay a run."""
-        self._state, output = schedule(self._state, events)
+        before = self._state
+        try:
+            self._state, output = schedule(before, events)
+        except EngineError:
+            for observer in self._observers:
+                observer.scheduled(before, events, None, before)
+            raise
+        for observer in self._observers:
+            observer.scheduled(before, events, output, self._state)
         if output.duplicates:
             raise EngineError(f"request ids {output.duplicates} came twice")
         ended = [event.request_id for event in output.events if event.finish_reason is not None]

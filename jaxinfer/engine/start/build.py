@@ -31,6 +31,7 @@ from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
+from jaxinfer.engine.start.observers import observers_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.weights import EngineWeights
@@ -198,7 +199,7 @@ def build_engine(
     the settings have one. That is for engines that run for long: if the process exits before all
     are compiled, the bundle is not saved.
     """
-    devices = plan.program.placement.devices
+    devices, observers = plan.program.placement.devices, observers_of(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
     loaded = load(plan, progress, serves_early and len(devices) == 1)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
@@ -230,6 +231,7 @@ def build_engine(
         start=start_stats,
         weights=EngineWeights(plan, executor),
         later=later,
+        observers=observers,
     )
     if executables.later is not None:
         executables.later.begin_others()

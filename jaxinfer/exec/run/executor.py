@@ -41,6 +41,7 @@ from jaxinfer.exec.run.in_flight import (
     tokens_of_rows,
 )
 from jaxinfer.exec.run.mask_board import MaskBoard
+from jaxinfer.exec.run.page_contents import page_contents
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.sampling import NOT_FINITE
@@ -104,6 +105,10 @@ class Executor:
     def make_state(self) -> None:
         """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
         self._arrays.make()
+
+    def read_pages(self, ids: Sequence[Sequence[int]]) -> dict[str, tuple[int, np.ndarray]]:
+        """What pages of each group have, by array: see ``page_contents``."""
+        return page_contents(self._program.model.state, self._arrays.state, ids)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -30,6 +30,7 @@ from jaxinfer.core.step import (
     TokenLogprobs,
 )
 from jaxinfer.exec.calls.call import Launch
+from jaxinfer.exec.calls.digest import DIGEST
 from jaxinfer.exec.calls.extras import ExtrasOutput
 from jaxinfer.exec.calls.score import SCORE
 from jaxinfer.exec.step.drafts import NO_TOKEN
@@ -157,8 +158,21 @@ def row_results(
         )
         for i, row in enumerate(rows)
     ]
+    if (digests := step.results.get(DIGEST.name)) is not None:
+        results = _with_digests(results, rows, np.asarray(digests))
     results += [_failed(key, error) for key, error in step.failed.items()]
     return tuple(results)
+
+
+def _with_digests(
+    results: Sequence[RowResult], rows: Sequence[ScheduledSeq], digests: np.ndarray
+) -> list[RowResult]:
+    """The results with the digests of rows that draw or pool; ``digests``: uint32 of each row."""
+    pairs = zip(results, rows, digests[: len(rows)].tolist(), strict=True)
+    return [
+        msgspec.structs.replace(one, digest=digest) if row.samples or row.pools else one
+        for one, row, digest in pairs
+    ]
 
 
 def _failed(key: RowKey, error: JaxinferError) -> RowResult:
