@@ -10,15 +10,18 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
+from jaxinfer.core.errors import BenchError
+
 DONE = b"[DONE]"
 
 
-class ClientError(Exception):
+class ClientError(BenchError):
     """The server cannot be reached, or its response is not HTTP."""
 
 
@@ -63,6 +66,7 @@ class Answer:
     status: int = 0
     body: bytes = b""  # of an answer that is not a stream
     error: str = ""
+    end: float = 0.0  # when the response had been read, or had failed
 
     @property
     def ttft(self) -> float:
@@ -112,8 +116,7 @@ class _Connection(asyncio.Protocol):
         self._answer: Answer | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # of asyncio, TLS or uvloop
         self.open = True
 
     def send(self, request: bytes, answer: Answer) -> asyncio.Future[None]:
@@ -173,8 +176,10 @@ class _Connection(asyncio.Protocol):
             answer.error = f"HTTP {status}: {answer.body[:500].decode(errors='replace')}"
         elif self._is_of_type(b"application/json"):
             answer.take(answer.body, self._now)
-        elif self._is_of_type(b"text/event-stream") and not self._done_seen and not answer.error:
-            answer.error = "the stream ended without [DONE]"
+        elif self._is_of_type(b"text/event-stream"):
+            ended = self._done_seen or answer.output_tokens  # transformers ends with the counts
+            if not ended and not answer.error:
+                answer.error = "the stream ended without [DONE]"
         self._finish(None)
 
     def _is_of_type(self, media_type: bytes) -> bool:
@@ -231,6 +236,14 @@ class Client:
             f"{line} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._headers}{head}\r\n"
         ).encode() + body
         answer = Answer(time.perf_counter())
+        try:
+            await self._exchange_for(request, answer)
+        finally:
+            answer.end = time.perf_counter()
+        return answer
+
+    async def _exchange_for(self, request: bytes, answer: Answer) -> None:
+        """Send a request over an idle or a new connection and fill in its answer."""
         while True:
             reused = bool(self._idle)
             try:
@@ -248,12 +261,12 @@ class Client:
                     raise
             except (ClientError, OSError) as error:
                 answer.error = str(error) or type(error).__name__
-                return answer
+                return
             if connection.reusable:
                 self._idle.append(connection)
             else:
                 connection.close()
-            return answer
+            return
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()

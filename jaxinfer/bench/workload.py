@@ -6,6 +6,8 @@ prompts of a workload do not depend on the number of the others.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
+from jaxinfer.core.errors import BenchError
 
 
 @dataclass(frozen=True)
@@ -59,31 +63,69 @@ def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
     return int(rng.integers(low, high + 1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """Lengths of a workload whose prompts share a few prefixes, in tokens."""
+
+    count: int = 10
+    prefix_len: int = 256
+    suffix_len: int = 256
+    output_len: int = 128
+
+
+def prefix_queries(lengths: Prefixes, vocab: Sequence[int], count: int, seed: int) -> list[Query]:
+    """``count`` prompts, each of a prefix that others share and a suffix of its own."""
+    ids = np.asarray(vocab)
+    queries: list[Query] = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, 3, index])
+        shared = np.random.default_rng([seed, 2, int(rng.integers(lengths.count))])
+        prompt = _draw(shared, ids, lengths.prefix_len) + _draw(rng, ids, lengths.suffix_len)
+        queries.append(Query(prompt, lengths.output_len))
+    return queries
+
+
 def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> list[Query]:
-    """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt``; shuffled by the seed.
+    """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt`` (as HumanEval's);
+    shuffled by the seed.
 
     The answer's length is ``output_len``, else the row's ``output_tokens``, else 256. Raises
-    ``ValueError`` if the file holds no prompts.
+    ``BenchError`` if the file cannot be read or holds no prompts.
     """
-    text = path.read_text()
-    if text.lstrip().startswith("["):
-        rows: list[dict[str, Any]] = json.loads(text)
-    else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    text = file_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            rows: list[Any] = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise BenchError(f"{path} is not JSON ({error}); name another --dataset-path") from error
     queries = [
         Query(prompt, output_len or row.get("output_tokens") or 256)
         for row in rows
-        if (prompt := _prompt_of(row))
+        if isinstance(row, dict) and (prompt := _prompt_of(row))
     ]
     if not queries:
-        raise ValueError(f"{path} has no row with 'prompt' or 'conversations'")
+        raise BenchError(
+            f"{path} has no row with 'prompt' or 'conversations'; name another --dataset-path"
+        )
     order = np.random.default_rng(seed).permutation(len(queries))
     return [queries[order[index % len(queries)]] for index in range(count)]
 
 
+def file_text(path: Path) -> str:
+    """The text of a file, which may be gzipped; raises ``BenchError`` if it cannot be read."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BenchError(f"{path} cannot be read ({reason}); name another dataset") from error
+
+
 def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
     if conversations := row.get("conversations"):
-        return conversations[0]["value"]
+        return conversations[0].get("value")
     return row.get("prompt")
 
 
@@ -101,17 +143,29 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     return (times * (count / rate / times[-1])).tolist()
 
 
-def body_of(query: Query, path: str, model: str, extra: Mapping[str, Any]) -> bytes:
+def body_of(
+    query: Query, path: str, model: str, extra: Mapping[str, Any], *, usage: bool = True
+) -> bytes:
     """JSON of a streamed request to a completions route or a chat route.
 
-    Raises ``ValueError`` for token ids in a chat.
+    ``usage``: whether the stream is to end with token counts. Raises ``BenchError`` for token ids
+    in a chat.
     """
     body: dict[str, Any] = {"model": model, "max_tokens": query.max_tokens, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
     if path.endswith("/chat/completions"):
         if not isinstance(query.prompt, str):
-            raise ValueError("a chat takes text: use --dataset-name custom or sharegpt with it")
+            raise BenchError("a chat takes text; use --dataset-name custom or sharegpt with it")
         body["messages"] = [{"role": "user", "content": query.prompt}]
     else:
         body["prompt"] = query.prompt
     return msgspec.json.encode({**body, **extra})
+
+
+def fingerprint(queries: Sequence[Query], times: Sequence[float]) -> str:
+    """SHA-256 of requests and the times at which they are sent."""
+    digest = hashlib.sha256()
+    for query, when in zip(queries, times, strict=True):
+        digest.update(msgspec.json.encode((query.prompt, query.max_tokens, f"{when:.6f}")))
+    return digest.hexdigest()

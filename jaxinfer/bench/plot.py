@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 50, 120, 40, 40  # margins; the names of the lines are on the right
 COLORS = ("#888888", "#1f5fbf", "#2a9d4a", "#c05020")
+MORE_COLORS = (*COLORS[1:], "#7a3fb0", "#b08a10", "#0e8a8a", COLORS[0])
 TICKS = 5  # of y, besides zero
 
 
@@ -35,6 +36,32 @@ def lines_plot(title: str, lines: Mapping[str, Mapping[int, float]]) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         x, y = points[-1]
         parts.append(_text(x + 6, y + 4, name, "start", color))
+    return _svg(HEIGHT, parts)
+
+
+def curves_plot(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Named curves of (x, y) over linear axes from zero; "" if no curve has a point."""
+    points = [point for curve in curves.values() for point in curve]
+    if not points:
+        return ""
+    steps = [_nice(max(abs(point[axis]) for point in points) / TICKS or 1.0) for axis in (0, 1)]
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        across = x / (steps[0] * TICKS) * (WIDTH - LEFT - RIGHT)
+        up = y / (steps[1] * TICKS) * (HEIGHT - TOP - BOTTOM)
+        return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
+
+    parts = [_text(LEFT, TOP / 2, title, "start")]
+    for tick in range(TICKS + 1):
+        x, y = at(tick * steps[0], tick * steps[1])
+        parts.append(f'<path d="M{LEFT} {y}H{WIDTH - RIGHT}" stroke="#dddddd"/>')
+        parts.append(_text(LEFT - 6, y + 4, f"{tick * steps[1]:g}", "end"))
+        parts.append(_text(x, HEIGHT - BOTTOM + 18, f"{tick * steps[0]:g}", "middle"))
+    for number, (name, curve) in enumerate(curves.items()):
+        color = MORE_COLORS[number % len(MORE_COLORS)]
+        path = " ".join(f"{x},{y}" for x, y in (at(*point) for point in curve))
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(_text(WIDTH - RIGHT + 8, TOP + 14 * (number + 1), name, "start", color))
     return _svg(HEIGHT, parts)
 
 

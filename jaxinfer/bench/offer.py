@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from bench.serve.client import Answer, Client
+import uvloop
+
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.core.errors import BenchError
 
 RETRY_SECONDS = 0.5
 
 
-class NotReady(Exception):
+class NotReady(BenchError):
     """The server did not answer a request in time."""
 
 
@@ -26,6 +30,7 @@ class Outcome:
     """Answers in the order of the requests; wall seconds; CPU seconds of this process."""
 
     answers: list[Answer]
+    start: float  # of ``time.perf_counter``
     seconds: float
     cpu_seconds: float
 
@@ -53,11 +58,11 @@ async def offer(
     tasks: list[asyncio.Task[Answer]] = []
     start, cpu = time.perf_counter(), time.process_time()
     for body, when in zip(bodies, times, strict=True):
-        if (delay := start + when - time.perf_counter()) > 0:
-            await asyncio.sleep(delay)
+        while (delay := start + when - time.perf_counter()) > 0:
+            await asyncio.sleep(delay)  # uvloop rounds it to milliseconds, also down
         tasks.append(asyncio.create_task(ask(body)))
     answers = await asyncio.gather(*tasks)
-    return Outcome(answers, time.perf_counter() - start, time.process_time() - cpu)
+    return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
 
 
 async def wait_until_ready(client: Client, path: str, body: bytes, seconds: float) -> None:
@@ -71,6 +76,11 @@ async def wait_until_ready(client: Client, path: str, body: bytes, seconds: floa
         if 400 <= answer.status < 500 or time.monotonic() > deadline:
             raise NotReady(f"the server does not answer: {answer.error}")
         await asyncio.sleep(RETRY_SECONDS)
+
+
+def in_loop[T](main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in uvloop, in which a chunk takes 11 us of CPU instead of 25 (EPYC)."""
+    return asyncio.run(main, loop_factory=uvloop.new_event_loop)
 
 
 def rate_of(text: str) -> float:
