@@ -20,6 +20,7 @@ from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.interfaces import Tiers
 from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.engine.requests.outputs import Collector, RequestOutput
 from jaxinfer.engine.requests.prompts import Prompt
@@ -150,6 +151,7 @@ def engine_of(
     name: str = "tiny",
     overlap: bool = True,
     tokenizer: bool = True,
+    tiers: Tiers | None = None,
 ) -> Engine:
     """An engine over an executor of a tiny model."""
     facts = ModelFacts(
@@ -165,6 +167,7 @@ def engine_of(
         facts,
         load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,
         overlap=overlap,
+        tiers=tiers,
     )
 
 

@@ -1,0 +1,116 @@
+"""Layer state in tiers, through the whole engine: pools so small that every prefix is evicted.
+
+The tokens are those of an engine without tiers, for every kind of layer state: a prefix that comes
+back from a tier is the one that was computed, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from jaxinfer.core.connector import Connector, Forms
+from jaxinfer.core.request import SamplingParams
+from jaxinfer.core.step import Bucket
+from jaxinfer.core.tiers import CostModel
+from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.exec.compile.build import Executables
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.device_memory import init_state
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.exec.tiers.mover import ArrayMover
+from jaxinfer.exec.tiers.runner import TierRunner, policy_of
+from kit.engines import compiled_for, engine_of, run, tiny_limits
+from kit.tiny_models import VOCAB_SIZE, tiny_model
+
+# all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
+NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5")
+LENGTH, TURN, ANSWER = 150, 20, 6
+DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=5, ignore_eos=True)
+RESTORES = CostModel(token_seconds=1.0)  # of this model it always takes less time
+PLENTY = 1 << 26
+
+type Make = Callable[[Forms], Connector]
+
+
+def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
+
+
+@cache
+def executables(name: str) -> tuple[Program, Executables]:
+    model, _ = tiny_model(name)
+    has_state = model.state.bytes_per_slot > 0
+    limits = replace(
+        tiny_limits(max_num_seqs=2, max_num_batched_tokens=128, max_model_len=200),
+        num_pages=(400,) * len(model.state.bytes_per_entry),
+        buckets=(Bucket(2), Bucket(0, 128, 2), Bucket(2, 128, 2, scores=True)),
+        groups=model.state.groups,
+        num_snapshots=12 if has_state else 0,
+        align=model.state.align,
+    )
+    program = Program(model, limits)
+    return program, compiled_for(program, extras=False)
+
+
+class Served(NamedTuple):
+    """An engine, and its executor."""
+
+    engine: Engine
+    executor: Executor
+
+    def answer(self, prompt: list[int]) -> tuple[list[int], np.ndarray, int]:
+        """The tokens, the logits of the last one (of all slots), and the number of reused ones."""
+        (output,) = run(self.engine, [prompt], DRAWN)
+        logits = np.asarray(self.executor.arrays.slots.drawn_from)[:-1]
+        return output.outputs[0].token_ids, logits, output.num_cached_tokens
+
+
+def served(name: str, make: Make | None = None, cost: CostModel = RESTORES) -> Served:
+    """An engine with few pages and the connector that ``make`` returns, or one with many pages."""
+    program, compiled = executables(name)
+    executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
+    if make is None:
+        return Served(engine_of(executor, program.limits), executor)
+    mover = ArrayMover(program, executor.arrays)
+    tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost))
+    limits = replace(  # executables are for more pages than the scheduler uses
+        program.limits,
+        num_pages=tuple(1 + n for n in program.limits.pages_needed(LENGTH + TURN + 2 * ANSWER)),
+        num_snapshots=min(2, program.limits.num_snapshots),
+    )
+    return Served(engine_of(executor, limits, tiers=tiers), executor)
+
+
+def host(forms: Forms) -> Connector:
+    return HostTier(PLENTY, forms)
+
+
+def conversations(one: Served, seeds: tuple[int, ...]) -> list[tuple[list[int], np.ndarray, int]]:
+    """Conversations of two turns, first all first turns: what ``answer`` returns for each."""
+    first = [(prompt_of(seed), one.answer(prompt_of(seed))) for seed in seeds]
+    second = [[*prompt, *found[0], *prompt_of(90, TURN)] for prompt, found in first]
+    return [found for _, found in first] + [one.answer(prompt) for prompt in second]
+
+
+def check_equal(one: Served, other: Served, seeds: tuple[int, ...] = (1, 2, 3)) -> list[int]:
+    """Both give the same tokens and logits, bit for bit; returns what the second turns reuse."""
+    pairs = list(zip(conversations(one, seeds), conversations(other, seeds), strict=True))
+    for found, expected in pairs:
+        assert found[0] == expected[0] and found[2] == expected[2], (found, expected)
+        np.testing.assert_array_equal(found[1], expected[1])
+    return [found[2] for found, _ in pairs[len(seeds) :]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_from_the_host_equals_one_on_the_device(name: str) -> None:
+    one = served(name, host)
+    assert min(check_equal(one, served(name))) >= 128
+    stats = one.engine.stats().tiers
+    assert stats.num_restored > 0 == stats.num_failed
