@@ -118,6 +118,9 @@ class TierStats(msgspec.Struct, frozen=True, gc=False):
     host_size: int = 0
     disk_bytes: int = 0
     disk_size: int = 0
+    bytes_per_second: float = 0.0  # the cost model: see ``CostModel``
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
 
 
 # Events: see ``core.step``

@@ -327,17 +327,23 @@ class Draft:
     @property
     def has_row_for_snapshot(self) -> bool:
         """True if ``take_snapshot`` returns a row."""
-        return self.snapshots.take(self.knows, self.restored)[0] is not None
+        return self.snapshots.take(self._may_use, self.restored)[0] is not None
 
     def take_snapshot(self) -> int | None:
         """A row for a new snapshot; None if none is left. A tier saves the one that it replaces."""
         before = self.snapshots
-        row, self.snapshots = before.take(self.knows, self.restored)
+        row, self.snapshots = before.take(self._may_use, self.restored)
         if self.tiers is not None and len(self.snapshots.by_hash) < len(before.by_hash):
             for page_hash, old in before.by_hash.items():
                 if old.row == row and not old.is_offered:
                     self.moves.save_snapshot(page_hash, old.row)
         return row
+
+    def _may_use(self, page_hash: bytes) -> bool:
+        """False if the snapshot of this page is useless: the page is lost. A tier saves it, first
+        on its way and then by its key.
+        """
+        return self.tiers is not None or self.pages[0].has(page_hash)
 
     def forget_snapshot(self, page_hash: bytes) -> None:
         """Free the snapshot of this hash, if there is one that no sequence will start from."""

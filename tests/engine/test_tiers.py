@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -23,6 +25,9 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.tiers.chain import Chain
+from jaxinfer.exec.tiers.disk import UNITS, DiskTier
+from jaxinfer.exec.tiers.disk_folder import opened
 from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.exec.tiers.mover import ArrayMover
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
@@ -50,13 +55,13 @@ def executables(name: str) -> tuple[Program, Executables]:
     limits = replace(
         tiny_limits(max_num_seqs=2, max_num_batched_tokens=128, max_model_len=200),
         num_pages=(400,) * len(model.state.bytes_per_entry),
-        buckets=(Bucket(2), Bucket(0, 128, 2), Bucket(2, 128, 2, scores=True)),
+        buckets=(Bucket(2), Bucket(2, 128, 2, scores=True)),
         groups=model.state.groups,
         num_snapshots=12 if has_state else 0,
         align=model.state.align,
     )
     program = Program(model, limits)
-    return program, compiled_for(program, extras=False)
+    return program, compiled_for(program, extras=False, optimised=False)
 
 
 class Served(NamedTuple):
@@ -88,6 +93,16 @@ def served(name: str, make: Make | None = None, cost: CostModel = RESTORES) -> S
     return Served(engine_of(executor, limits, tiers=tiers), executor)
 
 
+def disk_in(folder: Path) -> Make:
+    """A disk tier behind a host tier."""
+
+    def make(forms: Forms) -> Connector:
+        lower = DiskTier(folder, PLENTY, forms, opened(folder, {"model": "tiny"}))
+        return Chain(HostTier(PLENTY, forms), lower)
+
+    return make
+
+
 def host(forms: Forms) -> Connector:
     return HostTier(PLENTY, forms)
 
@@ -114,3 +129,88 @@ def test_a_second_turn_from_the_host_equals_one_on_the_device(name: str) -> None
     assert min(check_equal(one, served(name))) >= 128
     stats = one.engine.stats().tiers
     assert stats.num_restored > 0 == stats.num_failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_from_the_disk_equals_one_on_the_device(name: str, tmp_path: Path) -> None:
+    """The first turns are of an engine that has ended."""
+    one, expected = served(name, disk_in(tmp_path)), served(name)
+    first = [(prompt_of(seed), one.answer(prompt_of(seed))[0]) for seed in (1, 2, 3, 4)]
+    one.engine.close()
+    one = served(name, disk_in(tmp_path))
+    assert [expected.answer(prompt)[0] for prompt, _ in first] == [answer for _, answer in first]
+    for prompt, answer in first[:2]:  # the last ones had not left the device
+        prompt = [*prompt, *answer, *prompt_of(90, TURN)]
+        (tokens, logits, reused), wanted = one.answer(prompt), expected.answer(prompt)
+        assert (tokens, reused) == (wanted[0], wanted[2]) and reused >= 128
+        np.testing.assert_array_equal(logits, wanted[1])
+    stats = one.engine.stats().tiers
+    assert stats.num_restored > 0 == stats.num_failed
+    one.engine.close()
+
+
+def test_a_damaged_page_is_computed_again_and_counted(tmp_path: Path) -> None:
+    one, expected = served("llama", disk_in(tmp_path)), served("llama")
+    for seed in (1, 2):
+        one.answer(prompt_of(seed))
+    one.engine.close()
+    one = served("llama", disk_in(tmp_path))
+    for path in (tmp_path / UNITS).glob("??/*"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    tokens, _, reused = one.answer(prompt_of(1))
+    assert tokens == expected.answer(prompt_of(1))[0] and not reused
+    assert one.engine.stats().tiers.num_failed > 0 == one.engine.stats().tiers.num_restored
+    one.engine.close()
+
+
+def test_copies_that_take_longer_than_computing_are_not_made() -> None:
+    one = served("llama", host, CostModel(token_seconds=1e-9, bytes_per_second=1.0))
+    assert [found[2] for found in conversations(one, (1, 2, 3))][3:] == [0, 0, 0]
+    stats = one.engine.stats().tiers
+    assert stats.num_saved > 0 == stats.num_restored
+
+
+def test_many_requests_at_once_restore_while_others_decode() -> None:
+    """A long conversation that waits for its prefix, next to others: all tokens are the same."""
+    one, expected = served("llama", host), served("llama")
+    prompts = [prompt_of(seed, length) for seed, length in ((1, 150), (2, 90), (3, 120), (4, 40))]
+    for prompt in prompts:
+        one.answer(prompt)
+    for _ in range(2):
+        found = [output.outputs[0].token_ids for output in run(one.engine, prompts, DRAWN)]
+        assert found == [expected.answer(prompt)[0] for prompt in prompts]
+    assert one.engine.stats().tiers.num_restored > 0
+
+
+def test_reset_prefix_cache_empties_all_tiers(tmp_path: Path) -> None:
+    one = served("llama", disk_in(tmp_path))
+    for seed in (1, 2, 3):
+        one.answer(prompt_of(seed))
+    assert one.engine.stats().tiers.num_saved > 0
+    one.engine.reset_prefix_cache()
+    assert one.answer(prompt_of(1))[2] == 0
+    one.engine.close()
+    assert one.engine.stats().tiers.num_restored == 0
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["sleep", "new weights"])
+def test_tiers_outlive_sleep_but_not_weights(keeps: bool, tmp_path: Path) -> None:
+    """What is saved with new weights is not read by an engine of the first ones."""
+    one = served("llama", disk_in(tmp_path))
+    before = [one.answer(prompt_of(seed))[0] for seed in (1, 2, 3)]
+    if keeps:
+        one.engine.sleep()
+        one.engine.wake_up()
+    else:
+        one.engine.replace_weights(jax.tree.map(lambda leaf: leaf * 2, tiny_model("llama")[1]))
+    found = [one.answer(prompt_of(seed)) for seed in (1, 2, 3)]
+    # the last one had not left the device
+    assert [reused >= 128 for _, _, reused in found] == [keeps, keeps, False]
+    assert ([tokens for tokens, _, _ in found] == before) == keeps
+    one.engine.close()
+    later = served("llama", disk_in(tmp_path))
+    again = [later.answer(prompt_of(seed)) for seed in (1, 2, 3)]
+    assert [tokens for tokens, _, _ in again] == before
+    later.engine.close()

@@ -33,12 +33,11 @@ from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
+from jaxinfer.engine.start.tiers import begin_tiers, check_tiers, free_host_bytes, open_disk
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
-from jaxinfer.exec.compile.memory_plan import (
-    program_memory,
-)
+from jaxinfer.exec.compile.memory_plan import program_memory
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.sizes import resolve, with_device_defaults
 from jaxinfer.exec.run.device_memory import least_memory, release_freed_blocks
@@ -106,6 +105,9 @@ def plan_engine(
     program = Program(model, sizes.limits, placement.platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
+    memory = program_memory(program, device)
+    taken = memory.total_bytes if device is None else 0
+    check_tiers(config, program, free_host_bytes() - taken)
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,
@@ -119,7 +121,7 @@ def plan_engine(
         config=sizes.config,
         source=source,
         program=program,
-        memory=program_memory(program, device),
+        memory=memory,
         tokenizer_spec=spec,
         config_facts=facts,
         cache_dir=cache_dir,
@@ -174,7 +176,7 @@ def build_engine(
     the settings have one. That is for engines that run for long: if the process exits before all
     are compiled, the bundle is not saved.
     """
-    devices = plan.program.placement.devices
+    devices, disk = plan.program.placement.devices, open_disk(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
     loaded = load(plan, progress, serves_early and len(devices) == 1)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
@@ -206,6 +208,7 @@ def build_engine(
         start=start_stats,
         weights=EngineWeights(plan, executor),
         later=later,
+        tiers=begin_tiers(plan, executor, disk, progress),
     )
     if executables.later is not None:
         executables.later.begin_others()

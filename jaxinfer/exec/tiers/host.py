@@ -77,6 +77,16 @@ class HostTier:
         """The size of the tier."""
         return len(self._memory)
 
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all units, the least recently used first."""
+        return [key for key, entry in self._entries.items() if entry.is_saved]
+
+    @property
+    def num_pinned(self) -> int:
+        """Units that loads read."""
+        return sum(map(len, self._loads.values()))
+
     def match(self, keys: Sequence[bytes]) -> list[bytes]:
         """See ``Connector``."""
         found = ((key, self._entries.get(key)) for key in keys)
@@ -97,11 +107,13 @@ class HostTier:
         return arrays
 
     def save(self, unit: Unit) -> bool:
-        """See ``Connector``."""
-        entry = self._entries.get(unit.key)
-        if entry is None:  # cleared since it was reserved
-            return False
-        entry.is_saved = True
+        """See ``Connector``: arrays that are not of ``reserve`` are copied."""
+        if unit.key not in self._entries:
+            if (memory := self.reserve(unit.group, unit.key)) is None:
+                return False
+            for to, array in zip(memory, unit.arrays, strict=True):
+                np.copyto(to, array)
+        self._entries[unit.key].is_saved = True
         self._polled.saved.append(unit)
         self._polled.added.append(unit.key)
         return True

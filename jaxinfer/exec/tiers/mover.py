@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer.core.connector import Arrays, Forms, Unit, UnitForm
-from jaxinfer.core.tiers import SNAPSHOTS, TierUnit, group_of
+from jaxinfer.core.tiers import DIGEST_SIZE, SNAPSHOTS, TierUnit, group_of
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 
@@ -73,22 +73,9 @@ class ArrayMover:
 
     def __init__(self, program: Program, arrays: DeviceArrays) -> None:
         self._arrays, self._limits = arrays, program.limits
-        layout, limits = program.model.state, program.limits
-        abstract = program.state()
-        self._first_snapshot = limits.max_num_seqs + 1  # rows of slots and the padding row
-        # of a pool, or None for rows of states: the indices of its arrays
-        self._indices: dict[int | None, tuple[int, ...]] = {}
-        for pool in (*range(len(limits.num_pages)), None):
-            own = tuple(i for i, of in enumerate(layout.pools) if of == pool)
-            if own and (pool is not None or limits.num_snapshots):
-                self._indices[pool] = own
-        forms = {
-            pool: UnitForm(tuple((abstract[i].shape[1:], abstract[i].dtype) for i in own))
-            for pool, own in self._indices.items()
-        }
-        self.forms: Forms = {g: forms[group.pool] for g, group in enumerate(limits.groups)}
-        if None in forms:
-            self.forms = {**self.forms, SNAPSHOTS: forms[None]}
+        self._first_snapshot = program.limits.max_num_seqs + 1  # after rows of slots and padding
+        self._indices, abstract = _indices(program), program.state()
+        self.forms: Forms = forms_of(program)
         self._gathers: dict[int | None, Any] = {}
         self._scatters: dict[int | None, Any] = {}
         with program.placement.as_default():
@@ -133,6 +120,18 @@ class ArrayMover:
             for i, array in zip(indices, made, strict=True):
                 state[i] = array
             self._arrays.state = tuple(state)
+
+    @property
+    def sink_bytes(self) -> int:
+        """The bytes that ``copy_to_sink`` copies."""
+        return WIDTH * self.forms[0].num_bytes
+
+    def copy_to_sink(self) -> None:
+        """Restore units of zeros to the page for padding, to measure the time that it takes."""
+        zeros = tuple(np.zeros(shape, dtype) for shape, dtype in self.forms[0].arrays)
+        key = bytes(DIGEST_SIZE)
+        staged = self.stage([Unit(0, key, zeros)] * WIDTH)
+        self.scatter(staged, [TierUnit(key, SINK)] * WIDTH)
 
     def _width(self, pool: int | None) -> int:
         return 1 if pool is None else WIDTH
@@ -181,6 +180,27 @@ class ArrayStaged:
     def __init__(self) -> None:
         # the pool, the indices of the units, and the arrays of a call
         self.parts: list[tuple[int | None, list[int], Arrays]] = []
+
+
+def forms_of(program: Program) -> Forms:
+    """The arrays of a unit of each group of a program."""
+    abstract = program.state()
+    forms = {
+        pool: UnitForm(tuple((abstract[i].shape[1:], np.dtype(abstract[i].dtype)) for i in own))
+        for pool, own in _indices(program).items()
+    }
+    pages = {number: forms[group.pool] for number, group in enumerate(program.limits.groups)}
+    return pages | ({SNAPSHOTS: forms[None]} if None in forms else {})
+
+
+def _indices(program: Program) -> dict[int | None, tuple[int, ...]]:
+    """The indices of the arrays of each pool, and under None of those with rows of states."""
+    found: dict[int | None, tuple[int, ...]] = {}
+    for pool in (*range(len(program.limits.num_pages)), None):
+        own = tuple(i for i, of in enumerate(program.model.state.pools) if of == pool)
+        if own and (pool is not None or program.limits.num_snapshots):
+            found[pool] = own
+    return found
 
 
 def _gathered(arrays: Any, ids: Any) -> Any:

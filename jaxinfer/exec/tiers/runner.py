@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,7 +35,7 @@ class TierRunner:
         mover: PageMover,
         connector: Connector,
         policy: TierPolicy,
-        sizes: Callable[[], dict[str, int]] = dict,
+        sizes: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """``sizes``: the present values of ``TierStats``."""
         self._mover, self._connector, self._sizes = mover, connector, sizes
@@ -109,7 +109,8 @@ class TierRunner:
         self._connector.clear(self._version)
 
     def close(self) -> None:
-        """End the connector's threads."""
+        """Save what has been copied, and end the connector's threads."""
+        self.poll()
         self._connector.close()
 
     def stats(self) -> TierStats:
