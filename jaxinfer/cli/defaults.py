@@ -48,6 +48,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "kv_offloading_size": "none",
         "kv_offloading_disk": "none",
         "kv_offloading_disk_size": "none",
+        "kv_connector": "none",
         "block_size": f"{DEFAULT_PAGE_SIZE}",
         "prefill_first": "off",
         "tap_points": "none",

@@ -74,6 +74,8 @@ class EngineConfig:
     ``kv_offloading_size``: GiB of host memory for pages and states that leave the device's pools,
     from which later requests restore them; None: there is none. ``kv_offloading_disk``: a folder
     behind it for ``kv_offloading_disk_size`` GiB, which later engines of the same model read.
+    ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
+    takes the arrays of units and returns a ``core.connector.Connector``.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
@@ -138,6 +140,7 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     kv_offloading_disk: str | None = None
     kv_offloading_disk_size: float | None = None
+    kv_connector: str | None = None
     prefill_first: bool | None = None
     overlap: bool = True
     tap_points: str | None = None

@@ -46,6 +46,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_slots: int = 0  # that sequences may have: as many as the buckets hold
     tiers: TierPolicy | None = None  # None: there are none
     tier_keys: Map[bytes, None] = Map()  # of units that can be loaded
+    num_restored_tokens: int = 0  # since the start, at the first admission of each request
 
     @property
     def num_unfinished(self) -> int:
@@ -155,6 +156,7 @@ class Draft:
         self.num_live_pages = list(state.num_live_pages)
         self.tiers = state.tiers
         self.moves = Moves(state.tier_keys)
+        self.num_restored_tokens = state.num_restored_tokens
         self._open_pools(state.pools)
         self.has_windows = any([group.window is not None for group in self.limits.groups])
         self.snapshots = state.snapshots
@@ -189,6 +191,7 @@ class Draft:
             self.num_slots,
             self.tiers,
             self.moves.keys,
+            self.num_restored_tokens,
         )
 
     def add_buckets(self, loaded: Iterable[Bucket]) -> None:

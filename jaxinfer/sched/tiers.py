@@ -179,6 +179,7 @@ def commit_load(draft: Draft, event: Loaded) -> None:
     num_cached = seq.num_cached_tokens
     if num_cached is None:
         num_cached = own.known + own.end - own.start
+        draft.num_restored_tokens += own.end - own.start
     seq = replace(seq, reads=reads, num_cached_tokens=num_cached)
     draft.running[seq.request_id] = restored(seq, replace(own, row=None, is_loaded=True))
 

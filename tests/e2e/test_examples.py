@@ -20,11 +20,12 @@ EXPECTED = {
     "head_ablation": " 0.6 ",
     "linear_probe": "layers.6.resid_post    100.0%",
     "grpo_tunix": "mean reward",
+    "own_connector": "engine 1 reused 1",
 }
 
 
 # 10 to 30 s each on two cores: nightly
-SLOW = ("finetune", "linear_probe", "head_ablation", "patching")
+SLOW = ("finetune", "linear_probe", "head_ablation", "patching", "own_connector")
 
 
 @pytest.mark.parametrize(

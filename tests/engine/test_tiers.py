@@ -21,6 +21,7 @@ from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.core.tiers import CostModel
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.start.tiers import fitted_costs
 from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
@@ -214,3 +215,10 @@ def test_tiers_outlive_sleep_but_not_weights(keeps: bool, tmp_path: Path) -> Non
     again = [later.answer(prompt_of(seed)) for seed in (1, 2, 3)]
     assert [tokens for tokens, _, _ in again] == before
     later.engine.close()
+
+
+def test_costs_are_measured() -> None:
+    one = served("llama")
+    cost = fitted_costs(one.executor, ArrayMover(executables("llama")[0], one.executor.arrays))
+    assert cost.token_seconds > 0 <= cost.step_seconds and not cost.overlaps
+    assert 1e3 < cost.bytes_per_second < 1e13

@@ -261,6 +261,7 @@ class Engine:
         return msgspec.structs.replace(
             self._start,
             num_preemptions=state.num_preemptions,
+            num_restored_tokens=state.num_restored_tokens,
             num_late_compiles=self._late_compiles.count,
             num_running=len(state.running),
             num_waiting=len(state.waiting),

@@ -7,11 +7,12 @@ tokens, and the time of a copy over its bytes. A start measures both.
 from __future__ import annotations
 
 import hashlib
+import runpy
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.connector import Connector, Forms
@@ -49,10 +50,13 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
         raise ConfigError(
             "kv_offloading_disk and kv_offloading_disk_size name a folder and its size; give both"
         )
+    if folder is not None and config.kv_connector is not None:
+        raise ConfigError("kv_offloading_disk and kv_connector exclude each other; leave one out")
     if size is None:
-        if folder is not None:
+        name = "kv_offloading_disk" if folder is not None else "kv_connector"
+        if folder is not None or config.kv_connector is not None:
             raise ConfigError(
-                "kv_offloading_disk is behind a tier in host memory; give kv_offloading_size too"
+                f"{name} is behind a tier in host memory; give kv_offloading_size too"
             )
         return
     if not program.limits.enable_prefix_caching:
@@ -83,6 +87,22 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
         )
     if folder is not None:
         check_folder(Path(folder).expanduser())
+    if config.kv_connector is not None:
+        _own_connector(config.kv_connector)
+
+
+def _own_connector(name: str) -> Callable[[Forms], Connector]:
+    """The function that a setting names; raises ``ConfigError`` if there is none."""
+    path, _, function = name.rpartition(":")
+    try:
+        found = runpy.run_path(path).get(function)
+    except Exception as error:
+        raise ConfigError(
+            f"kv_connector {name!r} cannot be run ({error}); give FILE.py:FUNCTION"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"kv_connector {name!r}: {path} defines no function {function!r}")
+    return cast("Callable[[Forms], Connector]", found)
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -132,7 +152,7 @@ def begin_tiers(
     if config.kv_offloading_size is None:
         return None
     mover = ArrayMover(plan.program, executor.arrays)
-    cost = fitted_costs(plan.program, executor, mover)
+    cost = fitted_costs(executor, mover)
     host = HostTier(int(config.kv_offloading_size * GIB), mover.forms)
     connector: Connector = host
     described, lower = f"host tier of {config.kv_offloading_size:g} GiB", None
@@ -142,6 +162,9 @@ def begin_tiers(
         connector = Chain(host, lower)
         described += f", disk tier of {config.kv_offloading_disk_size:g} GiB in {folder} (holds "
         described += f"{shown(lower.used_bytes)})"
+    if config.kv_connector is not None:
+        connector = Chain(host, _own_connector(config.kv_connector)(mover.forms))
+        described += f", behind it {config.kv_connector}"
     progress.detail(
         f"{described}: restores {cost.bytes_per_second / 1e9:.2f} GB/s, a step takes "
         f"{cost.step_seconds * 1e3:.2f} ms and {cost.token_seconds * 1e6:.1f} us a prompt token; "
@@ -162,7 +185,7 @@ def begin_tiers(
     return TierRunner(mover, connector, policy_of(mover.forms, cost), sizes)
 
 
-def fitted_costs(program: Program, executor: Executor, mover: ArrayMover) -> CostModel:
+def fitted_costs(executor: Executor, mover: ArrayMover) -> CostModel:
     """The costs of steps and copies, measured on padding."""
     buckets = [
         bucket
@@ -182,7 +205,6 @@ def fitted_costs(program: Program, executor: Executor, mover: ArrayMover) -> Cos
 
     copy()  # the first one makes the memory resident
     seconds = min(_seconds(copy) for _ in range(MEASURED_COPIES))
-    del program
     return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9))
 
 
