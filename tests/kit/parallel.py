@@ -18,6 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
+import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType
 
@@ -25,10 +27,14 @@ import jaxinfer
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.core.step import Bucket
 from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
+from jaxinfer.exec.run.exchange import Exchange
+from jaxinfer.exec.step.batch import PEERS
+from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.division import own_part
 from jaxinfer.models.params import by_path
@@ -45,6 +51,10 @@ from kit.engines import copy_to_cpu, tiny_limits
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
+from pallas_kernels.all_reduce import api, xla
+from pallas_kernels.all_reduce.api import AllReduceArgs
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.harness.registry import Impl
 
 DEVICES = 4
 SIZES: dict[str, Any] = {
@@ -219,6 +229,13 @@ def lowered(folder: Path) -> None:
         for name in program.names():
             text = program.trace(name).lower(lowering_platforms=("cuda",)).as_text()
             assert ("all_gather" in text) == (name != "admit"), name
+    for impl in ("triton", "xla"):  # steps with prompts that NCCL interrupts are no CUDA graphs
+        limits = msgspec.structs.replace(tiny_limits(), buckets=(Bucket(4), Bucket(0, 64, 4)))
+        pins = Pins((("all_reduce", impl),))
+        program = Program(divided, limits, "gpu", pins, placement)
+        options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
+        graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
+        assert graphs == [True, impl == "triton"]
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
@@ -375,6 +392,39 @@ def staging(folder: Path) -> None:
         check_equal(model_and_weights(folder)[2], folder, (DEVICES,))
 
 
+def exchange(folder: Path) -> None:
+    """Every sum over the devices knows its rank and the addresses of their exchange memory."""
+    words = np.arange(7, 7 + 2 * DEVICES, dtype=np.int32)
+
+    class StandIn:
+        def put_into(self, batch: np.ndarray) -> None:
+            batch[PEERS : PEERS + len(words)] = words
+
+        def check(self) -> None:
+            raise AssertionError("a sum did not know its rank or the addresses")
+
+    def all_reduce(args: AllReduceArgs) -> jax.Array:
+        summed = xla.all_reduce(args)
+        assert args.peers is not None
+        right = (args.peers.addresses == words).all()
+        right &= args.peers.rank[0] == jax.lax.axis_index(args.axis)
+        return jnp.where(right, summed, jnp.nan)
+
+    impls = (Impl("xla", all_reduce),)
+
+    def of_program(cls: type, program: Program) -> StandIn | None:
+        del cls
+        return StandIn() if program.num_peers else None
+
+    devices = property(lambda shape: DEVICES if shape.placement.num_devices > 1 else 0)
+    with (
+        patch.object(EngineShape, "num_peers", devices),
+        patch.object(Exchange, "of_program", classmethod(of_program)),
+        patch.object(api, "OP", replace(api.OP, impls=impls)),
+    ):
+        check_equal(model_and_weights(folder)[2], folder, (DEVICES,))
+
+
 def taps(folder: Path) -> None:
     """Activations of which a device has a part are read and steered whole."""
     features(folder, tap_points=",".join([*STEERED, "layers.1.resid_post", "final_norm"]))
@@ -520,6 +570,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "features": features,
     "taps": taps,
     "staging": staging,
+    "exchange": exchange,
     "hybrid": hybrid,
     "quantised": quantised,
     "files": files,

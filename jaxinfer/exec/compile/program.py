@@ -21,6 +21,7 @@ from jaxinfer.exec.calls.steer import tables
 from jaxinfer.exec.calls.table import CALLS
 from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.exec.step.forward import Part, StepFunction, flat_params, part_of
+from pallas_kernels.all_reduce.launch import MAX_VALUES
 from pallas_kernels.harness.pins import LINKS
 from pallas_kernels.harness.registry import UnfitKernel
 
@@ -164,9 +165,19 @@ class Program(EngineShape):
         if not decodes_few and bucket.num_seqs > 1:
             options |= ONLY_CUBLAS
         # A graph is recorded again when its memory has moved, and that of rare calls always has.
-        if bucket.num_tokens >= NO_GRAPH_TOKENS or not is_step:
+        if bucket.num_tokens >= NO_GRAPH_TOKENS or not is_step or self._has_collectives(bucket):
             options["xla_gpu_enable_command_buffer"] = ""  # none of the kinds of kernels
         return options
+
+    def _has_collectives(self, bucket: Bucket) -> bool:
+        """True if a step with prompts on several devices adds their results by NCCL.
+
+        XLA would make a graph of the kernels between each two sums. On two H200s the first steps
+        after a change of memory then took about 0.25 s (Qwen3-8B, 73 sums).
+        """
+        values = bucket.num_tokens * self.model.config.stream_width
+        own = self.num_peers > 0 and values <= MAX_VALUES
+        return self.placement.num_devices > 1 and bucket.num_prefills > 0 and not own
 
     def links_kernels(self, name: str) -> bool:
         """True if neighbouring kernels of an executable become one linked call.
