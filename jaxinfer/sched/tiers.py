@@ -220,22 +220,22 @@ def _start(policy: TierPolicy, limits: Limits, known: int, end: int, num_bytes: 
     None if computing all of it takes less time.
     """
     cost, size, chunk = policy.cost, limits.page_size, limits.max_num_batched_tokens
-    copying = cost.copying(num_bytes) + cost.step_seconds
-    if cost.computing((end - known) * size, chunk) <= copying:
-        return None
+    num_left, step = end - known, limits.reuse_step
+    least, first = cost.copying(num_bytes) + cost.step_seconds, 0
     has_windows = any(group.window is not None for group in limits.groups)
-    if not cost.overlaps or has_windows or limits.num_snapshots:
-        return known
-    step, each = limits.reuse_step, num_bytes / (end - known)
+    if cost.overlaps and not has_windows and not limits.num_snapshots:
+        each = num_bytes / num_left
 
-    def computes_longer(pages: int) -> bool:
-        rest = cost.copying(int((end - known - pages) * each))
-        return cost.computing(pages * size, chunk) >= rest
+        def times(pages: int) -> tuple[float, float]:
+            """Seconds to compute the first pages, and to copy the others."""
+            return cost.computing(pages * size, chunk), cost.copying(int((num_left - pages) * each))
 
-    lengths = range(0, end - known, step)
-    pages = lengths[max(0, bisect_left(lengths, True, key=computes_longer) - 1)]
-    rest = cost.copying(int((end - known - pages) * each))
-    return known + pages if rest + cost.step_seconds < SPLIT_GAIN * copying else known
+        lengths = range(0, num_left, step)
+        ahead = bisect_left(lengths, True, key=lambda pages: times(pages)[0] > times(pages)[1])
+        pages = lengths[max(0, ahead - 1)]  # the most for which computing does not take longer
+        if (seconds := times(pages)[1] + cost.step_seconds) < SPLIT_GAIN * least:
+            least, first = seconds, pages
+    return known + first if least < cost.computing(num_left * size, chunk) else None
 
 
 def _from(far: PrefixHit, hit: PrefixHit, start: int, limits: Limits) -> PrefixHit:

@@ -48,11 +48,12 @@ class TierTrace:
         self.requests = {request.request_id: request for request in requests}
         self.limits = self._limits()
         self.cost = draw.choice((RESTORES,) * 4 + (SPLITS,) * 4 + (COMPUTES,))
-        self._sizes = draw.choice((4, 20, 100, 100)), draw.choice((0, 0, 9, 60))
-        self._slowness = draw.choice((0, 0, 1, 4))
+        self._sizes = draw.choice((4, 15, 100, 100)), draw.choice((0, 0, 9, 60))
+        self._slowness = draw.choice((0, 0, 1, 4, 15))
         self._failures = 0.0 if reliable else draw.choice((0.0, 0.0, 0.0, 0.2))
         depth = draw.randint(1, 3)
         self.drive = Drive(self.limits, depth=depth, connector=self._connector, cost=self.cost)
+        self.drive.twice = seed % 25 == 0
 
     def run(self) -> None:
         """Run the trace and check tokens, events, pages and what the tiers hold."""
@@ -102,7 +103,7 @@ class TierTrace:
         assert drive.tiers is not None
         for _ in range(10):
             drive.call()
-        assert not drive.tiers.is_loading
+        assert not drive.tiers.num_held
         keys = list(drive.state.tier_keys)
         assert sorted(self.connector.match(keys)) == sorted(keys)
         hosts = [self.host, *([] if self.lower is None else [self.lower])]

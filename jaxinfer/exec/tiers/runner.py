@@ -54,6 +54,11 @@ class TierRunner:
         return bool(self._loads)
 
     @property
+    def num_held(self) -> int:
+        """Loads whose units are kept, until they are restored or dropped."""
+        return len(self._loads) + len(self._staged) + len(self._ready)
+
+    @property
     def is_shared(self) -> bool:
         """See ``Connector``."""
         return self._connector.is_shared
