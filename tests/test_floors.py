@@ -27,7 +27,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.__main__", "jaxinfer.ray"},
 )
 LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
-    "jaxinfer.exec": ({""}, {"step"}, {"calls"}, {"compile"}, {"run"}),
+    "jaxinfer.exec": ({""}, {"step"}, {"calls"}, {"compile"}, {"run"}, {"tiers"}),
     "jaxinfer.engine": (
         {""},
         {"requests"},

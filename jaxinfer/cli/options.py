@@ -59,6 +59,10 @@ MEMORY = Group(
         Setting("num_snapshots", size, "Saved states of recurrent models, for prefixes."),
         Setting("block_size", size, "Tokens of one page.", ("--page-size",)),
         Setting("enable_prefix_caching", boolean, "Reuse the KV cache of equal prefixes."),
+        Setting("kv_offloading_size", number, "GiB of host memory behind the KV cache."),
+        Setting("kv_offloading_disk", text, "A folder behind that memory, kept between starts."),
+        Setting("kv_offloading_disk_size", number, "GiB of that folder."),
+        Setting("kv_connector", text, "A store of your own instead: FILE.py:FUNCTION."),
         Setting("prefill_first", boolean, "Prompts before running answers: for batches."),
         Setting("async_scheduling", boolean, "Plan a step while one runs.", ("--overlap",)),
         Setting("decode_bucket_start", size, "Decode buckets of 1, N, 2N, 4N ... rows."),
@@ -115,4 +119,7 @@ SAMPLING = Group(
 GENERATING_MODEL = MODEL.without("skip_tokenizer_init", "pooling", "score_tokens")
 # of commands that only plan an engine
 PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init", "score_tokens")
-PLANNED_MEMORY = MEMORY.without("prefill_first", "async_scheduling", "bundle")
+PLANNED_MEMORY = MEMORY.without(
+    *("prefill_first", "async_scheduling", "bundle"),
+    *("kv_offloading_size", "kv_offloading_disk", "kv_offloading_disk_size", "kv_connector"),
+)

@@ -75,6 +75,11 @@ class EngineConfig:
     ``num_snapshots``: of a model with a state for each sequence (Qwen3.5), the rows in which states
     are saved, so that prompts with the same beginning start from them; each takes the bytes of a
     sequence. None is two a sequence. Answers are saved, too, if there are two a sequence.
+    ``kv_offloading_size``: GiB of host memory for pages and states that leave the device's pools,
+    from which later requests restore them; None: there is none. ``kv_offloading_disk``: a folder
+    behind it for ``kv_offloading_disk_size`` GiB, which later engines of the same model read.
+    ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
+    takes the arrays of units and returns a ``core.connector.Connector``.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
@@ -144,6 +149,10 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kernels: str | None = None
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
+    kv_offloading_disk: str | None = None
+    kv_offloading_disk_size: float | None = None
+    kv_connector: str | None = None
     prefill_first: bool | None = None
     overlap: bool = True
     tap_points: str | None = None
@@ -292,7 +301,7 @@ def _checked(name: str, value: object, type_name: str) -> object:
     if "int" in type_name:
         return _whole(name, value)
     if "float" in type_name:
-        number, most = as_float(value), 1.0 if name == "gpu_memory_utilization" else 3600.0
+        number, most = as_float(value), _LARGEST.get(name, 3600.0)
         if number is None or not 0.0 < number <= most:
             raise ConfigError(f"{name} must be a number in (0, {most:g}], got {value!r}")
         return number
@@ -300,6 +309,15 @@ def _checked(name: str, value: object, type_name: str) -> object:
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be text or a path, got {value!r}")
     return path
+
+
+_LARGEST = MappingProxyType(
+    {
+        "gpu_memory_utilization": 1.0,
+        "kv_offloading_size": float(1 << 20),  # GiB
+        "kv_offloading_disk_size": float(1 << 20),
+    }
+)
 
 
 def _whole(name: str, value: object) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jaxinfer.core.request import FinishReason, Request
+from jaxinfer.core.tiers import Loaded, TierChanged
 
 if TYPE_CHECKING:  # core.config imports Bucket; commands read settings without numpy
     import numpy as np
@@ -293,15 +294,20 @@ class BucketsLoaded(msgspec.Struct, frozen=True, tag=True):
 class Reset(msgspec.Struct, frozen=True, tag=True):
     """The content of pages is lost, or of other weights; no step is in flight.
 
-    Running sequences return to the queue with their tokens, and no prefix is known any more.
+    Running sequences return to the queue with their tokens, and no prefix is known any more, but
+    those in tiers if it ``keeps_tiers``: they are of the same weights.
     """
+
+    keeps_tiers: bool = False
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
     """This call of the scheduler plans no step, since the device is needed for something else."""
 
 
-type Event = Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold
+type Event = (
+    Arrive | Abort | StepDone | StepFailed | BucketsLoaded | Reset | Hold | TierChanged | Loaded
+)
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

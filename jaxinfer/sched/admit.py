@@ -8,18 +8,18 @@ that it returned are still shared. Pages for drawn tokens are taken as decoding 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import PageGroup, Pages, SlotAdmission, TokenEvent
+from jaxinfer.core.step import PageGroup, Pages, TokenEvent
 from jaxinfer.sched.pages import have
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, longest_hit
-from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.sequence import Sequence
+from jaxinfer.sched.state import Draft
+from jaxinfer.sched.tiers import IN_TIER, Continued, continued_in_tiers, restoring_of
 
 WATERMARK = 100  # at admission 1 of 100 pages stays free, as running sequences will need more
 
@@ -78,9 +78,9 @@ def refusal(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> str:
 def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     """``seq`` with the hashes of the pages it might reuse; they are kept while it waits.
 
-    If a group has no window, the hashes end with the first one that the pool does not have: later
-    pages cannot be reused. Their hashes are computed when their tokens have been: then the device
-    is busy with the next step, whereas now it may be idle until this one is planned.
+    If a group has no window, the hashes end with the first one that neither the pool nor a tier
+    has: later pages cannot be reused. Their hashes are computed when their tokens have been: then
+    the device is busy with the next step, whereas now it may be idle until this one is planned.
 
     At least one token must be computed to have logits to draw from. Prompt logprobs and taps need
     every prompt token to be computed, so nothing is reused (as in vLLM).
@@ -89,27 +89,19 @@ def with_page_hashes(draft: Draft, seq: Sequence) -> Sequence:
     num_pages = _num_reusable_pages(seq, limits)
     # without a window, a prefix needs its first pages; the keys of group 0 are plain hashes
     chained = limits.groups[0] == PageGroup(pool=limits.groups[0].pool)
-    if num_pages <= len(known) or (chained and known and not draft.pages[0].has(known[-1])):
+    if num_pages <= len(known) or (chained and known and not draft.knows(known[-1])):
         return seq
     page_hashes = list(known)
     for page_hash in following_page_hashes(
         known, seq.request.cache_root, seq.token_ids, num_pages, limits.page_size
     ):
         page_hashes.append(page_hash)
-        if chained and not draft.pages[0].has(page_hash):
+        if chained and not draft.knows(page_hash):
             break
     return msgspec.structs.replace(seq, page_hashes=tuple(page_hashes))
 
 
-class Admitted(NamedTuple):
-    """A sequence with a slot and its pages."""
-
-    seq: Sequence
-    admission: SlotAdmission
-    reads: int | None  # the snapshot that its first row starts from
-
-
-def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Admitted | None:
+def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Sequence | None:
     """``seq``, the head of the queue, with a slot and its pages; None while it must wait.
 
     ``max_chunk``: the tokens of its first chunk, at most. The caller moves it to running
@@ -120,42 +112,101 @@ def admit(draft: Draft, seq: Sequence, max_chunk: int) -> Admitted | None:
         return None
     reusable = seq.page_hashes[: _num_reusable_pages(seq, limits)]
     hit = longest_hit(draft.pages, draft.snapshots, reusable, limits)
+    if not chunk_tokens(len(seq.token_ids) - hit.num_pages * limits.page_size, max_chunk, limits):
+        return None
+    if found := continued_in_tiers(draft, seq, reusable, hit):
+        if not _takes_pages(draft, seq, found.hit):
+            return None
+        if admitted := _restoring(draft, seq, reusable, hit, found):
+            return admitted
+    if not _takes_pages(draft, seq, hit):
+        return None
     num_cached_tokens = hit.num_pages * limits.page_size
-    if not chunk_tokens(len(seq.token_ids) - num_cached_tokens, max_chunk, limits):
-        return None
-    firsts = [limits.first_page(num_cached_tokens, group) for group in limits.groups]
-    num_new = _num_new_pages(seq, firsts, hit.ids, limits)
-    idle = len(draft.free_slots) == draft.num_slots
-    triples = zip(draft.pages, hit.ids, num_new, strict=True)
-    needed = limits.of_pools(count + pool.num_cached_among(ids) for pool, ids, count in triples)
-    if not have(draft.pools, needed if idle else _with_watermark(needed, limits)):
-        return None
-    for group, ids in enumerate(hit.ids):
-        draft.pages[group].share(ids, group)
-    pages = [
-        Pages(IntLog(hit.ids[group] + draft.pages[group].take(count, group)), firsts[group])
-        for group, count in enumerate(num_new)
-    ]
     reads: int | None = None
     if limits.num_snapshots and hit.num_pages:
         reads, draft.snapshots = draft.snapshots.use(reusable[hit.num_pages - 1])
         draft.restored.add(reads)
-    epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
-    slot = draft.free_slots.pop()
-    admitted = msgspec.structs.replace(
-        seq,
-        epoch=epoch,
-        slot=slot,
-        pages=tuple(pages),
-        num_prefill_tokens=len(seq.token_ids),
+    return msgspec.structs.replace(
+        _placed(draft, seq, hit, _own_pages(draft, seq, hit)),
         num_computed_tokens=num_cached_tokens,
         num_registered_pages=hit.num_pages,
         num_cached_tokens=(
             num_cached_tokens if seq.num_cached_tokens is None else seq.num_cached_tokens
         ),
-        borders=_borders(seq, hit, limits) if limits.num_snapshots else (),
+        reads=reads,
     )
-    return Admitted(admitted, SlotAdmission(slot, seq.request, seq.token_ids, epoch), reads)
+
+
+def _restoring(
+    draft: Draft, seq: Sequence, reusable: tuple[bytes, ...], hit: PrefixHit, found: Continued
+) -> Sequence | None:
+    """``seq`` with a slot and its pages, for which a load is ordered.
+
+    None if no row is left for a snapshot: then it is computed.
+    """
+    limits, end = draft.limits, found.hit.num_pages
+    reads: int | None = None
+    if limits.num_snapshots and found.state_key is None:
+        reads, draft.snapshots = draft.snapshots.use(reusable[end - 1])
+        draft.restored.add(reads)
+    elif found.state_key is not None and not draft.has_row_for_snapshot:
+        return None
+    pages = _own_pages(draft, seq, found.hit)
+    placed = _placed(draft, seq, found.hit, pages)
+    ids = [own.ids[: len(known)] for own, known in zip(pages, found.hit.ids, strict=True)]
+    own = restoring_of(placed.epoch, found, reusable, ids, draft)
+    computed = hit.num_pages if found.start > hit.num_pages else end
+    return msgspec.structs.replace(
+        placed,
+        num_computed_tokens=computed * limits.page_size,
+        num_registered_pages=hit.num_pages,
+        restoring=own,
+        reads=reads,
+    )
+
+
+def _takes_pages(draft: Draft, seq: Sequence, hit: PrefixHit) -> bool:
+    """True if enough pages are free for the known tokens of ``seq``, which shares those of ``hit``.
+
+    If it is the only one with a slot it may take them all.
+    """
+    limits = draft.limits
+    num_new = _num_new_pages(seq, hit, limits)
+    idle = len(draft.free_slots) == draft.num_slots
+    shared = [[page for page in ids if page != IN_TIER] for ids in hit.ids]
+    triples = zip(draft.pages, shared, num_new, strict=True)
+    needed = limits.of_pools(count + pool.num_cached_among(ids) for pool, ids, count in triples)
+    return have(draft.pools, needed if idle else _with_watermark(needed, limits))
+
+
+def _own_pages(draft: Draft, seq: Sequence, hit: PrefixHit) -> tuple[Pages, ...]:
+    """The pages of ``seq`` in each group: those of ``hit``, with new ones where it has none."""
+    limits = draft.limits
+    num_new = _num_new_pages(seq, hit, limits)
+    for group, ids in enumerate(hit.ids):
+        draft.pages[group].share([page for page in ids if page != IN_TIER], group)
+    owned: list[Pages] = []
+    for group, (ids, count) in enumerate(zip(hit.ids, num_new, strict=True)):
+        new = iter(draft.pages[group].take(count, group))
+        known = [next(new) if page == IN_TIER else page for page in ids]
+        first = limits.first_page(hit.num_pages * limits.page_size, limits.groups[group])
+        owned.append(Pages(IntLog([*known, *new]), first))
+    return tuple(owned)
+
+
+def _placed(draft: Draft, seq: Sequence, hit: PrefixHit, pages: tuple[Pages, ...]) -> Sequence:
+    """``seq`` with these pages, a slot and an epoch."""
+    limits = draft.limits
+    epoch, draft.next_epoch = draft.next_epoch, draft.next_epoch + 1
+    return msgspec.structs.replace(
+        seq,
+        epoch=epoch,
+        slot=draft.free_slots.pop(),
+        pages=pages,
+        num_prefill_tokens=len(seq.token_ids),
+        borders=_borders(seq, hit, limits) if limits.num_snapshots else (),
+        is_new=True,
+    )
 
 
 def chunk_tokens(num_left: int, max_chunk: int, limits: Limits) -> int:
@@ -187,19 +238,15 @@ def all_fit(draft: Draft) -> bool:
     return have(draft.pools, needed)
 
 
-def _num_new_pages(
-    seq: Sequence, firsts: list[int], hits: list[list[int]], limits: Limits
-) -> list[int]:
+def _num_new_pages(seq: Sequence, hit: PrefixHit, limits: Limits) -> list[int]:
     """Unshared pages that a sequence takes at admission, in each group."""
-    num_tokens = len(seq.token_ids)
-    return [
-        min(
-            cdiv(num_tokens, limits.tokens_per_page(group)) - first,
-            limits.most_pages(group),
-        )
-        - len(ids)
-        for first, ids, group in zip(firsts, hits, limits.groups, strict=True)
-    ]
+    num_tokens, counts = len(seq.token_ids), list[int]()
+    for ids, group in zip(hit.ids, limits.groups, strict=True):
+        first = limits.first_page(hit.num_pages * limits.page_size, group)
+        whole = cdiv(num_tokens, limits.tokens_per_page(group)) - first
+        num_shared = len(ids) - ids.count(IN_TIER)
+        counts.append(min(whole, limits.most_pages(group)) - num_shared)
+    return counts
 
 
 def _borders(seq: Sequence, hit: PrefixHit, limits: Limits) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket, ScheduledSeq, SlotAdmission, StepPlan, combined
 from jaxinfer.sched.admit import admit, all_fit, chunk_tokens, with_page_hashes
 from jaxinfer.sched.pages import extend_pages, have, num_missing_pages, release_passed
-from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.sequence import Sequence
+from jaxinfer.sched.state import Draft
+from jaxinfer.sched.tiers import restored
 
 NO_BUCKET = Bucket(0)
 
@@ -30,18 +32,24 @@ def choose_step(draft: Draft) -> StepPlan | None:
     decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
     query_tokens = _most_query_tokens(decodes, draft.limits)
     budget = Budget(draft, len(decodes), query_tokens, _variants(draft, decodes))
-    prefills = _continued_prefills(draft, budget) if len(decodes) < len(draft.running) else []
-    admissions: tuple[SlotAdmission, ...] = ()
+    prefills: list[ScheduledSeq] = []
+    admissions: list[SlotAdmission] = []
+    if len(decodes) < len(draft.running):
+        prefills, admissions = _continued_prefills(draft, budget)
     # After a preemption no request is admitted in the same step, as pages are scarce.
     if draft.waiting and not preempted:
-        new_prefills, admissions = _new_prefills(draft, budget)
+        new_prefills, new_admissions = _new_prefills(draft, budget)
         prefills += new_prefills
+        admissions += new_admissions
     if only_prefills and not prefills:  # no waiting request can be admitted
         decodes, _ = _decode_rows(draft)
         query_tokens = _most_query_tokens(decodes, draft.limits)
         budget.variants = _variants(draft, decodes)
     if not decodes and not prefills:
-        if not draft.in_flight and any(seq.is_prefilling for seq in draft.running.values()):
+        prefilling = [seq for seq in draft.running.values() if seq.is_prefilling]
+        if any(seq.is_waiting_for_load for seq in prefilling):
+            return None
+        if not draft.in_flight and prefilling:
             # prefills wait for each other's pages: preempt the last one
             draft.preempt_last()
             return choose_step(draft)
@@ -51,7 +59,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         len(decodes), budget.used, len(prefills), budget.scores, query_tokens, budget.variants
     )
     bucket = next(bucket for bucket in draft.buckets if bucket.holds(size))  # the smallest
-    plan = StepPlan(step_id, bucket, admissions, tuple(decodes), tuple(prefills))
+    plan = StepPlan(step_id, bucket, tuple(admissions), tuple(decodes), tuple(prefills))
     draft.in_flight = (*draft.in_flight, plan)
     return plan
 
@@ -171,8 +179,8 @@ def _with_saved_answer(
     the step is reported, or at once if no row is free.
     """
     if not draft.snapshots.free and seq.tail is not None:
-        draft.snapshots = draft.snapshots.forget(seq.tail)
-    snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has, draft.restored)
+        draft.forget_snapshot(seq.tail)
+    snapshot = draft.take_snapshot()
     if snapshot is None:
         return seq, ()
     return msgspec.structs.replace(seq, saving=end), ((1, snapshot),)
@@ -203,10 +211,16 @@ def _variants(draft: Draft, decodes: list[ScheduledSeq]) -> tuple[str, ...]:
     return combined(*[draft.running[row.request_id].variants for row in decodes])
 
 
-def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
+def _continued_prefills(
+    draft: Draft, budget: Budget
+) -> tuple[list[ScheduledSeq], list[SlotAdmission]]:
+    """Rows of prompts that have started, or whose prefix has been restored; the latter's slots are
+    written now.
+    """
     rows: list[ScheduledSeq] = []
+    admissions: list[SlotAdmission] = []
     for request_id, seq in tuple(draft.running.items()):
-        if seq.is_prefilling:
+        if seq.is_prefilling and not seq.is_waiting_for_load:
             max_chunk = budget.tokens_for(seq)
             if _chunk_end(seq, max_chunk, draft.limits) <= seq.num_computed_tokens:
                 break
@@ -215,15 +229,16 @@ def _continued_prefills(draft: Draft, budget: Budget) -> list[ScheduledSeq]:
                 end = _chunk_end(seq, max_chunk, draft.limits)
                 if any(num_missing_pages(seq.pages, end, draft.limits)):
                     break  # wait until other sequences return pages
+            if seq.is_new:
+                admissions.append(seq.admission)
             row, draft.running[request_id] = _prefill_row(draft, seq, max_chunk)
             budget.add(seq, row.num_scheduled_tokens)
             rows.append(row)
-    return rows
+    return rows, admissions
 
 
-def _new_prefills(
-    draft: Draft, budget: Budget
-) -> tuple[list[ScheduledSeq], tuple[SlotAdmission, ...]]:
+def _new_prefills(draft: Draft, budget: Budget) -> tuple[list[ScheduledSeq], list[SlotAdmission]]:
+    """Rows of waiting requests. One that restores a prefix gets none yet, and blocks no other."""
     rows: list[ScheduledSeq] = []
     started: list[Sequence] = []
     admissions: list[SlotAdmission] = []
@@ -232,12 +247,14 @@ def _new_prefills(
         if (max_chunk := budget.tokens_for(head)) <= 0:
             break
         hashed = with_page_hashes(draft, head)
-        if (admitted := admit(draft, hashed, max_chunk)) is None:
+        if (seq := admit(draft, hashed, max_chunk)) is None:
             blocked = hashed
             break
-        seq = admitted.seq
-        admissions.append(admitted.admission)
-        row, after = _prefill_row(draft, seq, max_chunk, admitted.reads)
+        if seq.is_waiting_for_load:
+            started.append(seq)
+            continue
+        admissions.append(seq.admission)
+        row, after = _prefill_row(draft, seq, max_chunk)
         budget.add(seq, row.num_scheduled_tokens)
         rows.append(row)
         started.append(after)
@@ -245,12 +262,14 @@ def _new_prefills(
         draft.start(started)
     if blocked is not None and blocked is not draft.waiting[0]:
         draft.waiting = (blocked, *draft.waiting[1:])  # keep its page hashes
-    return rows, tuple(admissions)
+    return rows, admissions
 
 
 def _chunk_end(seq: Sequence, max_chunk: int, limits: Limits) -> int:
     """The end of the next chunk of up to ``max_chunk`` tokens."""
-    num_left = seq.num_prefill_tokens - seq.num_computed_tokens
+    own = seq.restoring
+    end = seq.num_prefill_tokens if own is None else own.start
+    num_left = end - seq.num_computed_tokens
     return seq.num_computed_tokens + chunk_tokens(num_left, max_chunk, limits)
 
 
@@ -268,13 +287,8 @@ def _with_pages_of_chunk(draft: Draft, seq: Sequence, max_chunk: int) -> Sequenc
     return seq
 
 
-def _prefill_row(
-    draft: Draft, seq: Sequence, max_chunk: int, reads: int | None = None
-) -> tuple[ScheduledSeq, Sequence]:
-    """A row for the next chunk of up to ``max_chunk`` tokens, and the sequence after it.
-
-    ``reads``: the snapshot that it starts from.
-    """
+def _prefill_row(draft: Draft, seq: Sequence, max_chunk: int) -> tuple[ScheduledSeq, Sequence]:
+    """A row for the next chunk of up to ``max_chunk`` tokens, and the sequence after it."""
     start, end = seq.num_computed_tokens, _chunk_end(seq, max_chunk, draft.limits)
     ends, pools = end == seq.num_prefill_tokens, seq.request.pools
     samples = ends and not pools
@@ -290,14 +304,18 @@ def _prefill_row(
         samples=samples,
         target_ids=_target_ids(seq, start, end),
         pools=ends and pools,
-        reads=reads,
+        reads=seq.reads,
         saves=saves,
     )
-    return row, msgspec.structs.replace(
+    seq = msgspec.structs.replace(
         seq,
         num_computed_tokens=end,
         num_in_flight_tokens=seq.num_in_flight_tokens + samples,
+        is_new=False,
+        reads=None,
     )
+    own = seq.restoring
+    return row, seq if own is None or not own.is_loaded else restored(seq, own)
 
 
 def _with_saves(
@@ -306,7 +324,7 @@ def _with_saves(
     """``seq`` without the borders up to ``end``, and the snapshots that are saved there."""
     borders, saves, saving = seq.borders, list[tuple[int, int]](), seq.saving
     while borders and borders[0] <= end:
-        snapshot, draft.snapshots = draft.snapshots.take(draft.pages[0].has, draft.restored)
+        snapshot = draft.take_snapshot()
         if snapshot is not None:
             saves.append((borders[0] - seq.num_computed_tokens, snapshot))
             saving = borders[0] if len(borders) == 1 else saving

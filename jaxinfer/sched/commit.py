@@ -12,7 +12,8 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import NO_OUTPUT, RowResult, ScheduledSeq, StepResult, TokenEvent
 from jaxinfer.sched.prefix import following_page_hashes, group_keys
-from jaxinfer.sched.state import Draft, Sequence
+from jaxinfer.sched.sequence import Sequence
+from jaxinfer.sched.state import Draft
 
 
 def commit_step(draft: Draft, result: StepResult) -> None:
@@ -112,7 +113,7 @@ def _commit_row(draft: Draft, seq: Sequence, row: ScheduledSeq, found: RowResult
             seq = msgspec.structs.replace(seq, saving=None)
         if row.token_ids is None:
             if seq.tail is not None and seq.tail != page_hash:
-                draft.snapshots = draft.snapshots.forget(seq.tail)
+                draft.forget_snapshot(seq.tail)
             is_own = page_hash not in before.by_hash  # else it is another sequence's to keep
             seq = msgspec.structs.replace(seq, tail=page_hash if is_own else None)
     if drawn or output.is_of_tokens or reason is not None:

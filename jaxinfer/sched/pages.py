@@ -32,6 +32,7 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import Pages
+from jaxinfer.core.tiers import TierUnit
 
 type GroupPages = tuple[Pages, ...]  # of a sequence, in each group of layers
 type IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -53,6 +54,8 @@ class PagePool(msgspec.Struct, frozen=True):
     stamps: IntArray  # int32[P]: position in ``cached``; below ``cached_head`` if not cached
     page_by_hash: Map[bytes, int]
     hash_by_page: Map[int, bytes]
+    offered_head: int = 0  # cached pages before it in ``cached`` have been offered to tiers
+    num_offered: int = 0  # these pages
 
     @property
     def num_fresh(self) -> int:
@@ -94,8 +97,10 @@ class PageWriter:
     ``num_live`` are the live pages of each group, which the writers of all pools count.
     """
 
-    def __init__(self, pool: PagePool, num_live: list[int]) -> None:
+    def __init__(self, pool: PagePool, num_live: list[int], *, has_tiers: bool = False) -> None:
         self.index_changes: list[IndexChange] = []  # in order
+        self.unsaved: list[TierUnit] = []  # with tiers: pages evicted before they were offered
+        self._has_tiers = has_tiers
         self._pool = pool
         self._fresh = pool.fresh
         self._fresh_head = pool.fresh_head
@@ -107,6 +112,8 @@ class PageWriter:
         self._stamps = pool.stamps
         self._page_by_hash = pool.page_by_hash
         self._hash_by_page = pool.hash_by_page
+        self._offered_head = pool.offered_head
+        self._num_offered = pool.num_offered
 
     @property
     def num_free(self) -> int:
@@ -144,10 +151,12 @@ class PageWriter:
         if not pages:
             return
         hashed = np.array(pages, np.int32)
-        cached = self._stamps[hashed] >= self._cached_head
+        stamps = self._stamps[hashed]
+        cached = stamps >= self._cached_head
         if num_cached := int(np.count_nonzero(cached)):
             self._num_cached -= num_cached
             self._num_live[group] += num_cached
+            self._num_offered -= int(np.count_nonzero(cached & (stamps < self._offered_head)))
             self._writable_stamps()[hashed[cached]] = NO_STAMP
         if num_cached < len(pages):
             self._writable_num_sharers()[hashed[~cached]] += 1
@@ -186,6 +195,24 @@ class PageWriter:
                 self.index_changes.append(IndexChange(page_hash, page, True))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
+    def offer(self, least: int, most: int) -> list[TierUnit]:
+        """Up to ``most`` cached pages, in the order of eviction, that were not offered before.
+
+        There are none if ``least`` pages are fresh or have been offered: these can be taken, and no
+        prefix is lost that a tier does not have.
+        """
+        found: list[TierUnit] = []
+        log, position = self._cached.array(), max(self._offered_head, self._cached_head)
+        num_fresh, end = len(self._fresh) - self._fresh_head, len(self._cached)
+        while position < end and len(found) < most and num_fresh + self._num_offered < least:
+            page = int(log[position])
+            if self._stamps[page] == position:
+                found.append(TierUnit(self._hash_by_page[page], page))
+                self._num_offered += 1
+            position += 1
+        self._offered_head = position
+        return found
+
     def finish(self) -> PagePool:
         """The next value; the writer must not be used afterwards."""
         return PagePool(
@@ -198,6 +225,8 @@ class PageWriter:
             _frozen(self._stamps),
             self._page_by_hash,
             self._hash_by_page,
+            self._offered_head,
+            self._num_offered,
         )
 
     def _evict(self, count: int) -> list[int]:
@@ -212,8 +241,13 @@ class PageWriter:
                 del page_by_hash[page_hash]
                 self.index_changes.append(IndexChange(page_hash, page, False))
                 pages.append(page)
+                if position < self._offered_head:
+                    self._num_offered -= 1
+                elif self._has_tiers:
+                    self.unsaved.append(TierUnit(page_hash, page))
             position += 1
         self._cached_head = position
+        self._offered_head = max(self._offered_head, position)
         self._num_cached -= count
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
         return pages
@@ -227,6 +261,7 @@ class PageWriter:
         if len(self._cached) > bound:
             log, positions = self._cached.array(), np.arange(len(self._cached))
             alive = log[(positions >= self._cached_head) & (self._stamps[log] == positions)]
+            self._offered_head = self._num_offered
             stamps = self._writable_stamps()
             stamps[:] = NO_STAMP
             stamps[alive] = np.arange(len(alive))

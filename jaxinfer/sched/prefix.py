@@ -11,14 +11,31 @@ from __future__ import annotations
 from collections.abc import Generator
 from collections.abc import Sequence as Items
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
-from jaxinfer.sched.pages import GroupWriters
-from jaxinfer.sched.snapshots import SnapshotPool
+from jaxinfer.core.tiers import DIGEST_SIZE, key_in
 
-DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
+
+class PageIndex(Protocol):
+    """The pages of a group by key: a ``PageWriter``, or one with tiers behind it."""
+
+    def has(self, page_hash: bytes, /) -> bool:
+        """True if a page has this key."""
+        ...
+
+    def lookup(self, page_hashes: Items[bytes], /) -> list[int]:
+        """The pages with these keys, up to the first key that no page has."""
+        ...
+
+
+class SnapshotIndex(Protocol):
+    """Saved states by page hash: a ``SnapshotPool``, or one with tiers behind it."""
+
+    def last_within(self, page_hashes: Items[bytes], /) -> int:
+        """The length, in pages, of the longest prefix of these pages with a state, or 0."""
+        ...
 
 
 def following_page_hashes(
@@ -47,7 +64,7 @@ def group_keys(page_hashes: Items[bytes], first: int, group: int, limits: Limits
     """
     each = limits.groups[group].tokens_per_entry
     ends = page_hashes[(first + 1) * each - 1 :: each]
-    return [page_hash + bytes((group,)) for page_hash in ends] if group else list(ends)
+    return [key_in(group, page_hash) for page_hash in ends]
 
 
 class PrefixHit(NamedTuple):
@@ -59,7 +76,7 @@ class PrefixHit(NamedTuple):
 
 
 def longest_hit(
-    pages: GroupWriters, snapshots: SnapshotPool, page_hashes: Items[bytes], limits: Limits
+    pages: Items[PageIndex], snapshots: SnapshotIndex, page_hashes: Items[bytes], limits: Limits
 ) -> PrefixHit:
     """The longest prefix that every group can reuse.
 
@@ -76,7 +93,7 @@ def longest_hit(
 
 
 def _longest_in_pages(
-    pages: GroupWriters, page_hashes: Items[bytes], limits: Limits
+    pages: Items[PageIndex], page_hashes: Items[bytes], limits: Limits
 ) -> tuple[int, list[list[int]]]:
     step, groups = limits.reuse_step, range(len(limits.groups))
     num_pages = len(page_hashes) // step * step
@@ -90,7 +107,7 @@ def _longest_in_pages(
 
 
 def _known(
-    pages: GroupWriters, page_hashes: Items[bytes], group: int, limits: Limits
+    pages: Items[PageIndex], page_hashes: Items[bytes], group: int, limits: Limits
 ) -> tuple[int, list[int]]:
     """The number of ``page_hashes``, and the page ids that a group needs to continue after them.
 

@@ -13,6 +13,10 @@ is the largest chunk of a single prefill row next to decodes of all other slots,
 number than running ones does not preempt them for admission, but no other request is admitted
 before it: for it, the requests that run at its arrival also count as earlier ones.
 
+With tiers the first request may also wait for a load, once (``Sequence.may_restore``); steps of
+others are planned in the meantime, so the bound counts only steps that are planned after the load
+has ended. A tier must report the end of each load, and only the loads of a request delay it.
+
 With ``prefill_first`` a planned step may leave out all decodes, also the first request's, if
 prompts wait or prefill. Such a step computes a chunk of the first prompt, or its rest, so it adds
 ``cdiv(tokens, chunk)`` steps for every request that arrives before the k-th ends. This is bounded
@@ -33,10 +37,12 @@ from jaxinfer.core.step import (
     StepDone,
     StepFailed,
 )
+from jaxinfer.core.tiers import NO_ORDERS, Loaded, TierChanged
 from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
 from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
+from jaxinfer.sched.tiers import commit_load, offer_units, save_evicted
 
 __all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
 
@@ -63,10 +69,20 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case BucketsLoaded():
                 draft.add_buckets(event.buckets)
             case Reset():
-                draft.reset()
+                draft.reset(keeps_tiers=event.keeps_tiers)
+            case TierChanged():
+                draft.moves.change(event.added, event.removed)
+            case Loaded():
+                commit_load(draft, event)
             case Hold():
                 plans = False
+    orders, policy = NO_ORDERS, draft.tiers
+    if policy is not None and plans:
+        offer_units(draft)
     step = choose_step(draft) if plans else None
+    if policy is not None:
+        save_evicted(draft)
+        orders = draft.moves.orders(policy.most_saves)
     changes = tuple([pool.index_changes for pool in draft.pools])
-    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes)
+    output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes, orders)
     return draft.finish(), output

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import msgspec
 from immutables import Map
@@ -37,6 +38,14 @@ def new_snapshots(num_rows: int) -> SnapshotPool:
     return SnapshotPool(tuple(reversed(range(num_rows))))
 
 
+class Snapshot(NamedTuple):
+    """A registered row: the time of its last use, and whether it has been offered to tiers."""
+
+    row: int
+    used: int
+    is_offered: bool = False
+
+
 class SnapshotPool(msgspec.Struct, frozen=True):
     """The free and registered rows; pending ones are in the plans in flight.
 
@@ -44,7 +53,7 @@ class SnapshotPool(msgspec.Struct, frozen=True):
     """
 
     free: tuple[int, ...]
-    by_hash: Map[bytes, tuple[int, int]] = Map()  # page hash -> (row, time of last use)
+    by_hash: Map[bytes, Snapshot] = Map()
     clock: int = 0  # the time: the number of uses so far
 
     def last_within(self, page_hashes: Items[bytes]) -> int:
@@ -54,8 +63,8 @@ class SnapshotPool(msgspec.Struct, frozen=True):
 
     def use(self, page_hash: bytes) -> tuple[int, SnapshotPool]:
         """The row of a registered snapshot, which becomes the most recently used."""
-        row, _ = self.by_hash[page_hash]
-        return row, self._put(page_hash, row)
+        known = self.by_hash[page_hash]
+        return known.row, self._put(page_hash, known)
 
     def take(
         self, has_page: Callable[[bytes], bool], restored: Container[int] = ()
@@ -66,11 +75,11 @@ class SnapshotPool(msgspec.Struct, frozen=True):
         """
         if self.free:
             return self.free[-1], replace(self, free=self.free[:-1])
-        left = [key for key, (row, _) in self.by_hash.items() if row not in restored]
+        left = [key for key, known in self.by_hash.items() if known.row not in restored]
         if not left:
             return None, self
-        oldest = min(left, key=lambda key: (has_page(key), self.by_hash[key][1]))
-        return self.by_hash[oldest][0], replace(self, by_hash=self.by_hash.delete(oldest))
+        oldest = min(left, key=lambda key: (has_page(key), self.by_hash[key].used))
+        return self.by_hash[oldest].row, replace(self, by_hash=self.by_hash.delete(oldest))
 
     def release(self, rows: Iterable[int]) -> SnapshotPool:
         """Free the rows of a step that has been reported."""
@@ -81,15 +90,30 @@ class SnapshotPool(msgspec.Struct, frozen=True):
         if page_hash in self.by_hash:
             return self
         free = tuple([other for other in self.free if other != row])
-        return replace(self._put(page_hash, row), free=free)
+        return replace(self._put(page_hash, Snapshot(row, 0)), free=free)
+
+    def offer(self, least: int, most: int) -> tuple[list[tuple[bytes, int]], SnapshotPool]:
+        """Up to ``most`` rows, the least recently used first, that were not offered before.
+
+        There are none if ``least`` rows are free or have been offered. Returns hashes and rows.
+        """
+        new = [(known.used, key) for key, known in self.by_hash.items() if not known.is_offered]
+        count = min(most, least - len(self.free) - (len(self.by_hash) - len(new)))
+        if not new or count <= 0:
+            return [], self
+        by_hash, found = self.by_hash.mutate(), list[tuple[bytes, int]]()
+        for _, key in sorted(new)[:count]:
+            by_hash[key] = self.by_hash[key]._replace(is_offered=True)
+            found.append((key, by_hash[key].row))
+        return found, replace(self, by_hash=by_hash.finish())
 
     def forget(self, page_hash: bytes) -> SnapshotPool:
         """Free the row of this hash, if one has it."""
         if page_hash not in self.by_hash:
             return self
-        row, _ = self.by_hash[page_hash]
+        row = self.by_hash[page_hash].row
         return replace(self, free=(*self.free, row), by_hash=self.by_hash.delete(page_hash))
 
-    def _put(self, page_hash: bytes, row: int) -> SnapshotPool:
-        known = self.by_hash.set(page_hash, (row, self.clock))
-        return replace(self, by_hash=known, clock=self.clock + 1)
+    def _put(self, page_hash: bytes, known: Snapshot) -> SnapshotPool:
+        by_hash = self.by_hash.set(page_hash, known._replace(used=self.clock))
+        return replace(self, by_hash=by_hash, clock=self.clock + 1)

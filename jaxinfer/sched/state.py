@@ -1,4 +1,4 @@
-"""The scheduler's state: ``Sequence``, ``SchedulerState``, and ``Draft``, the builder of the next.
+"""The scheduler's state: ``SchedulerState``, and ``Draft``, the builder of the next one.
 
 Owns: the moves of a sequence between waiting, running and ended.
 """
@@ -15,92 +15,16 @@ import msgspec
 from immutables import Map
 
 from jaxinfer.core.errors import ConfigError, EngineError
-from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
-from jaxinfer.core.request import FinishReason, Request
-from jaxinfer.core.shapes import cdiv
-from jaxinfer.core.step import TAPS, Bucket, Pages, StepPlan, TokenEvent, choices
+from jaxinfer.core.request import FinishReason
+from jaxinfer.core.step import Bucket, StepPlan, TokenEvent, choices
+from jaxinfer.core.tiers import NO_ORDERS, TierOrders, TierPolicy
+from jaxinfer.sched.moves import Moves
 from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pools
+from jaxinfer.sched.sequence import NO_SLOT, Order, Sequence
 from jaxinfer.sched.snapshots import SnapshotPool, new_snapshots
 
-type Order = tuple[int, int, str]  # (priority, arrival, request_id): the lowest is served first
-
-NO_SLOT = -1
 _order_of = attrgetter("order")
-
-
-class Sequence(msgspec.Struct, frozen=True, gc=False):
-    """One unfinished request.
-
-    ``token_ids`` are the tokens that the host knows. Steps in flight draw
-    ``num_in_flight_tokens`` more, and ``num_computed_tokens`` includes the tokens that they
-    compute. While it is below ``num_prefill_tokens`` (the tokens known at admission) the sequence
-    prefills; afterwards it decodes and
-    ``num_computed_tokens == len(token_ids) + num_in_flight_tokens - 1``.
-    """
-
-    request: Request
-    order: Order
-    token_ids: IntLog
-    max_num_tokens: int  # prompt and output together
-    epoch: int = 0  # number of the admission, unique even if a request id is reused
-    slot: int = NO_SLOT
-    pages: tuple[Pages, ...] = ()  # of each group; empty while it waits
-    num_prefill_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_in_flight_tokens: int = 0
-    page_hashes: tuple[bytes, ...] = ()  # of the first full pages; kept when preempted
-    num_registered_pages: int = 0  # pages that are in the prefix index
-    num_cached_tokens: int | None = None  # tokens reused at the first admission
-    # tokens whose activations and logprobs as a prompt have been delivered, perhaps before a
-    # preemption
-    num_delivered: int = 0
-    # positions of page borders whose state a later chunk saves in a snapshot, ascending
-    borders: tuple[int, ...] = ()
-    # the last of them, or a border that it decodes up to, while the step that saves it is in flight
-    saving: int | None = None
-    tail: bytes | None = None  # the page hash of the newest snapshot that was saved while decoding
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
-
-    @property
-    def is_prefilling(self) -> bool:
-        """True if tokens of the prefill are still to be computed."""
-        return self.num_computed_tokens < self.num_prefill_tokens
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The variants that buckets of its steps must have."""
-        taps = self.request.sampling.taps or self.request.steering is not None
-        return (TAPS,) if taps else ()
-
-    def min_computed_tokens(self, query_tokens: int) -> int:
-        """Tokens that will be computed after the steps in flight, if all their drafts are refused.
-
-        A row draws up to ``query_tokens`` tokens, and at least one.
-        """
-        rows = cdiv(self.num_in_flight_tokens, query_tokens)
-        return self.num_computed_tokens - self.num_in_flight_tokens + rows
-
-    def first_needed(self, query_tokens: int) -> int:
-        """The position from which windows count whose pages the sequence keeps.
-
-        It is that of its next token, or of a snapshot that a step in flight saves: another sequence
-        can start there only if the pages before it are held until they are registered.
-        """
-        least = self.min_computed_tokens(query_tokens)
-        return least if self.saving is None else min(least, self.saving)
-
-    @property
-    def scores(self) -> bool:
-        """True if the remaining prompt tokens have logprobs that are still to be computed."""
-        if self.request.sampling.prompt_logprobs is None:
-            return False
-        first = max(self.num_computed_tokens, self.num_delivered)
-        return first < len(self.request.prompt_token_ids) - 1
 
 
 class SchedulerState(msgspec.Struct, frozen=True):
@@ -120,6 +44,9 @@ class SchedulerState(msgspec.Struct, frozen=True):
     next_epoch: int = 0
     num_preemptions: int = 0  # since the start
     num_slots: int = 0  # that sequences may have: as many as the buckets hold
+    tiers: TierPolicy | None = None  # None: there are none
+    tier_keys: Map[bytes, None] = Map()  # of units that can be loaded
+    num_restored_tokens: int = 0  # since the start, at the first admission of each request
 
     @property
     def num_unfinished(self) -> int:
@@ -144,9 +71,12 @@ class ScheduleOutput(msgspec.Struct, frozen=True):
     events: tuple[TokenEvent, ...]
     duplicates: tuple[str, ...] = ()
     index_changes: tuple[Items[IndexChange], ...] = ()
+    orders: TierOrders = NO_ORDERS
 
 
-def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> SchedulerState:
+def initial_state(
+    limits: Limits, loaded: Iterable[Bucket] | None = None, tiers: TierPolicy | None = None
+) -> SchedulerState:
     """The state before any event; raises ``ConfigError`` if the buckets cannot serve the limits.
 
     ``loaded``: the buckets that can be used at first; None: those of the limits, which must hold
@@ -171,6 +101,7 @@ def initial_state(limits: Limits, loaded: Iterable[Bucket] | None = None) -> Sch
         pools=new_pools(limits),
         num_live_pages=(0,) * len(limits.groups),
         snapshots=new_snapshots(limits.num_snapshots),
+        tiers=tiers,
     )
 
 
@@ -223,10 +154,16 @@ class Draft:
         self.orders = state.orders.mutate()
         self.free_slots = list(state.free_slots)
         self.num_live_pages = list(state.num_live_pages)
+        self.tiers = state.tiers
+        self.moves = Moves(state.tier_keys)
+        self.num_restored_tokens = state.num_restored_tokens
         self._open_pools(state.pools)
         self.has_windows = any([group.window is not None for group in self.limits.groups])
         self.snapshots = state.snapshots
-        self.restored: set[int] = set()  # snapshots that rows of the step start from
+        # snapshots that rows of the step start from, or those of later steps
+        self.restored: set[int] = set()
+        if self.tiers is not None and self.limits.num_snapshots:
+            self.restored.update(s.reads for s in state.running if s.reads is not None)
         self.in_flight = state.in_flight
         self.next_step_id = state.next_step_id
         self.next_epoch = state.next_epoch
@@ -252,6 +189,9 @@ class Draft:
             self.next_epoch,
             self.num_preemptions,
             self.num_slots,
+            self.tiers,
+            self.moves.keys,
+            self.num_restored_tokens,
         )
 
     def add_buckets(self, loaded: Iterable[Bucket]) -> None:
@@ -290,8 +230,11 @@ class Draft:
         Tokens in flight are dropped when they arrive, as its epoch has ended, and are drawn again:
         the token at a position is a function of (seed, position).
         """
-        seq = next(reversed(self.running.values()))
         self.num_preemptions += 1
+        self.requeue(next(reversed(self.running.values())))
+
+    def requeue(self, seq: Sequence) -> None:
+        """Move a running sequence back to waiting: see ``preempt_last``."""
         self._free_resources(seq)
         self.enqueue(
             msgspec.structs.replace(
@@ -304,11 +247,15 @@ class Draft:
                 num_registered_pages=0,
                 borders=(),
                 saving=None,
+                restoring=None,
+                is_new=False,
+                reads=None,
             )
         )
 
-    def reset(self) -> None:
-        """Preempt every running sequence, and forget all pages and snapshots.
+    def reset(self, *, keeps_tiers: bool) -> None:
+        """Preempt every running sequence, and forget all pages and snapshots, and those of tiers
+        unless it ``keeps_tiers``.
 
         Raises ``EngineError`` if a step is in flight: its tokens would be lost.
         """
@@ -316,6 +263,7 @@ class Draft:
             raise EngineError("the scheduler is reset while a step is in flight; collect it first")
         while self.running:
             self.preempt_last()
+        self.moves.reset(keeps_keys=keeps_tiers)
         self._open_pools(new_pools(self.limits))
         self.snapshots = new_snapshots(self.limits.num_snapshots)
 
@@ -370,12 +318,49 @@ class Draft:
         return plan
 
     def _open_pools(self, pools: Iterable[PagePool]) -> None:
-        self.pools = [PageWriter(pool, self.num_live_pages) for pool in pools]
+        has_tiers = self.tiers is not None
+        self.pools = [PageWriter(pool, self.num_live_pages, has_tiers=has_tiers) for pool in pools]
         # the writer of each group's pool
         self.pages = [self.pools[group.pool] for group in self.limits.groups]
 
+    def knows(self, page_hash: bytes) -> bool:
+        """True if a page of group 0 with this hash is on the device, or in a tier."""
+        return self.pages[0].has(page_hash) or page_hash in self.moves.keys
+
+    @property
+    def has_row_for_snapshot(self) -> bool:
+        """True if ``take_snapshot`` returns a row."""
+        return self.snapshots.take(self._may_use, self.restored)[0] is not None
+
+    def take_snapshot(self) -> int | None:
+        """A row for a new snapshot; None if none is left. A tier saves the one that it replaces."""
+        before = self.snapshots
+        row, self.snapshots = before.take(self._may_use, self.restored)
+        if self.tiers is not None and len(self.snapshots.by_hash) < len(before.by_hash):
+            for page_hash, old in before.by_hash.items():
+                if old.row == row and not old.is_offered:
+                    self.moves.save_snapshot(page_hash, old.row)
+        return row
+
+    def _may_use(self, page_hash: bytes) -> bool:
+        """False if the snapshot of this page is useless: the page is lost. A tier saves it, first
+        on its way and then by its key.
+        """
+        return self.tiers is not None or self.pages[0].has(page_hash)
+
+    def forget_snapshot(self, page_hash: bytes) -> None:
+        """Free the snapshot of this hash, if there is one that no sequence will start from."""
+        known = self.snapshots.by_hash.get(page_hash)
+        if known is not None and known.row not in self.restored:
+            self.snapshots = self.snapshots.forget(page_hash)
+
     def _free_resources(self, seq: Sequence) -> None:
         del self.running[seq.request_id]
+        if (own := seq.restoring) is not None:
+            if not own.is_loaded:
+                self.moves.dropped.append(own.ticket)
+            if own.row is not None:
+                self.snapshots = self.snapshots.release((own.row,))
         self.free_slots.append(seq.slot)
         for group, pages in enumerate(seq.pages):
             self.pages[group].release(pages.ids.array(), group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from immutables import Map
 
+from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.points import Point
@@ -27,8 +28,11 @@ from jaxinfer.core.step import (
     StepResult,
     TokenEvent,
 )
+from jaxinfer.core.tiers import CostModel
+from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from kit.fake_executor import FakeExecutor
+from kit.fake_tiers import FakeMover
 from kit.invariants import check
 
 EOS = 7
@@ -94,13 +98,22 @@ class Drive:
     limits: Limits
     depth: int = 2
     twice: bool = False  # make every call twice and check that it is pure
+    # the connector of its tiers; None: there are none
+    connector: Callable[[Forms], Connector] | None = None
+    cost: CostModel = field(default_factory=CostModel)
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
 
     def __post_init__(self) -> None:
-        self.state = initial_state(self.limits)
         self.executor = self._new_executor()
+        self.tiers: TierRunner | None = None
+        if self.connector is not None:
+            mover = FakeMover(self.limits, lambda: self.executor)
+            policy = policy_of(mover.forms, self.cost)
+            self.tiers = TierRunner(mover, self.connector(mover.forms), policy)
+        policy = None if self.tiers is None else self.tiers.policy
+        self.state = initial_state(self.limits, tiers=policy)
         self.flying: list[StepResult] = []
         self._indices: list[dict[bytes, int]] = [{} for _ in self.limits.num_pages]  # pages by key
 
@@ -110,8 +123,12 @@ class Drive:
 
     def call(self, *events: Event) -> ScheduleOutput:
         """One call of ``schedule``; a chosen step runs at once, its result waits in ``flying``."""
+        if self.tiers is not None:
+            events = (*self.tiers.poll(), *events)
         self.state, self.last = self._scheduled(events)
         check(self.state)
+        if self.tiers is not None:
+            self.tiers.obey(self.last.orders)
         self._follow_index(events)
         self.events += self.last.events
         if (plan := self.last.step) is not None:
@@ -143,12 +160,14 @@ class Drive:
             done.append(StepDone(self.flying.pop(0)))
         return self.call(*done, *events)
 
-    def give_up_pages(self) -> None:
+    def give_up_pages(self, *, keeps_tiers: bool = True) -> None:
         """Collect all steps, and go on without anything on the device, as when an engine sleeps."""
         done = [StepDone(result) for result in self.flying]
         self.flying.clear()
-        self.call(*done, Reset(), Hold())
+        self.call(*done, Reset(keeps_tiers), Hold())
         self.executor = self._new_executor()
+        if self.tiers is not None and not keeps_tiers:
+            self.tiers.clear(weights_changed=True)
 
     def arrive(self, *requests: Request) -> ScheduleOutput:
         """An iteration in which these requests arrive."""
@@ -171,7 +190,9 @@ class Drive:
             if not self.state.num_unfinished and not self.flying:
                 return
             self.tick()
-            stuck = self.state.num_unfinished and self.last.step is None and not self.flying
+            loading = self.tiers is not None and self.tiers.is_loading
+            idle = self.last.step is None and not self.flying and not loading
+            stuck = self.state.num_unfinished and idle
             assert not stuck, "unfinished requests, nothing in flight and no step planned"
         raise AssertionError("the run does not end")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxinfer.core.pooling import Pooling
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.step import TAPS, PageGroup
 from jaxinfer.engine.loop.engine import Engine
+from jaxinfer.engine.loop.interfaces import Tiers, Weights
 from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.engine.requests.outputs import Collector, RequestOutput
 from jaxinfer.engine.requests.prompts import Prompt
@@ -103,12 +105,13 @@ def _compiled(program: Program, name: str) -> Compiled:
     return program.trace(name).lower().compile({"xla_backend_optimization_level": 0})
 
 
-def compiled_for(program: Program, *, extras: bool) -> Executables:
+def compiled_for(program: Program, *, extras: bool, optimised: bool = True) -> Executables:
     """The executables of a program, with or without those that only extras need."""
+    options = {} if optimised else {"xla_backend_optimization_level": 0}
     names = [
         name for name in program.names() if extras or not name.startswith((EXTRAS.name, SCORE.name))
     ]
-    by_name = {name: program.trace(name).lower().compile() for name in names}
+    by_name = {name: program.trace(name).lower().compile(options) for name in names}
     return Executables(by_name, compiled=0, workspace_bytes=0)
 
 
@@ -150,8 +153,9 @@ def engine_of(
     name: str = "tiny",
     overlap: bool = True,
     tokenizer: bool = True,
+    tiers: Tiers | None = None,
 ) -> Engine:
-    """An engine over an executor of a tiny model."""
+    """An engine over an executor of a tiny model, whose weights can be replaced."""
     facts = ModelFacts(
         name=name,
         vocab_size=320,
@@ -165,7 +169,23 @@ def engine_of(
         facts,
         load_tokenizer(tiny_tokenizer_spec()) if tokenizer else None,
         overlap=overlap,
+        weights=cast("Weights", OwnWeights(executor)),
+        tiers=tiers,
     )
+
+
+class OwnWeights:
+    """The part of ``Weights`` by which an engine replaces them, and sleeps but keeps them."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.replace = executor.replace_weights
+
+    def sleep(self, level: int) -> None:
+        """Keep the weights."""
+
+    def wake_up(self) -> bool:
+        """They are there."""
+        return True
 
 
 def run(

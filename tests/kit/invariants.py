@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NoReturn
 
+from jaxinfer.core.tiers import SNAPSHOTS, group_of
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.state import NO_SLOT, SchedulerState, Sequence
 
@@ -61,6 +62,9 @@ def _check_pool(number: int, state: SchedulerState) -> None:
         if (pool.stamps[page] >= pool.cached_head) != (page in cached):
             _fail(f"the stamp {pool.stamps[page]} of page {page} is wrong")
     _check_index(pool, fresh, cached)
+    num_offered = sum(pool.cached_head <= pool.stamps[page] < pool.offered_head for page in cached)
+    if pool.num_offered != num_offered:
+        _fail(f"num_offered is {pool.num_offered}, but {num_offered} pages have been offered")
 
 
 def _check_index(pool: PagePool, fresh: list[int], cached: list[int]) -> None:
@@ -83,12 +87,14 @@ def _check_snapshots(state: SchedulerState) -> None:
     pool = state.snapshots
     rows = [row for plan in state.in_flight for row in plan.rows]
     pending = [snapshot for row in rows for _, snapshot in row.saves]
-    known = [row for row, _ in pool.by_hash.values()]
+    loads = [seq.restoring for seq in state.running if seq.restoring is not None]
+    pending += [load.row for load in loads if load.row is not None]
+    known = [snapshot.row for snapshot in pool.by_hash.values()]
     if sorted([*pool.free, *known, *pending]) != list(range(state.limits.num_snapshots)):
         _fail(
             f"snapshots are not once in free {pool.free}, registered {known} and pending {pending}"
         )
-    used = [at for _, at in pool.by_hash.values()]
+    used = [snapshot.used for snapshot in pool.by_hash.values()]
     if len(set(used)) != len(used) or max(used, default=-1) >= pool.clock:
         _fail(f"snapshots were used at {used}, and the clock is {pool.clock}")
 
@@ -112,6 +118,7 @@ def _check_queues(state: SchedulerState) -> None:
 
 def _check_running(seq: Sequence, state: SchedulerState) -> None:
     name = f"request {seq.request_id!r}"
+    _check_restoring(name, seq, state)
     for number in range(len(state.pools)):
         page_ids = _page_ids(seq, number, state)
         if len(set(page_ids)) != len(page_ids):
@@ -150,6 +157,26 @@ def _check_running(seq: Sequence, state: SchedulerState) -> None:
     done = seq.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)
     if seq.num_registered_pages * state.limits.page_size > done:
         _fail(f"{name} has registered {seq.num_registered_pages} pages with {done} tokens computed")
+
+
+def _check_restoring(name: str, seq: Sequence, state: SchedulerState) -> None:
+    """A sequence owns the places of its load, unhashed, and computes nothing behind them."""
+    if (own := seq.restoring) is None:
+        return
+    if not own.known <= own.start < own.end < seq.num_prefill_tokens:
+        _fail(f"{name} restores tokens {own.start} to {own.end} of {seq.num_prefill_tokens}")
+    if own.start < seq.num_computed_tokens < own.end:
+        _fail(f"{name} has computed {seq.num_computed_tokens} tokens before its load has ended")
+    for unit in own.units:
+        if (group := group_of(unit.key)) == SNAPSHOTS:
+            if unit.place != own.row and not own.is_loaded:
+                _fail(f"{name} loads a state to row {unit.place}, and owns {own.row}")
+            continue
+        pool = state.pools[state.limits.groups[group].pool]
+        if unit.place not in seq.pages[group].ids:
+            _fail(f"{name} loads page {unit.place}, which it does not own")
+        if not own.is_loaded and unit.place in pool.hash_by_page:
+            _fail(f"{name} loads page {unit.place}, which is hashed")
 
 
 def _page_ids(seq: Sequence, pool: int, state: SchedulerState) -> list[int]:

@@ -18,7 +18,7 @@ from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
-from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Weights
+from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Tiers, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
@@ -29,7 +29,7 @@ from jaxinfer.engine.requests.facts import (
     check_request,
     resolved_max_tokens,
 )
-from jaxinfer.engine.requests.news import EngineStats, News
+from jaxinfer.engine.requests.news import NO_TIERS, EngineStats, News
 from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.engine.requests.points import SteeringVectors
 from jaxinfer.text.grammar.compile import ConstraintCompiler
@@ -55,15 +55,16 @@ class Engine:
         weights: Weights | None = None,
         later: LaterBuckets | None = None,
         observers: Sequence[Observer] = (),
+        tiers: Tiers | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer, self.steering = tokenizer, SteeringVectors(limits.points)
-        self._weights = weights
+        self._weights, self._tiers = weights, tiers
         first = None if later is None else later.first
         self._observers = tuple(observers)
         self._loop = EngineLoop(
-            executor, limits, overlap=overlap, buckets=first, observers=observers
+            executor, limits, overlap=overlap, buckets=first, observers=observers, tiers=tiers
         )
         self._later = later
         of_model = (tokenizer, facts.vocab_size, facts.eos_token_ids)
@@ -199,7 +200,7 @@ class Engine:
         ``EngineError`` if a step is in flight.
         """
         weights = self.weights
-        self.reset_prefix_cache()
+        self._reset_prefix_cache(weights_changed=True)
         weights.replace(params)
         for observer in self._observers:
             observer.weights_changed(reference)
@@ -207,13 +208,19 @@ class Engine:
         self._note_awake("weights")
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes, so that no later request reuses a page computed before.
+        """Forget all prefixes, also in tiers, so that no later request reuses a page computed
+        before.
 
         The KV of requests that are open after a ``drain`` is computed again. Raises ``EngineError``
         if a step is in flight.
         """
+        self._reset_prefix_cache(weights_changed=False)
+
+    def _reset_prefix_cache(self, *, weights_changed: bool) -> None:
         self._check_drained()
         self._loop.give_up_pages()
+        if self._tiers is not None:
+            self._tiers.clear(weights_changed=weights_changed)
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory of weights, pages and slots back until ``wake_up``.
@@ -266,6 +273,7 @@ class Engine:
         return msgspec.structs.replace(
             self._start,
             num_preemptions=state.num_preemptions,
+            num_restored_tokens=state.num_restored_tokens,
             num_late_compiles=self._late_compiles.count,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
@@ -275,6 +283,7 @@ class Engine:
             num_fresh_pages=sum([pool.num_fresh for pool in state.pools]),
             weight_version=self.weight_version,
             sleep_level=self._sleep_level if self.asleep else 0,
+            tiers=NO_TIERS if self._tiers is None else self._tiers.stats(),
             **self._counters,
         )
 
@@ -283,6 +292,8 @@ class Engine:
         self.constraints.close()
         for observer in self._observers:
             observer.close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._later is not None:
             self._later.close()
 

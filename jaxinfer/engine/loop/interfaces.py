@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxinfer.core.step import Bucket, Event
+from jaxinfer.core.tiers import TierOrders, TierPolicy, TierStats
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 
 if TYPE_CHECKING:
@@ -130,4 +131,44 @@ class LaterBuckets(Protocol):
 
     def close(self) -> None:
         """Compile no further."""
+        ...
+
+
+class Tiers(Protocol):
+    """Layer state outside the device: ``exec.tiers.runner.TierRunner``."""
+
+    policy: TierPolicy
+
+    @property
+    def is_loading(self) -> bool:
+        """True if an ordered load has not been reported."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """True if ``look_up`` is to be called for each prompt."""
+        ...
+
+    def obey(self, orders: TierOrders) -> None:
+        """Queue copies before the next step."""
+        ...
+
+    def look_up(self, keys: Sequence[bytes]) -> tuple[Event, ...]:
+        """The event of units of a prompt that others have saved."""
+        ...
+
+    def poll(self, seconds: float = 0.0) -> tuple[Event, ...]:
+        """The events of copies that have ended; waits so long for the first of them."""
+        ...
+
+    def clear(self, *, weights_changed: bool) -> None:
+        """Drop all units."""
+        ...
+
+    def close(self) -> None:
+        """End threads."""
+        ...
+
+    def stats(self) -> TierStats:
+        """Counters and present values."""
         ...

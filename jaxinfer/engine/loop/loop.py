@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import (
+    Arrive,
     Bucket,
     Event,
     Hold,
@@ -24,11 +25,13 @@ from jaxinfer.core.step import (
     StepResult,
     TokenEvent,
 )
-from jaxinfer.engine.loop.interfaces import Observer
+from jaxinfer.engine.loop.interfaces import Observer, Tiers
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
+from jaxinfer.sched.tiers import keys_of
 
 LOGGER = "jaxinfer.engine"
 OVERLAP_DEPTH = 2  # one step runs and the next one is queued; more would only add latency
+LOAD_SECONDS = 0.01  # for which an iteration with nothing else to do waits for a load
 
 
 class StepExecutor[Handle](Protocol):
@@ -77,11 +80,12 @@ class EngineLoop[Handle]:
         overlap: bool = True,
         buckets: Sequence[Bucket] | None = None,
         observers: Sequence[Observer] = (),
+        tiers: Tiers | None = None,
     ) -> None:
         """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
-        self._observers = tuple(observers)
-        self._state = initial_state(limits, buckets)
+        self._observers, self._tiers = tuple(observers), tiers
+        self._state = initial_state(limits, buckets, None if tiers is None else tiers.policy)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last iteration
@@ -103,17 +107,18 @@ class EngineLoop[Handle]:
         busy = self._in_flight or self._ended is not None or self._state.num_unfinished
         return not busy
 
-    def give_up_pages(self) -> None:
-        """Return all running sequences to the queue, with their tokens, and forget all prefixes.
+    def give_up_pages(self, *, keeps_tiers: bool = False) -> None:
+        """Return all running sequences to the queue, with their tokens, and forget all prefixes,
+        those in tiers too unless it ``keeps_tiers``.
 
         Their KV is computed again when they continue. Raises ``EngineError`` if a step is in
         flight.
         """
-        self._schedule((Reset(), Hold()))
+        self._schedule((Reset(keeps_tiers), Hold()))
 
     def free_state(self) -> None:
-        """``give_up_pages``, and free the device's memory of pages and slots."""
-        self.give_up_pages()
+        """``give_up_pages`` but keep tiers, and free the device's memory of pages and slots."""
+        self.give_up_pages(keeps_tiers=True)
         self._executor.free_state()
 
     def make_state(self) -> None:
@@ -139,10 +144,17 @@ class EngineLoop[Handle]:
         self.wait_until_launchable()
         if self._ended is not None:
             events, self._ended = (*events, self._ended), None
-        news, launched = self._advance(events)
-        while not launched and not news and self._in_flight:
-            # nothing can be planned before the device answers
-            news, launched = self._advance((self._collect(),))
+        news, launched = self._advance((*self._of_tiers(events), *events))
+        while not launched and not news:
+            # nothing can be planned before the device answers, or a tier
+            ended = self._of_tiers()
+            if not ended and self._in_flight:
+                ended = (self._collect(),)
+            elif not ended and self._tiers is not None and self._tiers.is_loading:
+                ended = self._tiers.poll(LOAD_SECONDS)
+            if not ended:
+                break
+            news, launched = self._advance(ended)
         collected, self._collected = tuple(self._collected), []
         return Iteration(news, launched, collected)
 
@@ -175,8 +187,22 @@ class EngineLoop[Handle]:
             self._in_flight.append((output.step, handle))
             return news, (output.step,)
 
+    def _of_tiers(self, events: tuple[Event, ...] = ()) -> tuple[Event, ...]:
+        """Events of tiers that come before ``events``."""
+        if (tiers := self._tiers) is None:
+            return ()
+        found = tiers.poll()
+        if tiers.is_shared:
+            for event in events:
+                if isinstance(event, Arrive):
+                    found += tiers.look_up(keys_of(event.request, self._state.limits))
+        return found
+
     def _schedule(self, events: tuple[Event, ...]) -> ScheduleOutput:
-        """Apply events and plan a step: the only change of the state, so events replay a run."""
+        """Apply events and plan a step: the only change of the state, so events replay a run.
+
+        Copies to and from tiers are queued, too.
+        """
         before = self._state
         try:
             self._state, output = schedule(before, events)
@@ -186,6 +212,8 @@ class EngineLoop[Handle]:
             raise
         for observer in self._observers:
             observer.scheduled(before, events, output, self._state)
+        if self._tiers is not None:
+            self._tiers.obey(output.orders)
         if output.duplicates:
             raise EngineError(f"request ids {output.duplicates} came twice")
         ended = [event.request_id for event in output.events if event.finish_reason is not None]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.core.tiers import TierStats
 from jaxinfer.engine.requests.outputs import Delta
 
 _GREATEST = ("load_seconds", "compile_seconds", "weight_version", "sleep_level")
@@ -34,6 +35,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
 
+NO_TIERS = TierStats()
+
+
 class EngineStats(msgspec.Struct, frozen=True, gc=False):
     """Counters since the engine was built, times of its start in seconds, and present values."""
 
@@ -41,6 +45,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens: int = 0  # of accepted requests, for each of the n sequences
     num_prefilled_tokens: int = 0  # prompt tokens of sequences with a first token
     num_cached_tokens: int = 0  # of the prefilled ones, reused from the prefix cache
+    num_restored_tokens: int = 0  # of the cached ones, from tiers
     num_generated_tokens: int = 0
     num_iterations: int = 0
     num_preemptions: int = 0
@@ -59,6 +64,7 @@ class EngineStats(msgspec.Struct, frozen=True, gc=False):
     num_fresh_pages: int = 0
     weight_version: int = 0  # changes of weights since the start
     sleep_level: int = 0  # 0 while the engine is awake
+    tiers: TierStats = NO_TIERS
 
 
 class News(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +88,9 @@ def added(stats: Sequence[EngineStats]) -> EngineStats:
         each = [getattr(one, name) for one in stats]
         if name in _GREATEST:
             values[name] = max(each)
+        elif name == "tiers":
+            names = TierStats.__struct_fields__
+            values[name] = TierStats(*(sum(getattr(one, own) for one in each) for own in names))
         elif name == "num_live_pages_of_groups":
             values[name] = tuple(map(sum, zip(*filter(None, each), strict=True)))
         else:

@@ -36,6 +36,7 @@ from jaxinfer.engine.start.model import model_of
 from jaxinfer.engine.start.observers import observers_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
+from jaxinfer.engine.start.tiers import begin_tiers, check_tiers, free_host_bytes, open_disk
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
@@ -152,6 +153,9 @@ def _plan_on(
     program = Program(model, sizes.limits, platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
+    memory = program_memory(program, device)
+    taken = memory.total_bytes if device is None else 0
+    check_tiers(config, program, free_host_bytes() - taken)
     facts = facts_of_configs(
         source.name,
         model.config.vocab_size,
@@ -164,7 +168,7 @@ def _plan_on(
         config=sizes.config,
         source=source,
         program=program,
-        memory=program_memory(program, device),
+        memory=memory,
         tokenizer_spec=spec,
         config_facts=facts,
         cache_dir=cache_dir,
@@ -222,6 +226,7 @@ def build_engine(
     are compiled, the bundle is not saved.
     """
     devices, observers = plan.program.placement.devices, observers_of(plan)
+    disk = open_disk(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
     loads_later = serves_early and len(devices) == 1
     with starting(joined := plan.joined):
@@ -261,6 +266,7 @@ def build_engine(
         weights=EngineWeights(plan, executor),
         later=later,
         observers=observers,
+        tiers=begin_tiers(plan, executor, disk, progress),
     )
     if executables.later is not None:
         executables.later.begin_others()

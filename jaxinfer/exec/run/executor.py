@@ -86,6 +86,11 @@ class Executor:
         self._layouts = {bucket: program.layout(bucket) for bucket in program.limits.buckets}
 
     @property
+    def arrays(self) -> DeviceArrays:
+        """The arrays that steps replace."""
+        return self._arrays
+
+    @property
     def params(self) -> Params | None:
         """The weights that the next launch reads; None if no weights are held."""
         return self._arrays.params

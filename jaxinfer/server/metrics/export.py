@@ -15,6 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
+from jaxinfer.core.tiers import TierStats
 from jaxinfer.server.metrics.histograms import MODEL_LABELS, HistogramFamily
 from jaxinfer.server.metrics.tally import EngineTally, Tally
 
@@ -88,6 +89,61 @@ def _gauges(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
         engine.startup_seconds,
         "phase",
     )
+    yield from _tier_gauges(stats.tiers)
+
+
+def _tier_gauges(tiers: TierStats) -> Iterator[_Reading]:
+    """The present values of tiers."""
+    yield _Reading(
+        "jaxinfer:tier_bytes",
+        "Bytes of pages and states in each tier.",
+        {"host": tiers.host_bytes, "disk": tiers.disk_bytes},
+        "tier",
+    )
+    yield _Reading(
+        "jaxinfer:tier_size_bytes",
+        "Bytes that each tier may have.",
+        {"host": tiers.host_size, "disk": tiers.disk_size},
+        "tier",
+    )
+    yield _Reading(
+        "jaxinfer:tier_bytes_per_second",
+        "Bytes of pages that are restored in a second, measured at the start.",
+        tiers.bytes_per_second,
+    )
+    yield _Reading(
+        "jaxinfer:prompt_step_seconds",
+        "With tiers: the time of a prompt's step, measured at the start, and of each token.",
+        {"step": tiers.step_seconds, "token": tiers.token_seconds},
+        "part",
+    )
+
+
+def _tier_counters(tiers: TierStats) -> Iterator[_Reading]:
+    """Counters of tiers."""
+    yield _Reading(
+        "jaxinfer:tier_units",
+        "Pages and states: saved in a tier, restored, failed to load, without space.",
+        {
+            "saved": tiers.num_saved,
+            "restored": tiers.num_restored,
+            "failed": tiers.num_failed,
+            "dropped": tiers.num_dropped,
+        },
+        "event",
+    )
+    yield _Reading(
+        "vllm:kv_offload_total_bytes",
+        "Bytes copied between the device and the tiers.",
+        {"GPU_to_CPU": tiers.saved_bytes, "CPU_to_GPU": tiers.restored_bytes},
+        "transfer_type",
+    )
+    yield _Reading(
+        "vllm:kv_offload_total_time",
+        "Seconds of these copies; of a restore since it was ordered.",
+        {"GPU_to_CPU": tiers.save_seconds, "CPU_to_GPU": tiers.restore_seconds},
+        "transfer_type",
+    )
 
 
 def _counters(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
@@ -99,8 +155,16 @@ def _counters(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
         prefilled if engine.limits.enable_prefix_caching else 0,
     )
     yield _Reading("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", cached)
-    yield _Reading("vllm:external_prefix_cache_queries", "There is no external cache: 0.", 0)
-    yield _Reading("vllm:external_prefix_cache_hits", "There is no external cache: 0.", 0)
+    restored, has_tiers = stats.num_restored_tokens, stats.tiers.host_size > 0
+    yield _Reading(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens looked up in tiers, as the device had no pages of them.",
+        max(0, prefilled - (cached - restored)) if has_tiers else 0,
+    )
+    yield _Reading(
+        "vllm:external_prefix_cache_hits", "Prompt tokens restored from tiers.", restored
+    )
+    yield from _tier_counters(stats.tiers)
     yield _Reading("vllm:mm_cache_queries", "There are no multimodal inputs: 0.", 0)
     yield _Reading("vllm:mm_cache_hits", "There are no multimodal inputs: 0.", 0)
     yield _Reading("vllm:num_preemptions", "Sequences that lost their slot.", stats.num_preemptions)
@@ -112,7 +176,11 @@ def _counters(tally: Tally, engine: EngineTally) -> Iterator[_Reading]:
     yield _Reading(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens by where their KV came from.",
-        {"local_compute": prefilled - cached, "local_cache_hit": cached, "external_kv_transfer": 0},
+        {
+            "local_compute": prefilled - cached,
+            "local_cache_hit": max(0, cached - restored),
+            "external_kv_transfer": min(cached, restored),
+        },
         "source",
     )
     yield _Reading("vllm:prompt_tokens_cached", "Prompt tokens whose KV was reused.", cached)

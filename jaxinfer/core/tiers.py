@@ -1,0 +1,140 @@
+"""Records of tiers: memory outside the device in which layer state is kept beyond the page pools.
+
+A *unit* is the content of one page of a group of layers, or one saved state of a sequence. Its key
+is the chained hash of the tokens that it ends with (``sched.prefix``), with the number of its group
+behind it unless that is 0. So a key names a group, and the salt and weights that the hash covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+DIGEST_SIZE = 16  # bytes; 128 bits make a chance collision of contents irrelevant
+SNAPSHOTS = 255  # the group of units that are saved states; groups of pages have lower numbers
+
+
+def key_in(group: int, page_hash: bytes) -> bytes:
+    """The key of a page of a group, or of a saved state, whose last page has this hash."""
+    return page_hash + bytes((group,)) if group else page_hash
+
+
+def group_of(key: bytes) -> int:
+    """The group of a key: that of a page, or ``SNAPSHOTS``."""
+    return key[DIGEST_SIZE] if len(key) > DIGEST_SIZE else 0
+
+
+class TierUnit(msgspec.Struct, frozen=True, gc=False):
+    """A unit and its place on the device: a page of its group's pool, or a row of states."""
+
+    key: bytes
+    place: int
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """Units that a tier brings to host memory, for one admission of a sequence."""
+
+    ticket: int  # unique among admissions
+    keys: tuple[bytes, ...]
+
+
+class Restore(msgspec.Struct, frozen=True, gc=False):
+    """Units of a finished load, which are written to their places before the next step."""
+
+    ticket: int
+    units: tuple[TierUnit, ...]
+
+
+class TierOrders(msgspec.Struct, frozen=True):
+    """Copies that one call of the scheduler orders, all queued before its step, if it plans one.
+
+    Restores are first: a unit that is restored can be shared, released and saved in the same call.
+    Saves are before the step, which may write to a place that is saved. No restore of the call can:
+    its places belong to the sequence since an earlier call. ``dropped``: tickets whose units are
+    not needed any more.
+    """
+
+    restores: tuple[Restore, ...] = ()
+    saves: tuple[TierUnit, ...] = ()
+    loads: tuple[Load, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+
+NO_ORDERS = TierOrders()
+
+
+class CostModel(msgspec.Struct, frozen=True):
+    """The seconds of steps and copies, by straight lines that a start has fitted.
+
+    ``step_seconds`` and ``token_seconds``: of a step, and of each prompt token in it.
+    ``bytes_per_second``: of units that are restored, from the tier to the device's pages.
+    ``overlaps``: the device computes while units are copied (a GPU), so a request may compute its
+    first tokens at the same time.
+    """
+
+    step_seconds: float = 0.0
+    token_seconds: float = 1.0
+    bytes_per_second: float = 1e9
+    overlaps: bool = False
+
+    def computing(self, num_tokens: int, chunk: int) -> float:
+        """Seconds to compute so many prompt tokens, ``chunk`` at a time."""
+        return -(-num_tokens // chunk) * self.step_seconds + num_tokens * self.token_seconds
+
+    def copying(self, num_bytes: int) -> float:
+        """Seconds to restore so many bytes."""
+        return num_bytes / self.bytes_per_second
+
+
+class TierPolicy(msgspec.Struct, frozen=True):
+    """What the scheduler knows of tiers besides their keys; a constant of an engine."""
+
+    cost: CostModel = CostModel()
+    unit_bytes: tuple[int, ...] = ()  # of a page of each group
+    state_bytes: int = 0  # of a saved state
+    most_saves: int = 256  # units that one call of the scheduler saves
+    # pages are saved while less than this share of a pool is free without losing a prefix
+    watermark: float = 0.25
+
+    def num_bytes(self, keys: Iterable[bytes]) -> int:
+        """The bytes of the units with these keys."""
+        groups = map(group_of, keys)
+        return sum(self.state_bytes if g == SNAPSHOTS else self.unit_bytes[g] for g in groups)
+
+
+class TierStats(msgspec.Struct, frozen=True, gc=False):
+    """Counters of tiers since the start, and present values."""
+
+    num_saved: int = 0  # units
+    num_restored: int = 0
+    num_failed: int = 0  # units that could not be loaded, and were computed again
+    num_dropped: int = 0  # units that no tier had space or time for
+    saved_bytes: int = 0
+    restored_bytes: int = 0
+    save_seconds: float = 0.0  # of copies, on the engine's thread
+    restore_seconds: float = 0.0  # from the order to load until the units are on the device
+    host_bytes: int = 0  # present values: bytes of units in each tier, and its size
+    host_size: int = 0
+    disk_bytes: int = 0
+    disk_size: int = 0
+    bytes_per_second: float = 0.0  # the cost model: see ``CostModel``
+    step_seconds: float = 0.0
+    token_seconds: float = 0.0
+
+
+# Events: see ``core.step``
+
+
+class TierChanged(msgspec.Struct, frozen=True, tag=True):
+    """Units with these keys can be loaded from now on, or not any more."""
+
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A load has ended: its units can be restored, unless some have ``failed``."""
+
+    ticket: int
+    failed: tuple[bytes, ...] = ()

@@ -1,0 +1,239 @@
+"""The tiers of an engine: their settings are checked before weights are read, and costs are fitted.
+
+Whether a prefix is restored or computed depends on two straight lines: the time of a step over its
+tokens, and the time of a copy over its bytes. A start measures both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import runpy
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, cast
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.connector import Connector, Forms
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import Progress
+from jaxinfer.core.step import Bucket
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel
+from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.exec.compile.memory_plan import shown
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.tiers.chain import Chain
+from jaxinfer.exec.tiers.disk import DiskTier
+from jaxinfer.exec.tiers.disk_folder import check_folder, opened
+from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.exec.tiers.mover import ArrayMover, forms_of
+from jaxinfer.exec.tiers.runner import TierRunner, policy_of
+
+GIB = 1 << 30
+FORMAT = 1  # of the disk tier; raised when files or keys change
+MEASURED_COPIES = 4
+
+
+def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None:
+    """Raise ``ConfigError`` if the settings of tiers do not fit the engine or the machine.
+
+    ``free_bytes``: of the host's memory, once the engine has taken its part.
+    """
+    size, folder, disk = (
+        config.kv_offloading_size,
+        config.kv_offloading_disk,
+        config.kv_offloading_disk_size,
+    )
+    if (folder is None) != (disk is None):
+        raise ConfigError(
+            "kv_offloading_disk and kv_offloading_disk_size name a folder and its size; give both"
+        )
+    if folder is not None and config.kv_connector is not None:
+        raise ConfigError("kv_offloading_disk and kv_connector exclude each other; leave one out")
+    if size is None:
+        name = "kv_offloading_disk" if folder is not None else "kv_connector"
+        if folder is not None or config.kv_connector is not None:
+            raise ConfigError(
+                f"{name} is behind a tier in host memory; give kv_offloading_size too"
+            )
+        return
+    if not program.limits.enable_prefix_caching:
+        raise ConfigError(
+            "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
+            "out, or enable_prefix_caching"
+        )
+    if program.platform != "cpu":
+        raise ConfigError(
+            "kv_offloading_size is for a CPU so far, as pages of a GPU have no copies of their own "
+            "to host memory yet; leave it out"
+        )
+    if program.placement.num_devices > 1:
+        raise ConfigError(
+            "kv_offloading_size is for one device so far; leave it out, or tensor_parallel_size"
+        )
+    if config.record is not None:
+        raise ConfigError(
+            "a recording has no events of tiers so far; leave out record, or kv_offloading_size"
+        )
+    if len(program.limits.groups) > SNAPSHOTS:
+        raise ConfigError(f"kv_offloading_size is for {SNAPSHOTS} groups of layers; leave it out")
+    largest = max(form.num_bytes for form in forms_of(program).values())
+    if size * GIB < largest:
+        raise ConfigError(
+            f"kv_offloading_size {size:g} GiB holds not one page of {shown(largest)}; raise it"
+        )
+    if size * GIB > free_bytes:
+        raise ConfigError(
+            f"kv_offloading_size {size:g} GiB does not fit the host's free memory, of which "
+            f"{max(0, free_bytes) / GIB:.2f} GiB are left next to the model; lower it"
+        )
+    if folder is not None:
+        check_folder(Path(folder).expanduser())
+    if config.kv_connector is not None:
+        _own_connector(config.kv_connector)
+
+
+def _own_connector(name: str) -> Callable[[Forms], Connector]:
+    """The function that a setting names; raises ``ConfigError`` if there is none."""
+    path, _, function = name.rpartition(":")
+    try:
+        found = runpy.run_path(path).get(function)
+    except Exception as error:
+        raise ConfigError(
+            f"kv_connector {name!r} cannot be run ({error}); give FILE.py:FUNCTION"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"kv_connector {name!r}: {path} defines no function {function!r}")
+    return cast("Callable[[Forms], Connector]", found)
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of memory that the system can give to processes; very many where it does not say."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, LookupError, ValueError):
+        return 1 << 62
+
+
+def identity_of(plan: EnginePlan) -> Mapping[str, str]:
+    """What the units of a disk tier depend on: engines that differ cannot read each other's."""
+    program, source = plan.program, plan.source
+    limits, config = program.limits, program.model.config
+    counts = {group: Counter(form.arrays) for group, form in sorted(forms_of(program).items())}
+    arrays = "; ".join(
+        f"{group}: " + ", ".join(f"{n} {dtype}{list(s)}" for (s, dtype), n in count.items())
+        for group, count in counts.items()
+    )
+    return {
+        "format": str(FORMAT),
+        "model": source.name,
+        "weights": f"{source.fingerprint} {plan.config.seed if source.checkpoint is None else ''}",
+        "quantization": str(plan.config.quantization),
+        "dtype": str(config.dtype),
+        "page_size": str(limits.page_size),
+        "groups": str([(g.window, g.tokens_per_entry, g.pool) for g in limits.groups]),
+        "arrays": arrays,
+        "config": hashlib.sha256(repr(config).encode()).hexdigest()[:32],
+    }
+
+
+def open_disk(plan: EnginePlan) -> tuple[Path, IO[str]] | None:
+    """Lock the folder of the disk tier, before weights are read; None if there is none."""
+    if (name := plan.config.kv_offloading_disk) is None:
+        return None
+    folder = Path(name).expanduser()
+    return folder, opened(folder, identity_of(plan))
+
+
+def begin_tiers(
+    plan: EnginePlan, executor: Executor, disk: tuple[Path, IO[str]] | None, progress: Progress
+) -> TierRunner | None:
+    """The tiers of a built engine; None if it has none."""
+    config = plan.config
+    if config.kv_offloading_size is None:
+        return None
+    mover = ArrayMover(plan.program, executor.arrays)
+    cost = fitted_costs(executor, mover)
+    host = HostTier(int(config.kv_offloading_size * GIB), mover.forms)
+    connector: Connector = host
+    described, lower = f"host tier of {config.kv_offloading_size:g} GiB", None
+    if disk is not None and config.kv_offloading_disk_size is not None:
+        folder, lock = disk
+        lower = DiskTier(folder, int(config.kv_offloading_disk_size * GIB), mover.forms, lock)
+        connector = Chain(host, lower)
+        described += f", disk tier of {config.kv_offloading_disk_size:g} GiB in {folder} (holds "
+        described += f"{shown(lower.used_bytes)})"
+    if config.kv_connector is not None:
+        connector = Chain(host, _own_connector(config.kv_connector)(mover.forms))
+        described += f", behind it {config.kv_connector}"
+    progress.detail(
+        f"{described}: restores {cost.bytes_per_second / 1e9:.2f} GB/s, a step takes "
+        f"{cost.step_seconds * 1e3:.2f} ms and {cost.token_seconds * 1e6:.1f} us a prompt token; "
+        f"prefixes are restored {_from_length(cost, mover.forms, plan.program)}"
+    )
+
+    def sizes() -> Mapping[str, float]:
+        return {
+            "host_bytes": host.used_bytes,
+            "host_size": host.num_bytes,
+            "disk_bytes": 0 if lower is None else lower.used_bytes,
+            "disk_size": 0 if lower is None else lower.num_bytes,
+            "bytes_per_second": cost.bytes_per_second,
+            "step_seconds": cost.step_seconds,
+            "token_seconds": cost.token_seconds,
+        }
+
+    return TierRunner(mover, connector, policy_of(mover.forms, cost), sizes)
+
+
+def fitted_costs(executor: Executor, mover: ArrayMover) -> CostModel:
+    """The costs of steps and copies, measured on padding."""
+    buckets = [
+        bucket
+        for bucket in executor.buckets
+        if bucket.num_prefills and not (bucket.num_decodes or bucket.variants or bucket.scores)
+    ]
+    two = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)[:2]
+    times = [(one.num_tokens, _seconds(lambda b=one: _run(executor, b))) for one in two]
+    (few, short), (many, long) = times[0], times[-1]
+    each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
+    step = max(0.0, short - few * each)
+
+    def copy() -> None:
+        mover.copy_to_sink()
+        for array in executor.arrays.state:
+            array.block_until_ready()
+
+    copy()  # the first one makes the memory resident
+    seconds = min(_seconds(copy) for _ in range(MEASURED_COPIES))
+    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9))
+
+
+def _run(executor: Executor, bucket: Bucket) -> None:
+    executor.run_once([bucket])
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    since = time.perf_counter()
+    work()
+    return time.perf_counter() - since
+
+
+def _from_length(cost: CostModel, forms: Forms, program: Program) -> str:
+    """Words for the shortest prefix of K and V alone that is restored."""
+    limits = program.limits
+    size = limits.page_size * limits.reuse_step
+    page_bytes = sum(
+        forms[group].num_bytes * limits.reuse_step // one.tokens_per_entry
+        for group, one in enumerate(limits.groups)
+        if one.window is None
+    )
+    state = forms[SNAPSHOTS].num_bytes if SNAPSHOTS in forms else 0
+    for count in range(1, limits.max_model_len // size + 1):
+        copying = cost.copying(count * page_bytes + state) + cost.step_seconds
+        if cost.computing(count * size, limits.max_num_batched_tokens) > copying:
+            return f"from {count * size} tokens on"
+    return "never, as computing them takes less time"

@@ -1,0 +1,55 @@
+"""``Moves``: the copies to and from tiers that one call of the scheduler orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from immutables import Map
+
+from jaxinfer.core.tiers import SNAPSHOTS, Load, Restore, TierOrders, TierUnit, key_in
+
+
+class Moves:
+    """The orders of one call while it builds them; and the keys that tiers have."""
+
+    def __init__(self, keys: Map[bytes, None]) -> None:
+        self.keys: Map[bytes, None] = keys
+        self.saves: list[TierUnit] = []
+        self.loads: list[Load] = []
+        self.restores: list[Restore] = []
+        self.dropped: list[int] = []
+
+    def save(self, units: Iterable[TierUnit]) -> None:
+        """Save these units, but those that a tier has."""
+        self.saves += [unit for unit in units if unit.key not in self.keys]
+
+    def save_snapshot(self, page_hash: bytes, row: int) -> None:
+        """Save the state in a row."""
+        self.save((TierUnit(key_in(SNAPSHOTS, page_hash), row),))
+
+    def change(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Note the keys that tiers have gained and lost."""
+        keys = self.keys.mutate()
+        for key in removed:
+            keys.pop(key, None)
+        for key in added:
+            keys[key] = None
+        self.keys = keys.finish()
+
+    def reset(self, *, keeps_keys: bool) -> None:
+        """Order nothing that concerns the device's pages, whose content is lost."""
+        self.dropped += [restore.ticket for restore in self.restores]
+        self.saves.clear()
+        self.restores.clear()
+        self.loads.clear()
+        if not keeps_keys:
+            self.keys = Map()
+
+    def orders(self, most_saves: int) -> TierOrders:
+        """The orders."""
+        return TierOrders(
+            tuple(self.restores),
+            tuple(self.saves[:most_saves]),
+            tuple(self.loads),
+            tuple(self.dropped),
+        )

@@ -1,0 +1,253 @@
+"""Prefixes in tiers: whether a request restores one, what it loads, and what pages are saved.
+
+A request whose prefix goes on in a tier may be admitted as if the device had it: it takes a slot
+and all its pages, and gets no row before the tier has loaded the missing ones (``Loaded``), which
+are written to its pages before the next step. Others are admitted and decode in the meantime. If a
+load fails, the request returns to the queue and is computed. Where device and copies run at the
+same time, it may compute the first of these tokens itself while the others are loaded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from immutables import Map
+from msgspec.structs import replace
+
+from jaxinfer.core.intlog import IntLog
+from jaxinfer.core.limits import Limits
+from jaxinfer.core.request import Request
+from jaxinfer.core.tiers import (
+    SNAPSHOTS,
+    Load,
+    Loaded,
+    Restore,
+    TierPolicy,
+    TierUnit,
+    group_of,
+    key_in,
+)
+from jaxinfer.sched.pages import PageWriter
+from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, group_keys, longest_hit
+from jaxinfer.sched.sequence import Restoring, Sequence
+from jaxinfer.sched.snapshots import SnapshotPool
+from jaxinfer.sched.state import Draft
+
+IN_TIER = -1  # in place of a page's id
+SPLIT_GAIN = 0.9  # a request computes its first tokens if this takes less than 0.9 of the time
+
+
+class TieredPages(NamedTuple):
+    """The pages of a pool, and behind them those of tiers."""
+
+    pool: PageWriter
+    keys: Map[bytes, None]
+
+    def has(self, page_hash: bytes) -> bool:
+        """True if the pool or a tier has a page with this key."""
+        return self.pool.has(page_hash) or page_hash in self.keys
+
+    def lookup(self, page_hashes: Items[bytes]) -> list[int]:
+        """The pages of these keys, ``IN_TIER`` for those of tiers, up to the first unknown key."""
+        found: list[int] = []
+        while len(found) < len(page_hashes):
+            found += self.pool.lookup(page_hashes[len(found) :])
+            if len(found) == len(page_hashes) or page_hashes[len(found)] not in self.keys:
+                break
+            found.append(IN_TIER)
+        return found
+
+
+class TieredSnapshots(NamedTuple):
+    """The snapshots, and behind them those of tiers."""
+
+    pool: SnapshotPool
+    keys: Map[bytes, None]
+
+    def last_within(self, page_hashes: Items[bytes]) -> int:
+        """See ``SnapshotPool``."""
+        for length in range(len(page_hashes), self.pool.last_within(page_hashes), -1):
+            if key_in(SNAPSHOTS, page_hashes[length - 1]) in self.keys:
+                return length
+        return self.pool.last_within(page_hashes)
+
+
+class Continued(NamedTuple):
+    """A prefix that goes on in tiers: to be restored from page ``start`` on."""
+
+    hit: PrefixHit  # its ids have ``IN_TIER`` for pages that are to be loaded
+    known: int  # pages that the device has
+    start: int
+    state_key: bytes | None = None  # of the snapshot that is to be loaded
+
+
+def continued_in_tiers(
+    draft: Draft, seq: Sequence, page_hashes: Items[bytes], hit: PrefixHit
+) -> Continued | None:
+    """The longer prefix that tiers have, if it takes less time to restore than to compute.
+
+    ``hit``: the prefix that the device has.
+    """
+    policy, keys, limits = draft.tiers, draft.moves.keys, draft.limits
+    if policy is None or not keys or not seq.may_restore:
+        return None
+    pages = [TieredPages(pool, keys) for pool in draft.pages]
+    far = longest_hit(pages, TieredSnapshots(draft.snapshots, keys), page_hashes, limits)
+    if far.num_pages <= hit.num_pages:
+        return None
+    state_key = None
+    if limits.num_snapshots and page_hashes[far.num_pages - 1] not in draft.snapshots.by_hash:
+        state_key = key_in(SNAPSHOTS, page_hashes[far.num_pages - 1])
+    num_bytes = 0 if state_key is None else policy.state_bytes
+    for group, ids in enumerate(far.ids):
+        num_bytes += ids.count(IN_TIER) * policy.unit_bytes[group]
+    start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
+    if start is None:
+        return None
+    return Continued(_from(far, hit, start, limits), hit.num_pages, start, state_key)
+
+
+def keys_of(request: Request, limits: Limits) -> list[bytes]:
+    """The keys of all units of a request's prompt."""
+    tokens, size = IntLog(request.prompt_token_ids), limits.page_size
+    hashes = tuple(
+        following_page_hashes((), request.cache_root, tokens, (len(tokens) - 1) // size, size)
+    )
+    keys = [
+        key for group in range(len(limits.groups)) for key in group_keys(hashes, 0, group, limits)
+    ]
+    if limits.num_snapshots:
+        keys += [key_in(SNAPSHOTS, page_hash) for page_hash in hashes]
+    return keys
+
+
+def restoring_of(
+    ticket: int, found: Continued, page_hashes: Items[bytes], ids: Items[Items[int]], draft: Draft
+) -> Restoring | None:
+    """The load of an admission, which is ordered; None if there is no row for its snapshot.
+
+    ``ids``: for each group the pages that the sequence will own for ``found.hit``.
+    """
+    limits, end = draft.limits, found.hit.num_pages
+    row, units = None, list[TierUnit]()
+    if found.state_key is not None:
+        if (row := draft.take_snapshot()) is None:
+            return None
+        units.append(TierUnit(found.state_key, row))
+    for group, (known, own) in enumerate(zip(found.hit.ids, ids, strict=True)):
+        first = limits.first_page(end * limits.page_size, limits.groups[group])
+        keys = group_keys(page_hashes[:end], first, group, limits)
+        start = found.start // limits.groups[group].tokens_per_entry - first
+        triples = enumerate(zip(keys, known, own, strict=True))
+        units += [
+            TierUnit(key, page)
+            for i, (key, page_id, page) in triples
+            if page_id == IN_TIER and i >= start
+        ]
+    draft.moves.loads.append(Load(ticket, tuple([unit.key for unit in units])))
+    size = limits.page_size
+    start = found.start * size
+    return Restoring(ticket, found.known * size, start, end * size, tuple(units), row)
+
+
+def commit_load(draft: Draft, event: Loaded) -> None:
+    """Restore the units of a finished load; after a failure its sequence is computed."""
+    with_ticket = (
+        seq
+        for seq in draft.running.values()
+        if seq.restoring is not None and seq.restoring.ticket == event.ticket
+    )
+    seq = next(with_ticket, None)
+    if seq is None or (own := seq.restoring) is None:
+        return  # it was preempted or has ended, and the ticket was dropped
+    if event.failed:
+        draft.moves.change((), event.failed)
+        draft.requeue(replace(seq, may_restore=False))
+        return
+    draft.moves.restores.append(Restore(event.ticket, own.units))
+    reads = seq.reads
+    for unit in own.units:
+        if (group := group_of(unit.key)) != SNAPSHOTS:
+            draft.pages[group].register((unit.place,), (unit.key,))
+    if own.row is not None:
+        page_hash = seq.page_hashes[own.end // draft.limits.page_size - 1]
+        draft.snapshots = draft.snapshots.release((own.row,)).register(own.row, page_hash)
+        reads, draft.snapshots = draft.snapshots.use(page_hash)
+        draft.restored.add(reads)
+    num_cached = seq.num_cached_tokens
+    if num_cached is None:
+        num_cached = own.known + own.end - own.start
+        draft.num_restored_tokens += own.end - own.start
+    seq = replace(seq, reads=reads, num_cached_tokens=num_cached)
+    draft.running[seq.request_id] = restored(seq, replace(own, row=None, is_loaded=True))
+
+
+def restored(seq: Sequence, own: Restoring) -> Sequence:
+    """``seq`` at the end of what was loaded, or with ``own`` while tokens before it are missing."""
+    if seq.num_computed_tokens < own.start:
+        return replace(seq, restoring=own)
+    end = max(seq.num_computed_tokens, own.end)
+    return replace(seq, restoring=None, num_computed_tokens=end)
+
+
+def offer_units(draft: Draft) -> None:
+    """Save pages and snapshots that are evicted next, below the watermark."""
+    if (policy := draft.tiers) is None or not draft.limits.enable_prefix_caching:
+        return
+    moves, limits = draft.moves, draft.limits
+    for pool, size in zip(draft.pools, limits.num_pages, strict=True):
+        least = int(size * policy.watermark)
+        moves.save(pool.offer(least, policy.most_saves - len(moves.saves)))
+    if limits.num_snapshots:
+        least = int(limits.num_snapshots * policy.watermark)
+        left = policy.most_saves - len(moves.saves)
+        found, draft.snapshots = draft.snapshots.offer(least, left)
+        for page_hash, row in found:
+            moves.save_snapshot(page_hash, row)
+
+
+def save_evicted(draft: Draft) -> None:
+    """Save pages that were evicted in this call: the step, which writes to them, is behind."""
+    for pool in draft.pools:
+        if pool.unsaved:
+            draft.moves.save(pool.unsaved)
+
+
+def _start(policy: TierPolicy, limits: Limits, known: int, end: int, num_bytes: int) -> int | None:
+    """The page from which a prefix of ``end`` pages is restored, of which the device has ``known``;
+    None if computing all of it takes less time.
+    """
+    cost, size, chunk = policy.cost, limits.page_size, limits.max_num_batched_tokens
+    num_left, step = end - known, limits.reuse_step
+    least, first = cost.copying(num_bytes) + cost.step_seconds, 0
+    has_windows = any(group.window is not None for group in limits.groups)
+    if cost.overlaps and not has_windows and not limits.num_snapshots:
+        each = num_bytes / num_left
+
+        def times(pages: int) -> tuple[float, float]:
+            """Seconds to compute the first pages, and to copy the others."""
+            return cost.computing(pages * size, chunk), cost.copying(int((num_left - pages) * each))
+
+        lengths = range(0, num_left, step)
+        ahead = bisect_left(lengths, True, key=lambda pages: times(pages)[0] > times(pages)[1])
+        pages = lengths[max(0, ahead - 1)]  # the most for which computing does not take longer
+        if (seconds := times(pages)[1] + cost.step_seconds) < SPLIT_GAIN * least:
+            least, first = seconds, pages
+    return known + first if least < cost.computing(num_left * size, chunk) else None
+
+
+def _from(far: PrefixHit, hit: PrefixHit, start: int, limits: Limits) -> PrefixHit:
+    """``far`` with ``IN_TIER`` for all pages that the sequence computes before ``start``.
+
+    It writes to them, so they must not be shared.
+    """
+    if start == hit.num_pages:
+        return far
+    ids: list[list[int]] = []
+    for group, own in enumerate(far.ids):
+        each = limits.groups[group].tokens_per_entry
+        known, first = hit.num_pages // each, start // each
+        ids.append([*own[:known], *[IN_TIER] * (first - known), *own[first:]])
+    return far._replace(ids=ids)

@@ -1,0 +1,96 @@
+"""Settings of tiers: what does not fit is refused in one sentence, before weights are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace as struct_replace
+
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.engine.start.tiers import check_tiers, free_host_bytes
+from jaxinfer.exec.compile.program import Program
+from kit.engines import tiny_limits
+from kit.tiny_models import tiny_model
+
+GIB = 1 << 30
+OFFLOADS = {"kv_offloading_size": 1.0}
+DISK = {**OFFLOADS, "kv_offloading_disk": "DIR/tier", "kv_offloading_disk_size": 1.0}
+
+
+def program() -> Program:
+    return Program(tiny_model("llama")[0], tiny_limits(), "cpu")
+
+
+def check(changes: dict[str, Any], folder: Path, own: Program | None = None) -> None:
+    values = {
+        name: value.replace("DIR", str(folder)) if isinstance(value, str) else value
+        for name, value in changes.items()
+    }
+    check_tiers(EngineConfig(**values), own or program(), 8 * GIB)
+
+
+@pytest.mark.parametrize("name", ["kv_offloading_size", "kv_offloading_disk_size"])
+@pytest.mark.parametrize("value", [0, -1, 0.0, float("nan"), "many", True])
+def test_sizes_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_offloading_disk": "DIR"}, "give both"),
+        ({"kv_offloading_disk_size": 1.0}, "give both"),
+        ({"kv_offloading_disk": "DIR", "kv_offloading_disk_size": 1.0}, "give kv_offloading_size"),
+        ({"kv_connector": "DIR/own.py:f"}, "give kv_offloading_size"),
+        (DISK | {"kv_connector": "DIR/own.py:f"}, "exclude each other"),
+        (OFFLOADS | {"kv_connector": "DIR/none.py:f"}, "cannot be run.*FILE.py:FUNCTION"),
+        (OFFLOADS | {"kv_connector": "DIR/own.py:f"}, "defines no function 'f'"),
+        ({"kv_offloading_size": 1e-9}, "holds not one page"),
+        ({"kv_offloading_size": 9.0}, "8.00 GiB are left"),
+        (DISK | {"kv_offloading_disk": "DIR/own.py"}, "is no folder"),
+    ],
+)
+def test_settings_that_do_not_fit(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("g = 1")
+    with pytest.raises(ConfigError, match=message):
+        check(changes, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="cannot be written by this user"):
+        check(DISK, tmp_path)
+
+
+def test_settings_that_fit(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(forms): pass")
+    for changes in ({}, OFFLOADS, DISK, OFFLOADS | {"kv_connector": "DIR/own.py:f"}):
+        check(changes, tmp_path)
+
+
+def test_engines_that_have_no_tiers(tmp_path: Path) -> None:
+    """Of a GPU, of several devices, and those that reuse no prefix."""
+    own = program()
+    with pytest.raises(ConfigError, match="is for a CPU so far"):
+        check(OFFLOADS, tmp_path, replace(own, platform="gpu"))
+    cold = struct_replace(own.limits, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="reuses none"):
+        check(OFFLOADS, tmp_path, replace(own, limits=cold))
+    several = cast("Any", type("Several", (), {"num_devices": 2}))
+    two = replace(own)
+    object.__setattr__(two, "placement", several)
+    with pytest.raises(ConfigError, match="one device so far"):
+        check(OFFLOADS, tmp_path, two)
+
+
+def test_free_memory_of_the_host(tmp_path: Path) -> None:
+    assert free_host_bytes() > 1 << 20
+    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\nMemAvailable:      3 kB\n")
+    assert free_host_bytes(tmp_path / "meminfo") == 3 << 10
+    assert free_host_bytes(tmp_path / "none") > 1 << 60

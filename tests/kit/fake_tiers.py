@@ -1,0 +1,129 @@
+"""Tiers for ``Drive``: a mover over the fake executor's shadow of pages, and connectors that fail.
+
+A unit of pages is the digests of its entries, one of a saved state the digest of its tokens. So a
+unit that is saved too late, restored to a wrong place, or of another prefix is an error at once,
+when a row reads it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.core.connector import Arrays, Connector, Forms, Polled, Unit, UnitForm
+from jaxinfer.core.limits import Limits
+from jaxinfer.core.tiers import SNAPSHOTS, TierUnit, group_of
+from kit.fake_executor import FakeExecutor
+
+
+class FakeMover:
+    """A ``PageMover``: a copy is made when it is queued, as steps run when they are launched."""
+
+    def __init__(self, limits: Limits, executor: Callable[[], FakeExecutor]) -> None:
+        self._limits, self._executor = limits, executor
+        page = UnitForm((((limits.page_size,), np.dtype(np.int64)),))
+        forms = dict.fromkeys(range(len(limits.groups)), page)
+        if limits.num_snapshots:
+            forms[SNAPSHOTS] = UnitForm((((), np.dtype(np.int64)),))
+        self.forms: Forms = forms
+
+    def gather(self, units: Sequence[TierUnit]) -> FakeGathered:
+        """Copy what the places hold."""
+        return FakeGathered([(unit.key, (self._content(unit).copy(),)) for unit in units])
+
+    def stage(self, units: Sequence[Unit]) -> FakeStaged:
+        """Copy the units."""
+        return FakeStaged([tuple(array.copy() for array in unit.arrays) for unit in units])
+
+    def scatter(self, staged: Any, units: Sequence[TierUnit]) -> None:
+        """Write staged units to their places."""
+        for unit, (array,) in zip(units, staged.units, strict=True):
+            if group_of(unit.key) == SNAPSHOTS:
+                self._executor().snapshots[unit.place] = int(array)
+            else:
+                self._content(unit)[:] = array
+
+    def _content(self, unit: TierUnit) -> np.ndarray:
+        fake = self._executor()
+        if (group := group_of(unit.key)) == SNAPSHOTS:
+            return np.array(fake.snapshots[unit.place], np.int64)
+        pool, size = self._limits.groups[group].pool, self._limits.page_size
+        if len(fake.stores[pool]) < self._limits.num_pages[pool] * size:
+            missing = self._limits.num_pages[pool] * size - len(fake.stores[pool])
+            fake.stores[pool] = np.append(fake.stores[pool], np.zeros(missing, np.int64))
+        return fake.stores[pool][unit.place * size : (unit.place + 1) * size]
+
+
+class FakeGathered:
+    """Units that have been copied."""
+
+    is_ready = True
+
+    def __init__(self, units: list[tuple[bytes, Arrays]]) -> None:
+        self._units = units
+
+    def read(self) -> list[tuple[bytes, Arrays]]:
+        """The units."""
+        return self._units
+
+
+class FakeStaged:
+    """Units that can be written."""
+
+    is_ready = True
+
+    def __init__(self, units: list[Arrays]) -> None:
+        self.units = units
+
+
+class Unreliable:
+    """A connector around another one: loads end late and in any order, and some units fail."""
+
+    def __init__(self, inner: Connector, seed: int, slowness: int, failures: float) -> None:
+        self._inner, self._draw = inner, random.Random(seed)
+        self._slowness, self._failures = slowness, failures
+        self._late: dict[int, tuple[int, list[Unit | None]]] = {}  # polls left
+        self.num_failed = 0
+
+    is_shared = False
+
+    def match(self, keys: Sequence[bytes]) -> list[bytes]:
+        return self._inner.match(keys)
+
+    def reserve(self, group: int, key: bytes) -> Arrays | None:
+        return self._inner.reserve(group, key)
+
+    def save(self, unit: Unit) -> bool:
+        return self._inner.save(unit)
+
+    def load(self, ticket: int, keys: Sequence[bytes]) -> None:
+        self._inner.load(ticket, keys)
+
+    def poll(self, seconds: float = 0.0) -> Polled:
+        polled = self._inner.poll()
+        for ticket, units in polled.loaded.items():
+            failed = [self._draw.random() < self._failures for _ in units]
+            self.num_failed += sum(failed)
+            left = [None if one else unit for one, unit in zip(failed, units, strict=True)]
+            polls = 0 if seconds else self._draw.randint(0, self._slowness)
+            self._late[ticket] = polls, left
+        polled.loaded = {}
+        for ticket, (polls, units) in tuple(self._late.items()):
+            if polls and not seconds:
+                self._late[ticket] = polls - 1, units
+            else:
+                polled.loaded[ticket] = self._late.pop(ticket)[1]
+        return polled
+
+    def finished(self, ticket: int) -> None:
+        self._late.pop(ticket, None)
+        self._inner.finished(ticket)
+
+    def clear(self, version: bytes) -> None:
+        self._inner.clear(version)
+
+    def close(self) -> None:
+        self._inner.close()

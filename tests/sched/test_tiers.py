@@ -1,0 +1,200 @@
+"""The scheduler with tiers: random traces, and what is saved, restored and computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from jaxinfer.core.connector import Connector, Forms
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import Abort, PageGroup, StepPlan
+from jaxinfer.core.tiers import SNAPSHOTS, CostModel, group_of
+from jaxinfer.exec.tiers.host import HostTier
+from kit.drive import Drive, make_limits, make_request
+from kit.fake_executor import expected_tokens
+from kit.fake_tiers import Unreliable
+from kit.tier_traces import TierTrace
+
+DAILY, NIGHTLY = 150, 100_000
+PAGE_BYTES = 32
+PROMPT = tuple(range(40))  # 9 pages that can be reused, and a token
+OTHER = tuple(49 - i for i in range(40))
+
+
+def test_tiers_change_no_token() -> None:
+    found = Counter[str]()
+    for seed in range(DAILY):
+        found += run(seed)
+    # the traces do what they are for
+    assert found["restored"] > DAILY // 2 and found["failed"] > 2, found
+
+
+@pytest.mark.nightly
+def test_tiers_change_no_token_in_many_traces() -> None:
+    for seed in range(DAILY, DAILY + NIGHTLY):
+        run(seed)
+
+
+def run(seed: int) -> Counter[str]:
+    """Run the trace of a seed; what its tiers have done."""
+    trace = TierTrace(seed)
+    try:
+        trace.run()
+    except Exception as error:
+        error.add_note(f"the trace of seed {seed}")
+        raise
+    assert trace.drive.tiers is not None
+    stats = trace.drive.tiers.stats()
+    return Counter(restored=stats.num_restored, saved=stats.num_saved, failed=stats.num_failed)
+
+
+def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
+    """A drive whose pool holds one long request, and a host tier that holds all."""
+    cost = changes.pop("cost", CostModel())
+
+    def connector(forms: Forms) -> Connector:
+        return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
+
+    values = {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 16} | changes
+    return Drive(make_limits(**values), connector=connector, cost=cost)
+
+
+def answer(one: Drive, prompt: tuple[int, ...]) -> int:
+    """Run a prompt alone; returns how many of its tokens were reused."""
+    name = f"r{len(one.endings())}"
+    request = make_request(name, prompt, arrival=len(one.endings()), max_tokens=3)
+    one.arrive(request)
+    one.finish()
+    assert one.tokens()[name] == expected_tokens(request, one.limits.max_model_len)
+    return one.endings()[name].num_cached_tokens
+
+
+def computed(plans: list[StepPlan], request_id: str) -> list[tuple[int, int]]:
+    """The chunks of a request's prompt."""
+    rows = [row for plan in plans for row in plan.prefills if row.request_id == request_id]
+    return [
+        (row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
+        for row in rows
+    ]
+
+
+def test_a_prefix_that_was_evicted_is_restored() -> None:
+    one = drive()
+    assert [answer(one, prompt) for prompt in (PROMPT, OTHER, PROMPT)] == [0, 0, 36]
+    assert computed(one.plans, "r2") == [(36, 40)]
+    assert one.state.num_restored_tokens <= 36
+
+
+def test_pages_are_saved_once_and_below_the_watermark() -> None:
+    """Only a quarter of the pool is saved before it is needed; nothing is saved again."""
+    one = drive(num_pages=41)
+    answer(one, PROMPT)
+    assert not one.state.tier_keys
+    for seed in range(4):
+        answer(one, tuple((7 * i + seed) % 50 for i in range(40)))
+    pool, stats = one.state.pools[0], one.tiers.stats()  # type: ignore[union-attr]
+    assert pool.num_fresh + pool.num_offered >= 10
+    assert stats.num_saved == len(one.state.tier_keys) > 0 == stats.num_dropped
+
+
+def test_every_kind_of_unit_is_saved_and_restored() -> None:
+    groups = (PageGroup(), PageGroup(6, 1, 1), PageGroup(None, 2))
+    values = {"groups": groups, "num_snapshots": 1, "max_model_len": 43}
+    needed = make_limits(**values, num_pages=(0, 0)).pages_needed(43)
+    one = drive(**values, num_pages=tuple(1 + count for count in needed))
+    assert [answer(one, prompt) for prompt in (PROMPT, OTHER, PROMPT)] == [0, 0, 32]
+    assert {group_of(key) for key in one.state.tier_keys} == {0, 1, 2, SNAPSHOTS}
+
+
+def test_others_are_admitted_and_decode_while_the_head_restores() -> None:
+    one = drive(slowness=1000, num_pages=25)
+    for prompt in (PROMPT, OTHER, tuple(reversed(PROMPT)), PROMPT[::2] + OTHER[::2]):
+        answer(one, prompt)
+    requests = [
+        make_request("long", PROMPT, arrival=10, max_tokens=3),
+        make_request("short", (1, 1, 1), arrival=11, max_tokens=3),
+    ]
+    one.arrive(*requests)
+    while "short" not in one.endings():
+        one.tick()
+        head = one.state.running[0]
+        assert head.request_id == "long" and head.restoring is not None
+        assert not computed(one.plans, "long"), "it has no row"
+    one.finish()
+    assert one.endings()["long"].num_cached_tokens == 36
+    for request in requests:
+        assert one.tokens()[request.request_id] == expected_tokens(request, 48)
+
+
+def test_the_snapshot_that_a_restored_request_starts_from_is_kept() -> None:
+    """The device has the state, a tier the pages: others save states until they are loaded."""
+    one = drive(slowness=1000, num_pages=25, num_snapshots=3)
+    for prompt in (PROMPT, OTHER, tuple(reversed(PROMPT))):
+        answer(one, prompt)
+    one.arrive(make_request("long", PROMPT, arrival=10, max_tokens=3))
+    (long,) = one.state.running
+    assert long.restoring is not None and long.restoring.row is None and long.reads is not None
+    for i in range(3):
+        one.arrive(make_request(f"short{i}", (i,) * 9, arrival=11 + i, max_tokens=1))
+        for _ in range(5):
+            one.tick()
+    assert len(one.endings()) == 6, "the short ones have ended"
+    one.finish()
+    assert one.endings()["long"].num_cached_tokens == 36
+
+
+def test_a_failed_load_is_computed_and_is_not_tried_again() -> None:
+    one = drive(failures=1.0)
+    assert [answer(one, prompt) for prompt in (PROMPT, OTHER, PROMPT)] == [0, 0, 0]
+    assert computed(one.plans, "r2") == [(0, 16), (16, 32), (32, 40)]
+    assert one.tiers.stats().num_failed > 0  # type: ignore[union-attr]
+
+
+def test_a_request_that_ends_while_it_restores_frees_its_load() -> None:
+    one = drive(slowness=50)
+    for prompt in (PROMPT, OTHER):
+        answer(one, prompt)
+    one.arrive(make_request("long", PROMPT, arrival=10, max_tokens=3))
+    assert one.state.running[0].restoring is not None
+    one.tick(Abort("long"))
+    assert one.state.num_free_pages == one.limits.num_usable_pages
+    assert not one.tiers.num_held  # type: ignore[union-attr]
+    assert answer(one, PROMPT) == 36
+
+
+@pytest.mark.parametrize(
+    ("copying", "computing", "overlaps", "expected"),
+    [
+        (1.0, 1e9, True, [(36, 40)]),  # restored
+        (1e9, 1.0, True, [(0, 16), (16, 32), (32, 40)]),  # computed
+        (1.0, 1.0, True, [(0, 16), (36, 40)]),  # half and half
+        (1.0, 3.0, True, [(0, 8), (36, 40)]),  # 2 pages take 6, the other 7 take 7
+        (1.0, 1.0, False, [(0, 16), (16, 32), (32, 40)]),  # one after the other: as long
+        (1.0, 1.1, False, [(36, 40)]),
+    ],
+)
+def test_costs_decide(
+    copying: float, computing: float, overlaps: bool, expected: list[tuple[int, int]]
+) -> None:
+    """``copying`` and ``computing``: the time of a page."""
+    cost = CostModel(0.0, computing / 4, PAGE_BYTES / copying, overlaps)
+    one = drive(cost=cost, slowness=1)
+    for prompt in (PROMPT, OTHER, PROMPT):
+        answer(one, prompt)
+    assert computed(one.plans, "r2") == expected
+
+
+def test_loads_add_no_steps_to_the_bound() -> None:
+    """That of ``sched.schedule``: a request that waits for a load takes no rows of others."""
+    for seed in range(20):
+        trace = TierTrace(seed, reliable=True)
+        trace.run()
+        limits, bound = trace.limits, 0
+        mixed = (b for b in limits.buckets if b.num_decodes and b.num_prefills)
+        chunk = max(b.num_prefill_tokens for b in mixed) // limits.align * limits.align
+        for request in trace.requests.values():
+            tokens = len(request.prompt_token_ids) + request.max_tokens
+            bound += cdiv(tokens, chunk) + request.max_tokens + trace.drive.depth
+        assert len(trace.drive.plans) <= bound
