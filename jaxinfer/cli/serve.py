@@ -101,6 +101,8 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     if "chat_template" in server:
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
+    if engine_settings.hosts is not None and server.get("data_parallel_size", 1) > 1:
+        raise ConfigError("data_parallel_size is of one host; leave it out, or num_hosts")
     if not server.get("served_model_name"):
         name = model_name(engine_settings.model)
         server["served_model_name"] = (name,)
@@ -180,8 +182,21 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
+    if engine_config.host_rank:  # host 0 has the server
+        _follow(engine_config, log_settings(server_config))
+        return
     with engine_start(engine_config, server_config) as start:
         _run(engine_config, server_config, start)
+
+
+def _follow(config: EngineConfig, log: LogSettings) -> None:
+    """Follow host 0 until it ends."""
+    from jaxinfer.core.log import log_to
+    from jaxinfer.engine.start.follow import follow
+    from jaxinfer.engine.start.progress import LOGGER, logged_progress
+
+    log_to(sys.stderr, log, {"jaxinfer": log.library_number, LOGGER: log.number})
+    follow(config, logged_progress(log))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.cli.options import MEMORY, MODEL, SAMPLING
+from jaxinfer.cli.options import HOSTS, MEMORY, MODEL, SAMPLING
 from jaxinfer.cli.settings import (
     Group,
     Setting,
@@ -38,6 +38,7 @@ GROUPS = (
         ),
     ),
     MEMORY,
+    HOSTS,
     Group(
         "Address",
         (

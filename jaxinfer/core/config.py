@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.hosts import Hosts, checked_hosts
 from jaxinfer.core.kv_events import as_text
 from jaxinfer.core.points import canonical
 from jaxinfer.core.pooling import KINDS
@@ -94,6 +95,9 @@ class EngineConfig:
     ``tensor_parallel_size``: the devices among which every layer is divided; None is 1. Memory
     sizes are those of each device. ``enable_expert_parallel``: a device has whole experts; else a
     part of each expert's columns where kernels can read that (``nn.placement.slices_experts``).
+    ``num_hosts``: machines that share the engine, each with a process, its number ``host_rank`` and
+    as many devices; ``tensor_parallel_size`` counts those of all. ``coordinator`` is HOST:PORT of
+    host 0, which also uses the next port; all start within ``hosts_timeout`` seconds.
     ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
     documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
     ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
@@ -145,6 +149,10 @@ class EngineConfig:
     tap_points: str | None = None
     tensor_parallel_size: int | None = None
     enable_expert_parallel: bool | None = None
+    num_hosts: int = 1
+    host_rank: int = 0
+    coordinator: str | None = None
+    hosts_timeout: float = 60.0
     max_form_seconds: float = DEFAULT_FORM_LIMITS.seconds
     max_form_bytes: int = DEFAULT_FORM_LIMITS.num_bytes
     cache_dir: str | None = None
@@ -162,6 +170,14 @@ class EngineConfig:
             if value is not None or item.default is not None:
                 # for example a str in place of a Path
                 object.__setattr__(self, item.name, _checked(item.name, value, str(item.type)))
+        if self.hosts is not None and self.bundle is not None:
+            raise ConfigError("a bundle is of one host; leave it out, or num_hosts")
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """The hosts of the engine; None for one. Raises ``ConfigError`` if they do not fit."""
+        given = self.num_hosts, self.host_rank, self.coordinator
+        return checked_hosts(*given, self.hosts_timeout, self.tensor_parallel_size or 1)
 
     @property
     def pinned_kernels(self) -> dict[str, str]:
@@ -170,7 +186,9 @@ class EngineConfig:
 
 
 # of whole numbers; 1 for all others
-LEAST = MappingProxyType({"prefill_bucket_factor": 2, "record_size": LEAST_RECORD_SIZE})
+LEAST = MappingProxyType(
+    {"prefill_bucket_factor": 2, "host_rank": 0, "record_size": LEAST_RECORD_SIZE}
+)
 SIZES = tuple(
     item.name for item in fields(EngineConfig) if item.type == "int | None" and item.name != "seed"
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,6 +31,11 @@ class Forwarded:
         """The request of an ASGI scope."""
         kept = {name: scope[name] for name in SCOPE if name in scope}
         return cls(kept, body, compared_text(body))
+
+    def without_header(self, name: bytes) -> Forwarded:
+        """The request without the headers of this name."""
+        headers = [(key, value) for key, value in self.scope["headers"] if key != name]
+        return replace(self, scope={**self.scope, "headers": headers})
 
 
 def compared_text(body: bytes) -> str:

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.ray.forwarded import Forwarded
+from jaxinfer.ray.merged import merged_metrics
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.sse import on_disconnect
 
 # Seconds before each further try of a request that no replica has begun to answer: the router may
 # choose one that is about to end until Ray has noticed that.
 RETRY_SECONDS = (0.0, 0.5, 1.0, 2.0)
+ALL_SECONDS = 10.0  # for the answers of all replicas
+METRICS = "/metrics"  # the route that all replicas answer
+
+
+class WholeAnswer(NamedTuple):
+    """The name of a replica, and all messages of its answer."""
+
+    replica: str
+    messages: Sequence[Message]
+
+
+def body_of(messages: Sequence[Message]) -> bytes:
+    """The body of an answer."""
+    return b"".join(message.get("body", b"") for message in messages)
 
 
 class AnswerMessages(Protocol):
@@ -33,21 +48,32 @@ class Forwarder:
 
     ``ask`` sends a request to a replica. It raises, as the answer does, one of ``lost`` if the
     replica has ended: a request that has no part of its answer yet then goes to another one.
-    ``cancelled`` is the error of an answer that was cancelled.
+    ``cancelled`` is the error of an answer that was cancelled. ``ask_all`` sends a request to every
+    replica, for the metrics of all.
     """
 
     def __init__(
         self,
         ask: Callable[[Forwarded], AnswerMessages],
+        ask_all: Callable[[Forwarded], Awaitable[Sequence[WholeAnswer]]],
         lost: tuple[type[Exception], ...],
         cancelled: type[BaseException],
         max_body_bytes: int,
     ) -> None:
-        self._ask, self._lost, self._cancelled = ask, lost, cancelled
+        self._ask, self._ask_all = ask, ask_all
+        self._lost, self._cancelled = lost, cancelled
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Forwarded.of(scope, await self._body(receive))
+        path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+        if (scope["method"], path) == ("GET", METRICS):
+            answers = await self._ask_all(request.without_header(b"accept"))
+            if answers:
+                await self._send_metrics(answers, send)
+            else:
+                await _lost_all(scope)(scope, receive, send)
+            return
         for wait in RETRY_SECONDS:
             await asyncio.sleep(wait)
             passing = _Passing(self._ask(request), send)
@@ -62,13 +88,25 @@ class Forwarder:
             except self._lost:
                 if passing.started:  # the connection ends before the answer does
                     raise
-        refused = ApiError(
-            503,
-            "the replicas for this request have ended before they answered; try again later",
-            code="replicas_lost",
-            headers={"Retry-After": "5"},
-        )
-        await refused.response(scope)(scope, receive, send)
+        await _lost_all(scope)(scope, receive, send)
+
+    async def _send_metrics(self, answers: Sequence[WholeAnswer], send: Send) -> None:
+        """Send the metrics of every replica, or the error of one, such as for a missing key."""
+        failed = [messages for _, messages in answers if messages[0]["status"] != 200]
+        messages = failed[0] if failed else list(answers[0].messages)
+        if not failed:
+            texts = {name: body_of(messages).decode() for name, messages in answers}
+            body = merged_metrics(texts).encode()
+            headers = [
+                (name, str(len(body)).encode() if name == b"content-length" else value)
+                for name, value in messages[0]["headers"]
+            ]
+            messages = [
+                {**messages[0], "headers": headers},
+                {"type": "http.response.body", "body": body, "more_body": False},
+            ]
+        for message in messages:
+            await send(message)
 
     async def _body(self, receive: Receive) -> bytes:
         """The body, or so much of it that the replica refuses it as too long."""
@@ -79,6 +117,16 @@ class Forwarder:
             if not message.get("more_body", False):
                 break
         return bytes(body)
+
+
+def _lost_all(scope: Scope) -> ASGIApp:
+    """The error for a request that no replica has answered."""
+    return ApiError(
+        503,
+        "the replicas for this request have ended before they answered; try again later",
+        code="replicas_lost",
+        headers={"Retry-After": "5"},
+    ).response(scope)
 
 
 @dataclass(eq=False)
@@ -128,7 +176,17 @@ class Ingress:
 
         ask = model.options(method_name="answer", stream=True).remote
         lost = (RayActorError, EngineError)
-        forwarder = Forwarder(ask, lost, RequestCancelledError, max_body_bytes)
+
+        async def ask_all(request: Forwarded) -> Sequence[WholeAnswer]:
+            asked = model.broadcast("whole_answer", request)
+            found = await asked.results_async(timeout_s=ALL_SECONDS, return_exceptions=True)
+            answers = [one for one in found if not isinstance(one, lost)]
+            for one in answers:
+                if isinstance(one, BaseException):
+                    raise one
+            return [WholeAnswer(*one) for one in answers]
+
+        forwarder = Forwarder(ask, ask_all, lost, RequestCancelledError, max_body_bytes)
         self._app = ingress_app(forwarder)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

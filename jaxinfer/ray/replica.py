@@ -28,8 +28,8 @@ MAX_UNREAD = 64  # messages of an answer that the ingress has not taken; then it
 class Answering:
     """Runs requests that come as ``Forwarded`` in the app of a server."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, service: Service, name: str) -> None:
+        self.service, self.name = service, name
         self._app = create_app(service)
 
     async def answer(self, request: Forwarded) -> AsyncIterator[list[Message]]:
@@ -76,6 +76,10 @@ class Answering:
             with suppress(OSError):
                 await running
 
+    async def whole_answer(self, request: Forwarded) -> tuple[str, list[Message]]:
+        """The name of this replica, and all messages of the answer."""
+        return self.name, [one async for messages in self.answer(request) for one in messages]
+
     def _check_answered(self, first: Message | None) -> None:
         """Raise ``EngineError`` if this is the head of an error that says that the engine ended."""
         failed = first is not None and first.get("status", 0) >= 500
@@ -94,13 +98,16 @@ class Replica(Answering):
     """
 
     async def __init__(self, settings: Mapping[str, Any]) -> None:
+        from ray import serve  # pyright: ignore[reportMissingImports]
+
         engine_config, server_config = configs(settings)
         log = log_settings(server_config)
         configure_logging(sys.stderr, log)
         events = EventLog(
             requests=server_config.enable_log_requests, max_characters=server_config.max_log_len
         )
-        super().__init__(Service(server_config, events))
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(Service(server_config, events), name)
         async with AsyncExitStack() as stack:
             start = stack.enter_context(engine_start(engine_config, server_config))
             model = loaded(engine_config, start, self.service)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from jaxinfer.core.errors import ConfigError, EngineError
@@ -15,15 +16,16 @@ from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.ray import ingress
 from jaxinfer.ray.forwarded import MAX_COMPARED, Forwarded, compared_text
-from jaxinfer.ray.ingress import Forwarder, ingress_app
+from jaxinfer.ray.ingress import Forwarder, WholeAnswer, body_of, ingress_app
 from jaxinfer.ray.replica import Answering
 from jaxinfer.ray.settings import configs
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.metrics.registry import Metrics
 from jaxinfer.server.service.service import Service
-from kit.engines import tiny_engine
+from kit.engines import tiny_engine, tiny_limits
 from kit.server import LocalRenderer
 
+LIMITS = tiny_limits()
 SCOPE: dict[str, Any] = {
     "type": "http",
     "method": "POST",
@@ -89,7 +91,11 @@ class Answers:
 
 
 def forwarded(
-    answers: list[Answers], body: Sequence[Message] = (), max_bytes: int = 99, leaves: bool = False
+    answers: list[Any],
+    body: Sequence[Message] = (),
+    max_bytes: int = 99,
+    leaves: bool = False,
+    **more: Any,
 ) -> tuple[list[Message], list[Forwarded]]:
     """What the client gets, and the requests that replicas get."""
     sent: list[Message] = []
@@ -99,6 +105,10 @@ def forwarded(
     def ask(request: Forwarded) -> Answers:
         asked.append(request)
         return answers[len(asked) - 1]
+
+    async def ask_all(request: Forwarded) -> list[WholeAnswer]:
+        asked.append(request)
+        return answers
 
     async def receive() -> Message:
         if messages:
@@ -111,8 +121,8 @@ def forwarded(
         sent.append(message)
 
     async def run() -> None:
-        app = ingress_app(Forwarder(ask, (EngineError,), KeyError, max_bytes))
-        await asyncio.wait_for(app(dict(SCOPE), receive, send), 10)
+        app = ingress_app(Forwarder(ask, ask_all, (EngineError,), KeyError, max_bytes))
+        await asyncio.wait_for(app(SCOPE | more, receive, send), 10)
 
     asyncio.run(run())
     return sent, asked
@@ -155,6 +165,37 @@ def test_only_so_much_of_a_body_is_read_that_it_is_refused() -> None:
     assert len(request.body) == 120
 
 
+def test_metrics_of_all_replicas() -> None:
+    first, other = Metrics("m", LIMITS), Metrics("m", LIMITS)
+    first.http_response("/v1/models", "GET", 200, 0.1)
+    whole = []
+    for name, metrics in (("a", first), ("b", other)):
+        kind, body = metrics.render("")
+        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+        messages = [{**START, "headers": headers}, {**END, "body": body}]
+        whole.append(WholeAnswer(name, messages))
+    accepts = [(b"accept", b"application/openmetrics-text"), (b"x-api-key", b"k")]
+    sent, (request,) = forwarded(whole, path="/metrics", method="GET", headers=accepts)
+    assert request.scope["headers"] == [(b"x-api-key", b"k")]
+    text = body_of(sent).decode()
+    assert (b"content-length", b"%d" % len(text)) in sent[0]["headers"]
+    read, own = (
+        list(text_string_to_metric_families(one)) for one in (text, body_of(whole[0][1]).decode())
+    )
+    assert {one.name for one in read} == {one.name for one in own}
+    assert len({one.name for one in read}) == len(read), "each family once"
+    by_replica = [(s.name, s.labels.pop("replica"), s.labels) for f in read for s in f.samples]
+    for family in own:
+        for sample in family.samples:
+            assert (sample.name, "a", sample.labels) in by_replica
+    assert ("vllm:num_requests_running", "b", {"model_name": "m", "engine": "0"}) in by_replica
+    refused = [{**START, "status": 401}, END]
+    sent, _ = forwarded([whole[0], WholeAnswer("b", refused)], path="/metrics", method="GET")
+    assert sent == refused
+    sent, _ = forwarded([], path="/metrics", method="GET")
+    assert sent[0]["status"] == 503
+
+
 def with_replica(use: Callable[[Answering], Awaitable[None]], **settings: Any) -> None:
     """Call ``use`` with a replica whose engine runs on a thread."""
 
@@ -165,7 +206,7 @@ def with_replica(use: Callable[[Answering], Awaitable[None]], **settings: Any) -
         client = EngineClient(EngineThread(engine), metrics.observe)
         service.attach(client, metrics)
         try:
-            await use(Answering(service))
+            await use(Answering(service, "first"))
         finally:
             await client.shutdown()
 
@@ -189,6 +230,8 @@ def test_a_replica_answers_as_the_server() -> None:
         refused = [one async for one in replica.answer(request(prompt=5))]
         assert refused[0][0]["status"] == 400
         await replica.check_health()
+        name, messages = await replica.whole_answer(request(prompt=[5, 9]))
+        assert name == "first" and messages[0]["status"] == 200
 
     with_replica(use)
 

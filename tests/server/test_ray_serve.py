@@ -166,6 +166,11 @@ def test_answers_prefixes_and_replicas_that_are_killed(folder: Path) -> None:
         again = [cached(client, text + str(i)) for i in range(4) for text in (first, second)]
         assert min(again) > 100
 
+        running = re.findall(
+            r'^vllm:num_requests_running{replica="(\w+)"', client.get("/metrics").text, re.M
+        )
+        assert len({*running}) == 2, "each replica's numbers"
+
         # one that is killed is replaced, and its requests that had no answer yet go to the other
         lost = min(replicas())
         with ThreadPoolExecutor(4) as pool:

@@ -28,6 +28,8 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
+from jaxinfer.engine.start.join import join, starting
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
@@ -70,6 +72,24 @@ def plan_engine(
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
+    joined = join(config)
+    with starting(joined):
+        plan = _planned(config, cache_dir, bundle, progress, platform_of_backend, mesh)
+        if joined is None:
+            return plan
+        joined.agree(described(plan))
+        return replace(plan, joined=joined)
+
+
+def _planned(
+    config: EngineConfig,
+    cache_dir: Path,
+    bundle: Bundle | None,
+    progress: Progress,
+    platform_of_backend: Callable[[], str] | None,
+    mesh: Mesh | None,
+) -> EnginePlan:
+    """See ``plan_engine``."""
     check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
@@ -80,7 +100,7 @@ def plan_engine(
     if bundle is not None:
         bundle.check_machine(placement)
     _check_tuned()
-    device = least_memory(placement.devices)
+    device = least_memory(placement.own_devices)
     plan = _plan_on(config, placement, device, cache_dir, progress, bundle)
     load_kernel_runtime()
     return plan
@@ -156,7 +176,9 @@ def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
     """The devices: those of the mesh, or as many as the settings say."""
     count = config.tensor_parallel_size
     if mesh is None:
-        return default_placement(count or 1)
+        return default_placement(count or 1, config.num_hosts)
+    if config.hosts is not None:
+        raise ConfigError("a mesh is of one host; leave out num_hosts")
     placement = placement_in(mesh)
     if count not in (None, placement.num_devices):
         raise ConfigError(
@@ -201,10 +223,17 @@ def build_engine(
     """
     devices, observers = plan.program.placement.devices, observers_of(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
-    loaded = load(plan, progress, serves_early and len(devices) == 1)
+    loads_later = serves_early and len(devices) == 1
+    with starting(joined := plan.joined):
+        if joined is not None:
+            share_executables(plan, progress)
+        loaded = load(plan, progress, loads_later)
+        if joined is not None:
+            wait_for_others(joined)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
-    executor = Executor(plan.program, executables, *state)
-    for device in devices:
+    send = None if joined is None else joined.send
+    executor = Executor(plan.program, executables, *state, send)
+    for device in plan.program.placement.own_devices:
         release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()

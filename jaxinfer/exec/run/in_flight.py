@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.hosts import HostLost
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
@@ -285,5 +286,7 @@ def _token_logprobs(
 
 
 def device_failed(plan: StepPlan, error: Exception) -> EngineError:
-    """The error of a device whose state is lost."""
+    """The error of a device whose state is lost; that of a lost host stays as it is."""
+    if isinstance(error, HostLost):
+        return error
     return EngineError(f"the device failed in step {plan.step_id}: {error}")
