@@ -1,6 +1,8 @@
 # Images of the server, for a CPU and for NVIDIA GPUs (docs/deploy.md):
 #   docker build --target cpu -t jaxinfer:cpu .
 #   docker build --target cuda -t jaxinfer:cuda .
+# and for the pods of Ray Serve (docs/ray.md):
+#   docker build --target ray -t jaxinfer:ray .
 
 FROM python:3.12-slim AS build
 # The compiler of the native kernels; the images below do not contain it.
@@ -14,11 +16,14 @@ COPY LICENSE README.md constraints.txt pyproject.toml setup.py ./
 COPY configs configs
 COPY jaxinfer jaxinfer
 COPY pallas_kernels pallas_kernels
-RUN pip install -c constraints.txt '.[otel]'
+RUN pip install -c constraints.txt '.[otel,events]'
 
 FROM build AS build-cuda
 # JAX's packages bring the CUDA libraries; only the driver comes from the host.
 RUN pip install -c constraints.txt '.[cuda13]'
+
+FROM build-cuda AS build-ray
+RUN pip install -c constraints.txt '.[ray]'
 
 FROM python:3.12-slim AS run
 RUN groupadd --gid 10001 jaxinfer \
@@ -41,6 +46,19 @@ ENTRYPOINT ["jaxinfer", "serve"]
 FROM run AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /opt/jaxinfer /opt/jaxinfer
+
+FROM run AS ray
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-ray /opt/jaxinfer /opt/jaxinfer
+# KubeRay starts `ray` in a shell, and its probes call wget.
+USER root
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && ln -s /opt/jaxinfer/bin/ray /usr/local/bin/ray
+USER jaxinfer
+HEALTHCHECK NONE
+ENTRYPOINT []
 
 FROM run AS cpu
 COPY --from=build /opt/jaxinfer /opt/jaxinfer

@@ -26,6 +26,7 @@ from kit.deploy_files import (
     unit_problems,
     url_problems,
 )
+from kit.ray_manifest import manifest_problems
 
 type Lint = Callable[[str], list[str]]
 
@@ -36,6 +37,7 @@ LINTS: dict[Path, Lint] = {
     DEPLOY / "alerts.yaml": alert_problems,
     DEPLOY / "jaxinfer.service": unit_problems,
     DEPLOY / "serve.yaml": settings_problems,
+    DEPLOY / "ray-service.yaml": manifest_problems,
 }
 FILES = [path for path in DEPLOY.rglob("*") if path.is_file()]
 
@@ -65,7 +67,7 @@ BROKEN = [
     ("Dockerfile", "'/health'", "'/healthz'", "HEALTHCHECK does not request"),
     ("Dockerfile", "JAXINFER_PORT=", "JAXINFER_PROT=", "JAXINFER_PROT is no setting"),
     ("Dockerfile", "JAXINFER_HOST=0.0.0.0", "JAXINFER_HOST=127.0.0.1", "no published port reaches"),
-    ("Dockerfile", "[otel]", "[trace]", "there is no extra trace"),
+    ("Dockerfile", "[otel,", "[trace,", "there is no extra trace"),
     ("Dockerfile", "-c constraints.txt '.[c", "-c pins.txt '.[c", "constraints does not exist"),
     ("Dockerfile", '"serve"]', '"server"]', "jaxinfer server is no program"),
     (
@@ -128,6 +130,30 @@ BROKEN = [
     ("jaxinfer.service", "-HUP", "-USR1", "does not send SIGHUP"),
     ("jaxinfer.service", "=mixed", "=control-group", "KillMode is not mixed"),
     ("jaxinfer.service", "TimeoutStopSec=60", "TimeoutStopSec=40", "killed before"),
+    ("ray-service.yaml", "kind: RayService", "kind: RayCluster", "no RayService"),
+    ("ray-service.yaml", "rayVersion", "version", "rayClusterConfig has no field version"),
+    ("ray-service.yaml", "maxReplicas: 4", "maximum: 4", "has no field maximum"),
+    (
+        "ray-service.yaml",
+        "replicas: 1\n        min",
+        "replicas: 9\n        min",
+        "between its bounds",
+    ),
+    ("ray-service.yaml", "max_replicas: 4", "max_replicas: 5", "not as many pods as replicas"),
+    ("ray-service.yaml", "jaxinfer:ray", "jaxinfer:rays", "jaxinfer:rays is no target"),
+    ("ray-service.yaml", "build_app", "build", "jaxinfer.ray:build is not build_app"),
+    ("ray-service.yaml", "max_model_len", "max_len", "'max_len' in the arguments of build_app"),
+    ("ray-service.yaml", "max_model_len", "tensor_parallel_size", "more GPUs than a pod has"),
+    ("ray-service.yaml", "num_cpus: 4", "num_cpus: 9", "more CPUs than a pod has"),
+    ("ray-service.yaml", "mountPath: /cache", "mountPath: /c", "/c is not JAXINFER_CACHE_DIR"),
+    ("ray-service.yaml", "- name: cache", "- name: caches", "which is no volume"),
+    ("ray-service.yaml", "Seconds: 60", "Seconds: 40", "killed before"),
+    (
+        "ray-service.yaml",
+        "memory: 48Gi, nvidia.com/gpu: 1}\n                  r",
+        "}\n                  r",
+        "memory",
+    ),
     ("serve.yaml", "port: 8000", "prot: 8000", "'prot' in serve.yaml is no setting"),
     ("serve.yaml", "log_format: json", "log_format: xml", "log_format 'xml' is unknown"),
 ]

@@ -22,12 +22,21 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.weights", "jaxinfer.exec"},
     {"jaxinfer.engine"},
     {"jaxinfer.server", "jaxinfer.rl", "jaxinfer"},
+    {"jaxinfer.bench"},
     {"jaxinfer.cli"},
-    {"jaxinfer.__main__"},
+    {"jaxinfer.__main__", "jaxinfer.ray"},
 )
 LAYERS = {  # of a folder that has folders itself, lowest first; "" holds the folder's own files
     "jaxinfer.exec": ({""}, {"step"}, {"calls"}, {"compile"}, {"run"}, {"tiers"}),
-    "jaxinfer.engine": ({""}, {"requests"}, {"loop"}, {"start"}, {"link"}, {"api"}),
+    "jaxinfer.engine": (
+        {""},
+        {"requests"},
+        {"record", "events"},
+        {"loop"},
+        {"start"},
+        {"link"},
+        {"api"},
+    ),
     "jaxinfer.server": (
         {""},
         {"metrics", "http"},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand
-from jaxinfer.cli.options import GENERATING_MODEL, MEMORY, SAMPLING
+from jaxinfer.cli.options import GENERATING_MODEL, HOSTS, MEMORY, SAMPLING
 from jaxinfer.cli.serve_options import EVERY
 from jaxinfer.core.errors import ConfigError, RequestError
 from jaxinfer.core.progress import NO_PROGRESS
@@ -35,7 +35,7 @@ DEFAULT_MAX_TOKENS = 256
 EMPTY_PROMPT = "the prompt is empty; give some text"
 
 
-@click.command(cls=SettingsCommand, groups=(SAMPLING, GENERATING_MODEL, MEMORY))
+@click.command(cls=SettingsCommand, groups=(SAMPLING, GENERATING_MODEL, MEMORY, HOSTS))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template; default if any.")
 @click.option("--system", metavar="TEXT", help="The system message of a chat.")
@@ -99,6 +99,10 @@ def generate(
     if any(form is not None for form in forms.values()):
         chosen["structured_outputs"] = forms
     _check_usage(ctx.params, chosen)
+    settings = {name: value.value for name, value in given.items() if name not in sources}
+    if settings.get("host_rank"):
+        _follow(settings, verbose=show_stats)
+        return
     prompts = prompts or (_read_stdin(),)
 
     import msgspec
@@ -113,8 +117,9 @@ def generate(
     if checked.structured_outputs is not None:
         chosen["structured_outputs"] = checked.structured_outputs
         load_llguidance()
-    settings = {name: value.value for name, value in given.items() if name not in sources}
-    if len(prompts) == 1 and chosen.get("n", 1) == 1 and "bundle" not in settings:
+    # the sizes of several hosts do not depend on the prompt, which only one of them reads
+    is_one = len(prompts) == 1 and chosen.get("n", 1) == 1
+    if is_one and "bundle" not in settings and settings.get("num_hosts", 1) == 1:
         settings = _single_prompt_settings(
             prompts[0] + (system or ""), chosen["max_tokens"], settings
         )
@@ -141,6 +146,16 @@ def generate(
         for name, text in lines + describe_run(llm.stats(), clock):
             click.echo(f"{name:14} {text}", err=True)
     ctx.exit(1 if printer.any_failed else 0)
+
+
+def _follow(settings: Mapping[str, Any], *, verbose: bool) -> None:
+    """Follow host 0, which prints the answers."""
+    from jaxinfer.engine.api.vllm_args import engine_config
+
+    config = engine_config(None, settings)
+    from jaxinfer.engine.start.follow import follow
+
+    follow(config, progress_on(sys.stderr, verbose=verbose))
 
 
 def _single_prompt_settings(text: str, max_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,15 @@ MEMORY = Group(
         Setting("download_dir", text, "Where models of the hub go."),
     ),
 )
+HOSTS = Group(
+    "Several hosts",
+    (
+        Setting("num_hosts", size, "Machines that share one engine, the same command on each."),
+        Setting("host_rank", integer, "The number of this one; host 0 answers."),
+        Setting("coordinator", text, "HOST:PORT of host 0, which uses the next port as well."),
+        Setting("hosts_timeout", number, "Seconds in which all hosts have to start."),
+    ),
+)
 SAMPLING = Group(
     "Sampling",
     (

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxinfer.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxinfer.core.config import EngineConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -36,3 +40,17 @@ def replica_environments(
         )
     starts = range(0, needed, devices_each)
     return tuple({VISIBLE: ",".join(names[start : start + devices_each])} for start in starts)
+
+
+def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """The settings of the engine of a rank: a recording and KV events of its own."""
+    from dataclasses import replace
+
+    from jaxinfer.core.kv_events import with_rank
+
+    record, events = config.record, config.kv_events_config
+    return replace(
+        config,
+        record=f"{record}.rank{rank}" if record and rank else record,
+        kv_events_config=None if events is None else with_rank(events, rank),
+    )

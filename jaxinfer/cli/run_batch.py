@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
-from jaxinfer.cli.serve import check_settings, describe, loaded, log_settings, with_engine
+from jaxinfer.cli.serve import check_settings, describe, engine_start, loaded, log_settings
 from jaxinfer.cli.serve_options import EVERY, GROUPS
 from jaxinfer.core.errors import ConfigError
 
@@ -113,13 +113,8 @@ def _run(
 ) -> BatchCounts:
     import asyncio  # here, as the engine's process is to begin before other imports
 
-    counts: list[BatchCounts] = []
-
-    def run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
-        counts.append(asyncio.run(_batch(engine_config, server_config, start, lines, target)))
-
-    with_engine(engine_config, server_config, run)
-    return counts[0]
+    with engine_start(engine_config, server_config) as start:
+        return asyncio.run(_batch(engine_config, server_config, start, lines, target))
 
 
 async def _batch(

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand, with_model
-from jaxinfer.cli.replicas import replica_environments
+from jaxinfer.cli.replicas import config_of_rank, replica_environments
 from jaxinfer.cli.serve_options import EVERY, GROUPS, REFUSED, SETTINGS
 from jaxinfer.cli.settings import Value, unknown_variables
 from jaxinfer.core.errors import ConfigError, JaxinferError, TokenizerError
@@ -101,6 +101,8 @@ def check_settings(settings: Mapping[str, Value]) -> tuple[EngineConfig, ServerC
     if "chat_template" in server:
         server["chat_template"] = read_chat_template(server["chat_template"])
     engine_settings = engine_config(None, engine)
+    if engine_settings.hosts is not None and server.get("data_parallel_size", 1) > 1:
+        raise ConfigError("data_parallel_size is of one host; leave it out, or num_hosts")
     if not server.get("served_model_name"):
         name = model_name(engine_settings.model)
         server["served_model_name"] = (name,)
@@ -180,18 +182,31 @@ def log_settings(config: ServerConfig) -> LogSettings:
 
 
 def _serve(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    with_engine(engine_config, server_config, _run)
+    if engine_config.host_rank:  # host 0 has the server
+        _follow(engine_config, log_settings(server_config))
+        return
+    with engine_start(engine_config, server_config) as start:
+        _run(engine_config, server_config, start)
 
 
-def with_engine(
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
-    run: Callable[[EngineConfig, ServerConfig, Start], None],
-) -> None:
-    """Call ``run`` with the function that starts the engine, in its own process or in a thread."""
+def _follow(config: EngineConfig, log: LogSettings) -> None:
+    """Follow host 0 until it ends."""
+    from jaxinfer.core.log import log_to
+    from jaxinfer.engine.start.follow import follow
+    from jaxinfer.engine.start.progress import LOGGER, logged_progress
+
+    log_to(sys.stderr, log, {"jaxinfer": log.library_number, LOGGER: log.number})
+    follow(config, logged_progress(log))
+
+
+@contextmanager
+def engine_start(engine_config: EngineConfig, server_config: ServerConfig) -> Iterator[Start]:
+    """The function that starts the engine, in its own process or in a thread.
+
+    A process that it has not started when the block ends is killed.
+    """
     if server_config.disable_frontend_multiprocessing:
-        start = partial(_engine_thread, log=log_settings(server_config))
-        run(engine_config, server_config, start)
+        yield partial(_engine_thread, log=log_settings(server_config))
         return
     from jaxinfer.engine.link.spawn import spawn
 
@@ -203,7 +218,7 @@ def with_engine(
         start: Start = partial(_engine_process, spawned, log=log_settings(server_config))
         if count > 1:
             start = partial(_replicas, start, environments, log_settings(server_config))
-        run(engine_config, server_config, start)
+        yield start
 
 
 def _run(engine_config: EngineConfig, server_config: ServerConfig, start: Start) -> None:
@@ -298,7 +313,7 @@ def _replicas(
     def start_rank(rank: int) -> Link:
         spawned = spawn(environment=environments[rank])
         try:
-            return _engine_process(spawned, config, log=log)
+            return _engine_process(spawned, config_of_rank(config, rank), log=log)
         except BaseException:
             spawned.__exit__()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.cli.options import MEMORY, MODEL, SAMPLING
+from jaxinfer.cli.options import HOSTS, MEMORY, MODEL, SAMPLING
 from jaxinfer.cli.settings import (
     Group,
     Setting,
@@ -38,6 +38,7 @@ GROUPS = (
         ),
     ),
     MEMORY,
+    HOSTS,
     Group(
         "Address",
         (
@@ -146,6 +147,16 @@ GROUPS = (
             Setting("disable_uvicorn_access_log", boolean, "No access log."),
             Setting("log_format", text, "text for people, or json: one object a line."),
             Setting("uvicorn_log_level", text, "debug, info, warning, error, critical."),
+        ),
+    ),
+    Group(
+        "Recording and events",
+        (
+            Setting("kv_events_config", mapping, "KV events over ZeroMQ, as vLLM's; JSON."),
+            Setting("record", text, "A file for `jaxinfer replay`; prompts are in it."),
+            Setting("record_size", size, "Most bytes of the recording: 256M; the newest are kept."),
+            Setting("record_digests", boolean, "Also 32 bits of each draw's input, for --check."),
+            Setting("record_redact", boolean, "Other ids in place of tokens; not for --check."),
         ),
     ),
     Group(

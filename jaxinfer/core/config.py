@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from jaxinfer.core.checks import as_float, as_int
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.hosts import Hosts, checked_hosts
+from jaxinfer.core.kv_events import as_text
 from jaxinfer.core.points import canonical
 from jaxinfer.core.pooling import KINDS
 from jaxinfer.core.structured import DEFAULT_FORM_LIMITS
@@ -35,6 +37,8 @@ CHOICES = MappingProxyType(
         ),
     }
 )
+DEFAULT_RECORD_SIZE = 256 << 20
+LEAST_RECORD_SIZE = 1 << 20
 BUNDLE_MANIFEST = "manifest.json"  # in the folder of a bundle
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
@@ -96,6 +100,9 @@ class EngineConfig:
     ``tensor_parallel_size``: the devices among which every layer is divided; None is 1. Memory
     sizes are those of each device. ``enable_expert_parallel``: a device has whole experts; else a
     part of each expert's columns where kernels can read that (``nn.placement.slices_experts``).
+    ``num_hosts``: machines that share the engine, each with a process, its number ``host_rank`` and
+    as many devices; ``tensor_parallel_size`` counts those of all. ``coordinator`` is HOST:PORT of
+    host 0, which also uses the next port; all start within ``hosts_timeout`` seconds.
     ``task``: "generate" yields text, "embed" one vector for each text, "score" text, and scores of
     documents. "auto" is "embed" if the model's files describe embeddings, else "generate".
     ``pooling``: "last", "mean" or "cls" (first) makes the vector of those tokens; None: as the
@@ -105,6 +112,11 @@ class EngineConfig:
     ``revision``: branch, tag or commit of a model of the hub; None is its main branch.
     ``download_dir``: where the hub's models are kept; None: where huggingface-hub keeps them.
     ``generation_config``: "auto" takes sampling defaults from the model's file, "vllm" does not.
+    ``record``: a file into which the engine writes what it does, for ``jaxinfer replay``;
+    ``record_size``: most bytes of it and of the older part next to it. With ``record_redact``
+    other ids take the place of tokens; with ``record_digests`` each step has a digest of the
+    input of each draw, by which a difference is found at its step.
+    ``kv_events_config``: JSON of ``core.kv_events.KVEventsConfig``, also as a mapping.
     Paths may be ``os.PathLike``. Raises ``ConfigError`` naming the setting that is wrong.
     """
 
@@ -146,11 +158,20 @@ class EngineConfig:
     tap_points: str | None = None
     tensor_parallel_size: int | None = None
     enable_expert_parallel: bool | None = None
+    num_hosts: int = 1
+    host_rank: int = 0
+    coordinator: str | None = None
+    hosts_timeout: float = 60.0
     max_form_seconds: float = DEFAULT_FORM_LIMITS.seconds
     max_form_bytes: int = DEFAULT_FORM_LIMITS.num_bytes
     cache_dir: str | None = None
     download_dir: str | None = None
     bundle: str | None = None
+    record: str | None = None
+    record_size: int = DEFAULT_RECORD_SIZE
+    record_redact: bool = False
+    record_digests: bool = False
+    kv_events_config: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -158,6 +179,14 @@ class EngineConfig:
             if value is not None or item.default is not None:
                 # for example a str in place of a Path
                 object.__setattr__(self, item.name, _checked(item.name, value, str(item.type)))
+        if self.hosts is not None and self.bundle is not None:
+            raise ConfigError("a bundle is of one host; leave it out, or num_hosts")
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """The hosts of the engine; None for one. Raises ``ConfigError`` if they do not fit."""
+        given = self.num_hosts, self.host_rank, self.coordinator
+        return checked_hosts(*given, self.hosts_timeout, self.tensor_parallel_size or 1)
 
     @property
     def pinned_kernels(self) -> dict[str, str]:
@@ -165,6 +194,10 @@ class EngineConfig:
         return {} if self.kernels is None else _parse_pins(self.kernels)
 
 
+# of whole numbers; 1 for all others
+LEAST = MappingProxyType(
+    {"prefill_bucket_factor": 2, "host_rank": 0, "record_size": LEAST_RECORD_SIZE}
+)
 SIZES = tuple(
     item.name for item in fields(EngineConfig) if item.type == "int | None" and item.name != "seed"
 )
@@ -255,6 +288,8 @@ def _checked(name: str, value: object, type_name: str) -> object:
             known = ", ".join(CHOICES[name])
             raise ConfigError(f"{name} {value!r} is unknown; use one of {known}")
         return value
+    if name == "kv_events_config":
+        return as_text(value)
     if name == "tap_points":
         return ",".join(_point_names(value))
     if name == "kernels":
@@ -293,7 +328,7 @@ def _whole(name: str, value: object) -> int:
         return whole
     if whole is None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    least = 2 if name == "prefill_bucket_factor" else 1
+    least = LEAST.get(name, 1)
     if whole < least:
         raise ConfigError(f"{name} must be at least {least}, got {whole}")
     return whole

@@ -59,5 +59,13 @@ class ArgumentError(JaxinferError, ValueError):
     """An argument of a function for research has the wrong type, shape, dtype or value."""
 
 
+class RecordingError(JaxinferError):
+    """A recording cannot be read, or cannot be replayed here."""
+
+
 class EngineError(JaxinferError, RuntimeError):
     """The engine failed or was closed; the message says what to do next."""
+
+
+class BenchError(JaxinferError):
+    """A measurement cannot be made, or the folder of one cannot be read or is not what it was."""

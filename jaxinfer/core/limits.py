@@ -41,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, dict=True):  # a dict for cached prope
     align: int = 1
     points: tuple[Point, ...] = ()  # that requests may read and steer
     form: FormLimits = DEFAULT_FORM_LIMITS  # of structured outputs
+    digests: bool = False  # whether rows have digests (``exec.calls.digest``)
 
     @cached_property  # used for each step
     def query_tokens(self) -> int:

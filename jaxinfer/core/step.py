@@ -246,6 +246,7 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
     output: RowOutput = NO_OUTPUT
     error: str = ""
     is_request_error: bool = False
+    digest: int = 0  # of the input of its draw, in engines with ``Limits.digests``
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -76,6 +76,10 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     section = _section(config)
     kinds = hf.layer_kinds(config, "layer_types", num_layers, (DELTA, FULL))
     listed = _listed_kinds(section, num_layers)
+    if kinds and kinds != listed and any(section.get(key) is not None for key in _LISTS):
+        raise ConfigError(
+            f"config key 'layer_types' differs from the lists of {_SECTION!r}; correct one of them"
+        )
     mixers: dict[str, MixerSpec] = {
         FULL: latent_attention(config, None, query_rank=None),
         DELTA: _delta(config, section),
@@ -167,9 +171,16 @@ def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     hf.supported_only(config, "moe_layer_freq", 1)
     first = hf.layer_index(config, "first_k_dense_replace", 1)
     kinds = hf.layer_kinds(config, "mlp_layer_types", num_layers, (_DENSE, _SPARSE))
+    listed = [i >= first for i in range(num_layers)]
     if kinds is None:
-        return [i >= first for i in range(num_layers)]
-    return [kind == _SPARSE for kind in kinds]
+        return listed
+    sparse = [kind == _SPARSE for kind in kinds]
+    if config.get("first_k_dense_replace") is not None and sparse != listed:
+        raise ConfigError(
+            f"config key 'mlp_layer_types' differs from 'first_k_dense_replace' {first}; correct "
+            "one of them"
+        )
+    return sparse
 
 
 FAMILY = ModelFamily(

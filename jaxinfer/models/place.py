@@ -76,6 +76,6 @@ def _is_quantised(spec: Any) -> bool:
 def _placed(array: Any, whole: ArraySpec, model: Model, placement: Placement) -> jax.Array:
     if model.devices == 1:
         return jax.device_put(array, placement.sharding(whole.axes))
-    parts = (own_part(array, whole, model.devices, rank) for rank in range(model.devices))
-    made = [jax.device_put(p, d) for p, d in zip(parts, placement.devices, strict=True)]
+    parts = (own_part(array, whole, model.devices, rank) for rank in placement.own_ranks)
+    made = [jax.device_put(p, d) for p, d in zip(parts, placement.own_devices, strict=True)]
     return placement.of_parts(made, whole.axes)

@@ -13,7 +13,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models.base import Model, ModelFamily
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_SIZE
-from jaxinfer.models.hf_keys import KeysRead, refuse_unread
+from jaxinfer.models.hf_keys import QUANTIZATION_KEYS, KeysRead, refuse_unread
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _MODULES = (
@@ -32,6 +32,40 @@ _MODULES = (
     ("GlmForCausalLM", "jaxinfer.models.glm"),
     ("Glm4ForCausalLM", "jaxinfer.models.glm4"),
     ("StableLmForCausalLM", "jaxinfer.models.stablelm"),
+    ("GraniteForCausalLM", "jaxinfer.models.granite"),
+    ("GraniteMoeForCausalLM", "jaxinfer.models.granite"),
+    ("SmolLM3ForCausalLM", "jaxinfer.models.smollm3"),
+    ("CohereForCausalLM", "jaxinfer.models.cohere"),
+    ("Cohere2ForCausalLM", "jaxinfer.models.cohere"),
+    ("GemmaForCausalLM", "jaxinfer.models.gemma"),
+    ("Gemma2ForCausalLM", "jaxinfer.models.gemma2"),
+    ("MinistralForCausalLM", "jaxinfer.models.ministral"),
+    ("Ministral3ForCausalLM", "jaxinfer.models.ministral"),
+    ("Mistral3ForConditionalGeneration", "jaxinfer.models.ministral"),
+    ("HunYuanDenseV1ForCausalLM", "jaxinfer.models.hunyuan"),
+    ("HunYuanMoEV1ForCausalLM", "jaxinfer.models.hunyuan"),
+    ("ApertusForCausalLM", "jaxinfer.models.apertus"),
+    ("Olmo3ForCausalLM", "jaxinfer.models.olmo3"),
+    ("CwmForCausalLM", "jaxinfer.models.cwm"),
+    ("Qwen2MoeForCausalLM", "jaxinfer.models.qwen2_moe"),
+    ("OlmoeForCausalLM", "jaxinfer.models.olmoe"),
+    ("Glm4MoeForCausalLM", "jaxinfer.models.glm4_moe"),
+    ("SeedOssForCausalLM", "jaxinfer.models.seed_oss"),
+    ("Ernie4_5ForCausalLM", "jaxinfer.models.ernie4_5"),
+    ("Ernie4_5_ForCausalLM", "jaxinfer.models.ernie4_5"),  # of older files
+    ("Ernie4_5_MoeForCausalLM", "jaxinfer.models.ernie4_5"),
+    ("Exaone4ForCausalLM", "jaxinfer.models.exaone4"),
+    ("Starcoder2ForCausalLM", "jaxinfer.models.starcoder2"),
+    ("OlmoForCausalLM", "jaxinfer.models.olmo"),
+    ("ArceeForCausalLM", "jaxinfer.models.arcee"),
+    ("HeliumForCausalLM", "jaxinfer.models.helium"),
+    ("NemotronForCausalLM", "jaxinfer.models.nemotron"),
+    ("Jais2ForCausalLM", "jaxinfer.models.jais2"),
+    ("GPTNeoXForCausalLM", "jaxinfer.models.gpt_neox"),
+    ("PhiForCausalLM", "jaxinfer.models.phi"),
+    ("FalconForCausalLM", "jaxinfer.models.falcon"),
+    ("GPTJForCausalLM", "jaxinfer.models.gptj"),
+    ("OPTForCausalLM", "jaxinfer.models.opt"),
     ("Qwen3MoeForCausalLM", "jaxinfer.models.qwen3_moe"),
     ("Qwen3_5ForCausalLM", "jaxinfer.models.qwen3_5"),
     ("Qwen3_5ForConditionalGeneration", "jaxinfer.models.qwen3_5"),
@@ -51,9 +85,12 @@ _WITH_IMAGES = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Keys that transformers writes beside "text_config", as they are of the whole model.
+_OF_THE_WHOLE = (*QUANTIZATION_KEYS, "tie_word_embeddings")
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -84,15 +121,26 @@ def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a model's text decoder, with the model's architectures and token ids.
+    """The config of a model's text decoder, with the model's architectures and token ids, and with
+    what a file says of the whole model: how it is quantised, and whether its head is tied.
 
     For a model of text alone, and an architecture that is not known, it is the config itself.
+    Raises ``ConfigError`` for a key of both whose values differ.
     """
     own, names = hf_config.get("text_config"), _names(hf_config)
     if not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
         return hf_config
-    ids = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
-    return {**ids, **own, "architectures": names}
+    whole = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
+    for key in _OF_THE_WHOLE:
+        value, of_text = hf_config.get(key), own.get(key)
+        if of_text is not None and value not in (None, of_text):
+            raise ConfigError(
+                f"config key {key!r} is {short(value)}, and {short(of_text)} in 'text_config'; "
+                "make them equal or remove one"
+            )
+        whole[key] = value
+    added = {k: v for k, v in whole.items() if v is not None and own.get(k) is None}
+    return {**own, **added, "architectures": names}
 
 
 def may_stack_experts(hf_config: Mapping[str, Any]) -> bool:

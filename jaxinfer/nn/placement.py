@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -105,20 +106,37 @@ def positions(axis: Axis, size: int, devices: int) -> np.ndarray:  # int[devices
 class Placement:
     """The devices of an engine: a mesh whose one axis is ``TENSOR``.
 
-    Arrays are divided evenly. The model says in which order they are: see ``Model.devices``.
+    Arrays are divided evenly. The model says in which order they are: see ``Model.devices``. Of
+    several hosts each has a process with the same mesh, which puts arrays on its own devices only.
     """
 
     mesh: Mesh
 
     @property
     def device(self) -> Any:  # jax.Device
-        """The first device: tokens are read from it, and batches are copied to it."""
-        return self.mesh.devices.flat[0]
+        """The first device of this process: tokens are read from it, and batches copied to it."""
+        return self.own_devices[0]
 
     @property
     def devices(self) -> tuple[Any, ...]:  # of jax.Device
         """All devices, in the order of the mesh; JAX may know of others."""
         return tuple(self.mesh.devices.flat)
+
+    @cached_property
+    def own_ranks(self) -> tuple[int, ...]:
+        """The numbers of the devices of this process; on one host those of all."""
+        own = self.mesh.devices.flat[0].client.process_index()
+        return tuple(i for i, one in enumerate(self.devices) if one.process_index == own)
+
+    @cached_property
+    def own_devices(self) -> tuple[Any, ...]:  # of jax.Device
+        """The devices of this process, in the order of the mesh."""
+        return tuple(self.devices[rank] for rank in self.own_ranks)
+
+    @cached_property
+    def num_hosts(self) -> int:
+        """The number of processes that have the devices."""
+        return len({device.process_index for device in self.devices})
 
     @property
     def platform(self) -> str:
@@ -193,11 +211,16 @@ class Placement:
         return jax.default_device(self.device)
 
     def put(self, array: np.ndarray, axes: Axes = ()) -> jax.Array:
-        """Put a host array on the devices, each part on its own."""
-        return jax.device_put(array, self.sharding(axes))
+        """Put a host array on the devices, each part on its own; every host has all of it."""
+        sharding = self.sharding(axes)
+        if self.num_hosts > 1:  # device_put would first compare the array with those of all hosts
+            return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        return jax.device_put(array, sharding)
 
     def of_parts(self, parts: Sequence[jax.Array], axes: Axes = ()) -> jax.Array:
-        """The array whose parts, or for undivided ones copies, are on the devices in order."""
+        """The array whose parts, or for undivided ones copies, are on the devices in order; on
+        several hosts ``parts`` are those of this one.
+        """
         if self.num_devices == 1:
             return parts[0]
         divided = [is_divided(axis) for axis in axes]
@@ -243,11 +266,14 @@ def placement_of_ids(device_ids: Sequence[int]) -> Placement:
     return placement_on([by_id[number] for number in device_ids])
 
 
-def default_placement(count: int = 1) -> Placement:
+def default_placement(count: int = 1, hosts: int = 1) -> Placement:
     """A placement on JAX's default device, or on several devices of its platform.
 
-    Raises ``ConfigError`` if there are fewer, or if they are of several kinds.
+    Of several ``hosts`` each has as many, in the order of their ranks. Raises ``ConfigError`` if
+    there are fewer, or if they are of several kinds.
     """
+    if hosts > 1:
+        return _placement_of_hosts(count, hosts)
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None or isinstance(device, str):  # the name of a platform
         device = jax.devices(device)[0]
@@ -262,6 +288,19 @@ def default_placement(count: int = 1) -> Placement:
             f"more devices{more}"
         )
     return placement_on(one_kind(found[:count]))
+
+
+def _placement_of_hosts(count: int, hosts: int) -> Placement:
+    each, found = count // hosts, list[Any]()
+    for rank in range(hosts):
+        own = [device for device in jax.devices() if device.process_index == rank]
+        if len(own) < each:
+            raise ConfigError(
+                f"tensor_parallel_size is {count}, so each of {hosts} hosts needs {each} devices, "
+                f"and host {rank} has {len(own)}; lower it"
+            )
+        found += own[:each]
+    return placement_on(one_kind(found))
 
 
 def one_kind(devices: list[Any]) -> list[Any]:  # of jax.Device

@@ -186,8 +186,8 @@ def _nbytes(planned: PlannedParam) -> int:
 
 def _identity(spec: ParamSpec) -> str:
     """Everything besides the checkpoint that determines the content of a parameter's arrays."""
-    build = f"{spec.build.__module__}.{spec.build.__qualname__}"
-    return f"{spec.leaves} {spec.sources} {build} {spec.pieces}"
+    build = getattr(spec.build, "__qualname__", None) or repr(spec.build)  # or a record's fields
+    return f"{spec.leaves} {spec.sources} {spec.build.__module__}.{build} {spec.pieces}"
 
 
 def _group_name(index: int) -> str:

@@ -55,7 +55,7 @@ def dummy_params(model: Model, *, placement: Placement, seed: int, progress: Pro
                     filled = _filled(
                         placement.own_shape(array.shape, array.axes), array, constants[path]
                     )
-                    parts = [jax.device_put(filled, device) for device in placement.devices]
+                    parts = [jax.device_put(filled, device) for device in placement.own_devices]
                     params[path] = placement.of_parts(parts, array.axes)
                 else:
                     program = programs[_kind(array, placement)].result()

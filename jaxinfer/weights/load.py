@@ -98,7 +98,8 @@ def _placed(
     if planned.spec.devices < placement.num_devices:
         return _spread(planned, checkpoint, placement)
     if planned.spec.pieces is None:
-        made = zip(planned.parts(checkpoint), placement.devices, strict=True)
+        own = placement.own_ranks
+        made = zip(planned.parts(checkpoint, kept=own), placement.own_devices, strict=True)
         parts = [_on_device(planned.spec, part, device) for part, device in made]
         arrays = planned.arrays.items()
         return {
@@ -137,8 +138,9 @@ def _set_piece(
     The device then holds one piece twice; to finish the stack would need as much memory again. No
     variable of the caller holds a piece while the next one is read.
     """
-    ranks = planned.spec.ranks_of(index)
-    for rank, part in zip(ranks, planned.parts(checkpoint, index), strict=True):
+    own = placement.own_ranks
+    ranks = [rank for rank in planned.spec.ranks_of(index) if rank in own]
+    for rank, part in zip(ranks, planned.parts(checkpoint, index, own), strict=True):
         made: Mapping[str, np.ndarray | jax.Array] = part
         if planned.spec.finish is not None:
             made = _on_device(planned.spec, part, placement.devices[rank])

@@ -6,7 +6,7 @@ Owns: the checks of names, shapes, dtypes and completeness.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,17 @@ class PlannedParam:
     names: tuple[str, ...]  # of the source tensors
     nbytes: int  # of the source tensors, as stored
 
-    def parts(self, checkpoint: Checkpoint, index: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    def parts(
+        self, checkpoint: Checkpoint, index: int = 0, kept: Sequence[int] | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
         """Read the sources of one piece, or of a parameter without pieces, and build the part of
         each device that has one (``ParamSpec.ranks_of``): its arrays by path, contiguous.
+
+        ``kept``: only the parts of these devices (None: all); if they have none, nothing is read.
         """
+        ranks: Sequence[int] = self.spec.ranks_of(index)
+        if kept is not None and not (ranks := [rank for rank in ranks if rank in kept]):
+            return
         count = self.spec.sources_per_piece
         own = slice(index * count, (index + 1) * count)
         tensors = [
@@ -44,7 +51,6 @@ class PlannedParam:
             else checkpoint.read_quantised(name, source.part)
             for name, source in zip(self.names[own], self.spec.sources[own], strict=True)
         ]
-        ranks = self.spec.ranks_of(index)
         if len(ranks) > 1 and self.spec.is_replicated:
             yield from [self._built(tensors, index, 0)] * len(ranks)
             return
@@ -146,7 +152,9 @@ def canonical_name(family: ModelFamily, name: str) -> str:
     """The name without the prefix that some checkpoints of the family add, and with the one that a
     decoder saved without its head lacks (``Qwen3Model``: layers.0... for model.layers.0...).
     """
-    prefix = family.optional_prefix
+    prefixes = family.optional_prefix
+    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
+    prefix = next((one for one in prefixes if name.startswith(one)), "")
     bare = name.removeprefix(prefix)
     is_bare = _BARE.match(bare) or (bare != name and prefix.startswith("model."))
     return f"model.{bare}" if is_bare else bare

@@ -26,7 +26,10 @@ class StackedArray:
         own = placement.sharding(axes).shard_shape(shape)
         by_piece = placement.num_devices > 1 and is_divided(axes[0])
         self._pieces = own[0] if by_piece else None  # of a device, if it has only some
-        self._parts = [jnp.zeros(own, dtype, device=device) for device in placement.devices]
+        self._parts = {
+            rank: jnp.zeros(own, dtype, device=placement.devices[rank])
+            for rank in placement.own_ranks
+        }
 
     def set(self, rank: int, index: int, part: np.ndarray | jax.Array) -> None:
         """Copy a device's part of piece ``index`` into the array; the caller may free it on
@@ -39,7 +42,7 @@ class StackedArray:
 
     def array(self) -> jax.Array:
         """The whole array; call it when every piece is set."""
-        return self._placement.of_parts(self._parts, self._axes)
+        return self._placement.of_parts(list(self._parts.values()), self._axes)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -21,11 +23,16 @@ EXPECTED = {
     "linear_probe": "layers.6.resid_post    100.0%",
     "grpo_tunix": "mean reward",
     "own_connector": "engine 1 reused 1",
+    "ray_serve": "Paris",
 }
+OF_EXTRAS = {"grpo_tunix": "tunix", "ray_serve": "ray"}  # which the tests do not install
 
 
 # 10 to 30 s each on two cores: nightly
-SLOW = ("finetune", "linear_probe", "head_ablation", "patching", "own_connector")
+SLOW = (
+    *("finetune", "linear_probe", "head_ablation", "patching"),
+    *("own_connector", "ray_serve"),
+)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +43,16 @@ SLOW = ("finetune", "linear_probe", "head_ablation", "patching", "own_connector"
     ],
 )
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: eight more would import JAX and compile the same steps each."""
-    if example.stem == "grpo_tunix":
-        pytest.importorskip("tunix")  # its dependencies are not those of the tests
+    """In this process: eight more would import JAX and compile the same steps each. Ray's imports
+    give warnings, so its example has a process of its own.
+    """
+    if example.stem in OF_EXTRAS:
+        pytest.importorskip(OF_EXTRAS[example.stem], reason="an extra that is not installed")
+    if example.stem == "ray_serve":
+        command = [sys.executable, str(example)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+        assert EXPECTED[example.stem] in done.stdout, done.stderr
+        return
     with jax.numpy_dtype_promotion("standard"):  # as for users: optax needs it
         runpy.run_path(str(example), run_name="__main__")
     assert EXPECTED[example.stem] in capsys.readouterr().out

@@ -16,11 +16,13 @@ from jaxinfer.core.request import FinishReason, RequestSpec, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.link import replicas
+from jaxinfer.engine.link.lasting import Lasting
 from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.replicas import Replicas
 from jaxinfer.engine.link.routing import BLOCK_TOKENS, SLACK_TOKENS, Router
 from jaxinfer.engine.link.wire import (
     AbortRequest,
+    Action,
     Answer,
     Command,
     Control,
@@ -199,14 +201,41 @@ def test_a_form_that_could_not_be_sent_is_not_the_last_one(monkeypatch: pytest.M
 
 
 def test_changes_go_to_all_and_are_answered_once() -> None:
-    group = Group(3)
+    group, failure = Group(3), Failed("ArgumentError", "no")
     group.link.send(Control(1, "pause"))
     for link in group.made[:2]:
         link.answer(Controlled(1, EngineState(True)))
     assert not group.hear(Controlled)
-    group.made[2].answer(Controlled(1, EngineState(True), Failed("ArgumentError", "no")))
-    (answer,) = group.hear(Controlled)
-    assert answer.state.paused and answer.failure == Failed("ArgumentError", "no")
+    group.made[2].answer(Controlled(1, EngineState(True)))
+    assert group.hear(Controlled) == [Controlled(1, EngineState(True))]
+    group.link.send(Control(2, "wake_up", tags=("all",)))
+    for link in group.made:
+        link.answer(Controlled(2, EngineState(True), failure))
+    assert group.hear(Controlled)[1].failure == failure and not any(x.stopped for x in group.made)
+
+
+def ended(group: Group, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
+    """The link that replaces replica 1, which ends."""
+    with quick_starts(monkeypatch):
+        number = len(group.made)
+        group.made[1].die()
+        until(lambda: len(group.made) == number + 1 and group.made[-1].listener is not None)
+    return group.made[-1]
+
+
+def change(group: Group, command: Control | SetSteering, state: EngineState) -> None:
+    group.link.send(command)
+    for link in group.made[:2]:
+        link.answer(Controlled(command.number, state))
+
+
+def gets_requests(group: Group, link: FakeLink) -> bool:
+    # each is another prompt, and ends at once
+    names = [f"s{time.monotonic()}{i}" for i in range(2)]
+    found = {group.submit(name, [i] * 9) for i, name in enumerate(names)}
+    for name in names:
+        group.link.send(AbortRequest(name))
+    return group.made.index(link) in found
 
 
 def test_a_replica_that_ends_is_started_again(
@@ -215,26 +244,132 @@ def test_a_replica_that_ends_is_started_again(
     group = Group(2)
     group.failures = 1
     places = [group.submit(f"r{i}", [i] * 9) for i in range(4)]
-    group.link.send(SetSteering(1, "joy", b"1234"))
-    group.link.send(Control(2, "update_weights", path="/new"))
     group.link.send(Control(3, "reset_prefix_cache"))
     group.made[0].answer(Controlled(3, EngineState()))
-    with quick_starts(monkeypatch), caplog.at_level(logging.WARNING):
-        group.made[1].die()
-        until(lambda: len(group.made) == 3 and bool(group.made[2].commands))
+    with caplog.at_level(logging.WARNING):
+        link = ended(group, monkeypatch)
     lost = {f"r{i}" for i, place in enumerate(places) if place == 1}
     refused = group.hear(Refused)
     assert {one.request_id for one in refused} == lost and len(refused) == len(lost)
     assert "replica 1 has ended (the engine's process was killed" in refused[0].failure.message
     assert group.link.alive and not group.hear(Failed)
-    (controlled,) = group.hear(Controlled)  # the others wait for replica 0
-    assert controlled.number == 3 and controlled.failure is not None
-    assert group.made[2].commands[:2] == [
-        SetSteering(1, "joy", b"1234"),
-        Control(2, "update_weights", path="/new"),
-    ]
+    # those that answer have made the change
+    assert group.hear(Controlled) == [Controlled(3, EngineState())]
     assert "replica 1 did not start: no memory" in caplog.text
-    until(lambda: {group.submit(f"s{time.monotonic()}", [7] * 9) for _ in range(2)} == {0, 2})
+    until(lambda: gets_requests(group, link))
+
+
+def test_it_follows_the_others_before_it_gets_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2)
+    change(group, SetSteering(1, "joy", b"1234"), EngineState())
+    change(group, SetSteering(2, "fear", b"1234"), EngineState())
+    change(group, SetSteering(3, "fear", None), EngineState())
+    change(group, Control(4, "update_weights", path="/a"), EngineState(weight_version=1))
+    change(group, Control(5, "update_weights", "abort", "/b"), EngineState(weight_version=2))
+    failed = Control(6, "update_weights", path="/none")
+    group.link.send(failed)
+    for link in group.made[:2]:
+        link.answer(Controlled(6, EngineState(weight_version=2), Failed("CheckpointError", "no")))
+    new = ended(group, monkeypatch)
+    assert new.commands == [SetSteering(0, "joy", b"1234")], "each waits for the one before"
+    assert group.submit("a", [1]) == group.submit("b", [2]) == 0
+    new.answer(Controlled(0, EngineState()))
+    weights = Control(0, "update_weights", path="/b", version=2)
+    assert new.commands[1:] == [weights], "the last ones, under the number that all have"
+    group.link.send(Control(7, "pause"))  # it has to follow this too
+    new.answer(Controlled(0, EngineState(weight_version=2)))
+    assert group.submit("c", [1]) == group.submit("d", [2]) == 0
+    group.made[0].answer(Controlled(7, EngineState(True, weight_version=2)))
+    assert new.commands[2:] == [Control(0, "pause")]
+    new.answer(Controlled(0, EngineState(True, weight_version=2)))
+    until(lambda: gets_requests(group, new))
+
+
+@pytest.mark.parametrize(
+    ("changes", "commands"),
+    [
+        ([("pause", EngineState(True)), ("resume", EngineState())], []),
+        ([("sleep", EngineState(asleep=("weights", "kv_cache")))], [Control(0, "sleep", level=2)]),
+        (
+            [
+                ("sleep", EngineState(asleep=("weights", "kv_cache"))),
+                ("update_weights", EngineState(asleep=("kv_cache",), weight_version=1)),
+            ],
+            [
+                Control(0, "update_weights", level=2, version=1),
+                Control(0, "sleep"),
+                Control(0, "wake_up", tags=("weights",)),
+            ],
+        ),
+        (
+            [
+                ("sleep", EngineState(asleep=("weights", "kv_cache"))),
+                ("wake_up", EngineState()),
+            ],
+            [],
+        ),
+    ],
+)
+def test_states_that_it_follows(
+    changes: list[tuple[Action, EngineState]], commands: list[Control]
+) -> None:
+    lasting = Lasting()
+    for number, (action, state) in enumerate(changes):
+        lasting.note(Control(number, action, level=2), state)
+    assert lasting.commands() == commands
+
+
+def test_one_that_cannot_follow_gets_no_requests(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(2)
+    change(group, Control(1, "update_weights", path="/a"), EngineState(weight_version=1))
+    first = ended(group, monkeypatch)
+    monkeypatch.setattr(replicas, "START_AGAIN_SECONDS", (0.0, 0.01, 0.01))
+    first.answer(Controlled(0, EngineState(), Failed("CheckpointError", "it is gone")))
+    until(lambda: first.stopped)
+    until(lambda: len(group.made) == 4 and bool(group.made[3].commands))
+    assert group.submit("a", [1]) == group.submit("b", [2]) == 0
+    assert "replica 1 did not start: it is gone" in caplog.text
+    group.made[3].die()  # while it follows
+    until(lambda: len(group.made) == 5 and bool(group.made[4].commands))
+    group.made[4].answer(Controlled(0, EngineState(weight_version=1)))
+    until(lambda: gets_requests(group, group.made[4]))
+
+
+def test_one_that_fails_where_others_do_not_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Group(2)
+    with quick_starts(monkeypatch):
+        group.link.send(Control(1, "update_weights", path="/a"))
+        group.made[1].answer(Controlled(1, EngineState(), Failed("EngineError", "no memory")))
+        group.made[0].answer(Controlled(1, EngineState(weight_version=1)))
+        until(lambda: group.made[1].stopped)
+        group.made[1].die()
+        until(lambda: len(group.made) == 3 and bool(group.made[2].commands))
+    (answer,) = group.hear(Controlled)
+    assert answer.failure is None and answer.state.weight_version == 1
+    assert "replica 1 is ended, as it could not follow the others: no memory" in caplog.text
+    assert group.made[2].commands == [Control(0, "update_weights", path="/a", version=1)]
+
+
+def test_salts_and_changes_of_weights_make_other_prefixes() -> None:
+    router, known = Router(2), list(range(4 * BLOCK_TOKENS))
+    router.began(1, known, "mine")
+    router.ended(1, len(known))
+    assert {router.choose(known, (0, 1), "mine") for _ in range(2)} == {1}
+    assert {router.choose(known, (0, 1), "other") for _ in range(2)} == {0, 1}
+    router.forget()
+    assert {router.choose(known, (0, 1), "mine") for _ in range(2)} == {0, 1}
+    group = Group(2)
+    place = group.submit("r", known)
+    group.link.send(AbortRequest("r"))
+    assert {group.submit(f"a{i}", known) for i in range(2)} == {place}
+    for i in range(2):
+        group.link.send(AbortRequest(f"a{i}"))
+    change(group, Control(1, "reset_prefix_cache"), EngineState())
+    assert group.submit("b", known) != place, "it is the other's turn"
 
 
 def test_the_end_of_all_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

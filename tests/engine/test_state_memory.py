@@ -18,6 +18,7 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.nn.state import Entry, LayerState
 from kit.checkpoints import tiny_llama_config, write_hf_folder
 from kit.mixed_family import RecurrentSpec, mixed_model
+from kit.tiny_models import tiny_config
 
 STATE_BYTES = 40_000_000  # of one sequence; state and pages have 1 GiB
 
@@ -107,7 +108,8 @@ def test_a_chosen_number_of_snapshots(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"max_num_seqs": 16}, r"16 sequences need 1.96 GB .* and 8 fit; set max_num_seqs to 8"),
-        ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 3.88 GB .* and not one fits"),
+        ({"kv_cache_memory_bytes": 1 << 26}, "32 sequences need 3.88 GB .* not one fits; raise"),
+        ({"num_snapshots": 10**6}, "1000000 snapshots.* and not one fits; lower num_snapshots, or"),
         (
             {"max_num_batched_tokens": 63},
             r"in multiples of 64 tokens, and no step holds 31 decodes and 1 prefills of 64 tokens "
@@ -122,6 +124,13 @@ def test_a_chosen_number_of_snapshots(folder: Path) -> None:
 def test_refused(folder: Path, settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned(folder, **settings)
+
+
+def test_layers_without_pages_are_refused(tmp_path: Path) -> None:
+    config = {**tiny_config("qwen3_5"), "layer_types": ["linear_attention"] * 3}
+    write_hf_folder(tmp_path, config)
+    with pytest.raises(ConfigError, match="no layer of this Qwen3_5ForCausalLM has attention"):
+        planned(tmp_path)
 
 
 def test_snapshots_of_a_model_without_state_are_refused(tmp_path: Path) -> None:

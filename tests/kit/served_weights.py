@@ -26,10 +26,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0
 PROMPT = list(range(3, 40))  # more than four pages
 
 
-def write_tiny_model(folder: Path) -> Path:
+def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A folder with a two-layer Llama, a tokenizer and a generation_config."""
     config = tiny_llama_config(vocab_size=TINY_VOCAB_SIZE)
-    write_hf_folder(folder, config, random_hf_tensors(build_model(config, "float32")))
+    write_hf_folder(folder, config, random_hf_tensors(build_model(config, "float32"), seed))
     (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     return folder

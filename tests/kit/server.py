@@ -19,6 +19,8 @@ import httpx
 
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient
+from jaxinfer.engine.link.link import Link
+from jaxinfer.engine.link.replicas import Replicas
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.server.http.buffered import BufferedBytes
@@ -96,13 +98,14 @@ class Serving:
 @contextmanager
 def serving(
     engine: Engine,
-    *,
+    *others: Engine,
     send_buffer: int | None = None,
     renderer: Renderer | None = None,
     **settings: Any,
 ) -> Iterator[Serving]:
     """Serve ``engine`` on a free local port; the settings are those of ServerConfig.
 
+    ``others``: replicas, which share its requests.
     ``send_buffer``: bytes that the kernel buffers of each response, instead of its default.
     ``renderer``: of chats, instead of one in this process.
     """
@@ -113,8 +116,11 @@ def serving(
 
     async def main() -> None:
         service = Service(config, EventLog(), renderer or LocalRenderer())
-        metrics = Metrics(engine.facts.name, engine.limits, start=engine.stats())
-        client = EngineClient(EngineThread(engine), metrics.observe)
+        link: Link = EngineThread(engine)
+        if others:
+            link = Replicas(link, 1 + len(others), lambda rank: EngineThread(others[rank - 1]))
+        metrics = Metrics(engine.facts.name, engine.limits, start=link.start_stats)
+        client = EngineClient(link, metrics.observe)
         service.attach(client, metrics)
         with bound_sockets(config) as sockets:
             if send_buffer is not None:

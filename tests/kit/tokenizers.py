@@ -57,6 +57,14 @@ def tiny_tokenizer_json() -> str:
     )
 
 
+def write_tiny_tokenizer(folder: Path) -> None:
+    """The files of the tokenizer, with its chat template."""
+    (folder / "tokenizer.json").write_text(tiny_tokenizer_json())
+    bos, eos, *_ = TINY_SPECIAL_TOKENS
+    config = {"chat_template": _TINY_TEMPLATE, "bos_token": bos, "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
 def tiny_tokenizer_spec() -> TokenizerSpec:
     """The tiny tokenizer with bos, eos and a chat template of one line for each message."""
     return TokenizerSpec(

@@ -155,6 +155,14 @@ def test_a_wrong_number_is_refused_or_read(name: str) -> None:
     assert refused == {*keys}
 
 
+def test_a_key_of_the_whole_model_and_of_its_text_must_agree() -> None:
+    own = {**tiny_config("gemma4"), "tie_word_embeddings": True, "eos_token_id": None}
+    whole = {"architectures": own["architectures"][1:], "text_config": own, "eos_token_id": 3}
+    assert text_config({**whole, "tie_word_embeddings": True})["eos_token_id"] == 3
+    with pytest.raises(ConfigError, match="'tie_word_embeddings' is False, and True in 'text_conf"):
+        text_config({**whole, "tie_word_embeddings": False})
+
+
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     with pytest.raises(UnknownArchitectureError) as error:
         build_model({"architectures": ["NoSuchForCausalLM"]}, "float32")

@@ -27,8 +27,11 @@ from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.plan import forms_of, plan_params
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
+from jaxinfer.weights.quantised.choose import quantised_source
 from jaxinfer.weights.quantised.config import quantization_scheme
 from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
+from jaxinfer.weights.quantised.quantise import quantise_as
+from jaxinfer.weights.quantised.values import dequantised
 from kit import published_formats
 from kit.checkpoints import random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, Typed, source_of
@@ -439,3 +442,29 @@ def test_the_choice_by_groups_of_published_configs() -> None:
     assert grouped_routing(v3 | groups, "softmax") == expected._replace(
         groups=Groups(8, 4, "best_two")
     )
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "fp8"])
+def test_stacks_of_floats_are_quantised_while_they_load(scheme: str) -> None:
+    """Gemma 4's experts, each as a matrix of its own would be; also with random weights."""
+    wide = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    config = {**tiny_config("gemma4_all"), **wide, "num_kv_shared_layers": 0}
+    config["layer_types"] = config["layer_types"][:2]
+    tensors = random_hf_tensors(model := build_model(config, "float32"))
+    source = source_of(InMemory(tensors))
+    (made, forms), (_, random) = (
+        quantised_source(one, model, scheme) for one in (source, replace(source, checkpoint=None))
+    )
+    stacks = {f"model.layers.{i}.experts.{n}_proj" for i in (0, 1) for n in ("gate_up", "down")}
+    assert (
+        made.checkpoint is not None and stacks <= dict(forms).keys() and set(random) >= set(forms)
+    )
+    kept, params = params_of(model, made.checkpoint)
+    for name, form in forms:
+        matrices = tensors[name].reshape(-1, *tensors[name].shape[-2:])
+        rounded = [dequantised(quantise_as(matrix, form)) for matrix in matrices]
+        tensors[name] = np.stack(rounded).reshape(tensors[name].shape)
+    _, expected = params_of(model, InMemory(tensors))
+    ids = jnp.arange(9)
+    logits = forward(kept, params, ids)
+    np.testing.assert_allclose(logits, forward(model, expected, ids), atol=1e-3, rtol=1e-3)

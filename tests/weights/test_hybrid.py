@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from jaxinfer.core.errors import ConfigError
+from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.models.base import forward
 from jaxinfer.models.registry import build_model, may_stack_experts
 from jaxinfer.weights.checkpoint import Checkpoint
 from jaxinfer.weights.plan import canonical_name
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 from jaxinfer.weights.quantised.config import quantization_scheme
+from jaxinfer.weights.sources import resolve_source
 from jaxinfer.weights.stacked_experts import UnstackedExperts
-from kit.checkpoints import random_hf_tensors
+from kit.checkpoints import random_hf_tensors, write_hf_folder
 from kit.memory_checkpoint import InMemory, Typed
 from kit.tiny_models import tiny_config
 from weights.test_experts import params_of
@@ -183,6 +185,38 @@ def test_blocks_of_fp8_outlive_the_order_of_rotated_heads_and_gates() -> None:
     ids = jnp.arange(40) % 96
     logits = forward(kept, params, ids)
     np.testing.assert_allclose(logits, forward(model, expected, ids), atol=2e-4, rtol=2e-4)
+
+
+def test_a_config_with_images_says_how_the_whole_model_is_quantised(tmp_path: Path) -> None:
+    """As in Qwen3.5-FP8: transformers writes it beside the config of the text, as a tied head."""
+    own = tiny_config("qwen3_5")
+    tensors, kept = random_hf_tensors(build_model(own, "float32")), dict[str, np.ndarray]()
+    for name, tensor in tensors.items():
+        stored = name.replace("model.", "model.language_model.", 1)
+        if name.endswith("mlp.up_proj.weight"):
+            kept[stored] = tensor.astype(ml_dtypes.float8_e4m3fn)
+            kept[f"{stored}_scale_inv"] = np.full((1, 1), 2.0, np.float32)
+        elif name != "lm_head.weight":
+            kept[stored] = tensor
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {key: value for key, value in own.items() if key != "architectures"},
+        "quantization_config": FP8,
+        "tie_word_embeddings": True,
+    }
+    folder = write_hf_folder(tmp_path / "model", config, kept)
+    source = resolve_source(str(folder), cache_dir=tmp_path, progress=NO_PROGRESS)
+    model = build_model(source.hf_config, "float32")
+    assert source.checkpoint is not None and model.config.tie_word_embeddings
+    found, params = params_of(model, source.checkpoint)
+    assert len(found.forms) == 3
+    for name in [name for name in tensors if name.endswith("mlp.up_proj.weight")]:
+        tensors[name] = 2 * tensors[name].astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    _, expected = params_of(model, InMemory(tensors))
+    ids = jnp.arange(9)
+    np.testing.assert_allclose(
+        forward(found, params, ids), forward(model, expected, ids), atol=2e-4, rtol=2e-4
+    )
 
 
 @pytest.mark.parametrize(

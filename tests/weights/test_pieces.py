@@ -14,6 +14,7 @@ import pytest
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.models.base import Model, ModelFamily, abstract_params
 from jaxinfer.models.params import ParamSpec, by_path, join_outputs
+from jaxinfer.models.registry import build_model
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.placement import default_placement
 from jaxinfer.weights import converted, dummy
@@ -24,6 +25,7 @@ from jaxinfer.weights.sources import ModelSource
 from kit.checkpoints import built_arrays, random_hf_tensors
 from kit.memory_checkpoint import Held, InMemory, source_of
 from kit.mixed_family import FAMILY, mixed_decoder, mixed_model, mixed_tensors
+from kit.tiny_models import NAMES, tiny_config
 
 EXPERTS, WIDTH, INNER = 128, 8, 12
 KINDS = ("full", "latent")
@@ -157,6 +159,16 @@ def test_a_cache_entry_depends_on_every_field_of_a_spec(change: dict[str, Any]) 
         return converted.entry_path(Path(), "fingerprint", model)
 
     assert entry() == entry() != entry(**change)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_has_a_cache_entry(name: str) -> None:
+    """The same one for an equal model, and no address of this process in it."""
+    made = [build_model(tiny_config(name), "float32") for _ in range(2)]
+    first, second = (converted.entry_path(Path(), "fingerprint", model) for model in made)
+    assert first == second
+    names = [converted._identity(spec) for spec in made[0].param_specs]
+    assert not [one for one in names if " at 0x" in one]
 
 
 def test_random_integers_are_spread_and_their_scales_fit() -> None:

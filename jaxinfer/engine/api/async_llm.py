@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import MODES, Mode
+from jaxinfer.engine.loop.interfaces import reference_of
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.requests.pooled import NO_SAMPLING, PoolingOutput, PoolingRequestOutput
@@ -137,7 +139,8 @@ class AsyncLLM:
         """
         _check_mode(mode)
         prepared = await asyncio.to_thread(self.engine.weights.prepared, weights)
-        await self._between_steps(lambda: self.engine.replace_weights(prepared), mode)
+        change = partial(self.engine.replace_weights, prepared, reference_of(weights))
+        await self._between_steps(change, mode)
 
     async def reset_prefix_cache(self, *, mode: Mode = "wait") -> bool:
         """Forget all prefixes; returns True. ``mode``: see ``update_weights``."""

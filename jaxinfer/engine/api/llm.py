@@ -23,6 +23,7 @@ from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.engine.api.beam_search import BeamMethods
 from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
+from jaxinfer.engine.loop.interfaces import reference_of
 from jaxinfer.engine.requests.facts import ValidatedRequest
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
@@ -97,7 +98,7 @@ class LLM(PoolingMethods, BeamMethods):
         self._check_no_request()
         prepared = self._engine.weights.prepared(weights)
         with interrupts_deferred():
-            self._engine.replace_weights(prepared)
+            self._engine.replace_weights(prepared, reference_of(weights))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all prefixes; returns True, as in vLLM.

@@ -43,6 +43,8 @@ def load(
     devices. Raises a ``JaxinferError`` if the model cannot be loaded, or not be divided.
     """
     settings = {"cpu_weights": "float32", "prefill_first": True, **settings}
+    if settings.get("num_hosts", 1) != 1:
+        raise ArgumentError("jaxinfer.load keeps parameters on one host; leave out num_hosts")
     progress = progress or progress_on(sys.stderr)
 
     def planned(settings: Mapping[str, Any]) -> EnginePlan:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from msgspec.structs import replace
 
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.structured import StructuredOutputsParams
+from jaxinfer.engine.link.lasting import Change, Joining, Lasting
 from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.routing import Router
 from jaxinfer.engine.link.wire import (
@@ -40,6 +42,7 @@ from jaxinfer.engine.requests.news import EngineStats, News
 
 LOGGER = "jaxinfer.engine"
 START_AGAIN_SECONDS = (0.0, 1.0, 10.0)  # waits before each attempt; after the last it is given up
+FORGETTING = ("reset_prefix_cache", "update_weights", "sleep")  # after these no prefix is left
 SILENT_SECONDS = 1.0  # without an answer to a ping, for a replica to count as stalled
 
 type StartReplica = Callable[[int], Link]  # by rank; it waits until the engine is ready
@@ -58,9 +61,10 @@ class _Open:
 class _Pending:
     """A command to all replicas, until each has answered."""
 
+    command: Change
     waits_for: set[int]  # ranks
-    states: dict[int, EngineState]
-    failure: Failed | None = None
+    states: dict[int, EngineState] = field(default_factory=dict[int, EngineState])
+    failures: dict[int, Failed] = field(default_factory=dict[int, Failed])
 
 
 class Replicas(Link):
@@ -89,7 +93,8 @@ class Replicas(Link):
         self._forms: dict[int, StructuredOutputsParams | None] = {}  # the last one sent, by rank
         self._last_form: StructuredOutputsParams | None = None
         self._pending: dict[int, _Pending] = {}
-        self._lasting: dict[str, Control | SetSteering] = {}  # that a new replica has to follow
+        self._lasting = Lasting()
+        self._joining: dict[int, Joining] = {}  # by rank
         self._pings = dict.fromkeys(range(count), (0.0, 0.0))  # sent when, unless answered; stalled
         self._pinged = False  # a ping of the client waits for its answer
         self._listener: Listener | None = None
@@ -111,8 +116,8 @@ class Replicas(Link):
 
     @property
     def num_replicas(self) -> int:
-        """See ``Link``."""
-        return self._router.count
+        """See ``Link``; those that answer."""
+        return len(self._links)
 
     @property
     def start_stats(self) -> tuple[EngineStats, ...]:
@@ -130,7 +135,7 @@ class Replicas(Link):
         self._stopping.set()
         with self._lock:
             self._ended = self._ended or EngineError("the engine is shut down; build a new one")
-            links = tuple(self._links.values())
+            links = (*self._links.values(), *(one.link for one in self._joining.values()))
         stopping = [threading.Thread(target=link.stop) for link in links]
         for thread in stopping:
             thread.start()
@@ -162,7 +167,7 @@ class Replicas(Link):
         tokens = spec.prompt_token_ids
         # of one that has just ended the last message may not have been read yet
         alive = [rank for rank, link in self._links.items() if link.alive] or [*self._links]
-        rank = self._router.choose(tokens, alive)
+        rank = self._router.choose(tokens, alive, spec.cache_salt)
         form = spec.sampling.structured_outputs
         if form is not None and form is self._forms.get(rank):
             submission = submission.with_form(None)
@@ -172,21 +177,10 @@ class Replicas(Link):
         self._forms[rank] = form or self._forms.get(rank)
         opened = _Open(rank, spec.sampling.n, len(tokens))
         self._open[submission.request_id] = opened
-        self._router.began(rank, tokens)
+        self._router.began(rank, tokens, spec.cache_salt)
 
-    def _send_to_all(self, command: Control | SetSteering) -> None:
-        match command:
-            case SetSteering(_, name, _):
-                self._lasting[f"steering {name}"] = command
-            case Control(_, "update_weights" | "pause" | "sleep" as action):
-                self._lasting[action] = command
-            case Control(_, "resume"):
-                self._lasting.pop("pause", None)
-            case Control(_, "wake_up"):
-                self._lasting.pop("sleep", None)
-            case _:
-                pass
-        self._pending[command.number] = _Pending({*self._links}, {})
+    def _send_to_all(self, command: Change) -> None:
+        self._pending[command.number] = _Pending(command, {*self._links})
         for link in self._links.values():
             with suppress(EngineError):  # it has ended, and ``_lose`` follows
                 link.send(command)
@@ -230,8 +224,12 @@ class Replicas(Link):
                     self._answer_ping()
                 case Controlled():
                     self._controlled(rank, answer)
-                case Failed():
+                case Failed() if (joining := self._joining.get(rank)) is not None:
+                    joining.fail(answer.error)
+                case Failed() if rank in self._links:
                     self._lose(rank, answer.error, listener)
+                case Failed():  # of one that could not join
+                    pass
 
     def _count(self, rank: int, news: News) -> None:
         for delta in news.deltas:
@@ -244,29 +242,58 @@ class Replicas(Link):
                 self._router.ended(rank, opened.num_tokens)
 
     def _controlled(self, rank: int, answer: Controlled) -> None:
+        if (joining := self._joining.get(rank)) is not None:
+            joining.take(answer)
+            self._join(rank)
+            return
         pending = self._pending.get(answer.number)
-        if pending is None or rank not in pending.waits_for:  # of a replica that follows the others
+        if pending is None or rank not in pending.waits_for:
             return
         pending.waits_for.discard(rank)
-        pending.states[rank] = answer.state
-        pending.failure = pending.failure or answer.failure
+        if answer.failure is None:
+            pending.states[rank] = answer.state
+        else:
+            pending.failures[rank] = answer.failure
         self._end_controls()
 
     def _end_controls(self) -> None:
-        """Answer the commands that no replica has to answer any longer."""
+        """Answer the commands that no replica has to answer any longer.
+
+        If a part of the replicas could not execute one, these are started again.
+        """
         for number, pending in tuple(self._pending.items()):
             if pending.waits_for or self._listener is None:
                 continue
             del self._pending[number]
-            if pending.failure is not None:
-                self._lasting = {k: c for k, c in self._lasting.items() if c.number != number}
-            states = [*pending.states.values()] or [EngineState()]
+            failed, states = pending.failures, [*pending.states.values()] or [EngineState()]
             state = EngineState(
                 any(one.paused for one in states),
                 max((one.asleep for one in states), key=len),
                 max(one.weight_version for one in states),
             )
-            self._listener(Controlled(number, state, pending.failure))
+            if not pending.states:
+                self._listener(Controlled(number, state, next(iter(failed.values()), None)))
+                continue
+            self._note(pending.command, state)
+            self._listener(Controlled(number, state))
+            for rank in failed.keys() & self._links.keys():
+                self._end(rank, failed[rank].error)
+        for rank in tuple(self._joining):
+            self._join(rank)
+
+    def _note(self, command: Change, state: EngineState) -> None:
+        """Note what replicas that are started again, or are about to join, have to follow."""
+        later = self._lasting.note(command, state)
+        for joining in self._joining.values():
+            joining.commands.append(later)
+        if isinstance(command, Control) and command.action in FORGETTING:
+            self._router.forget()
+
+    def _end(self, rank: int, error: JaxinferError) -> None:
+        """End a replica that is not as the others; ``_lose`` follows."""
+        log = logging.getLogger(LOGGER)
+        log.error("replica %d is ended, as it could not follow the others: %s", rank, error)
+        threading.Thread(target=self._links[rank].stop, daemon=True).start()
 
     def _lose(self, rank: int, error: JaxinferError, listener: Listener) -> None:
         """A replica has ended: its requests end, and it is started again, unless all have ended."""
@@ -284,7 +311,7 @@ class Replicas(Link):
         for pending in self._pending.values():
             if rank in pending.waits_for:
                 pending.waits_for.discard(rank)
-                pending.failure = pending.failure or failure
+                pending.failures[rank] = failure
         self._end_controls()
         listener(News((), (), (), EngineStats(), rank))
         if self._links:
@@ -300,20 +327,46 @@ class Replicas(Link):
             if self._stopping.wait(wait):
                 return
             log.warning("replica %d is started again", rank)
+            link: Link | None = None
             try:
                 link = self._alike(self._start(rank), rank)
+                self._join_in_time(rank, link, listener)
             except JaxinferError as error:
+                if link is not None:
+                    link.stop()
+                if self._stopping.is_set():
+                    return
                 log.error("replica %d did not start: %s", rank, error)
                 continue
-            with self._lock:
-                if not self._stopping.is_set():
-                    link.connect(partial(self._take, rank, listener))
-                    with suppress(EngineError):
-                        for command in self._lasting.values():
-                            link.send(command)
-                    self._links[rank] = link
-                    log.info("replica %d answers again", rank)
-                    return
-            link.stop()
+            log.warning("replica %d answers again", rank)  # at the level at which its end was told
             return
         log.error("replica %d is given up after %d starts", rank, len(START_AGAIN_SECONDS))
+
+    def _join_in_time(self, rank: int, link: Link, listener: Listener) -> None:
+        """Return once the replica has followed the others and gets requests, or raise why not."""
+        joining = Joining(link, deque())
+        with self._lock:
+            if self._stopping.is_set():
+                raise EngineError("the engine is shut down; build a new one")
+            joining.commands.extend(self._lasting.commands())
+            self._joining[rank] = joining
+            link.connect(partial(self._take, rank, listener))
+            self._join(rank)
+        try:
+            joining.done.result()
+        finally:
+            with self._lock:
+                self._joining.pop(rank, None)
+
+    def _join(self, rank: int) -> None:
+        """Send the next command to a joining replica; after the last it gets requests.
+
+        While a command waits for others, it may still become one that this replica has to follow.
+        """
+        joining = self._joining[rank]
+        if joining.commands:
+            joining.send_next()
+        elif not (self._pending or joining.done.done()):
+            del self._joining[rank]
+            self._links[rank] = joining.link
+            joining.done.set_result(None)

@@ -24,13 +24,13 @@ class Router:
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
         self._turn = 0  # of those that are equal
 
-    def choose(self, tokens: Sequence[int], ranks: Collection[int]) -> int:
-        """The rank for a prompt, one of ``ranks``.
+    def choose(self, tokens: Sequence[int], ranks: Collection[int], salt: str = "") -> int:
+        """The rank for a prompt, one of ``ranks``. Prompts with another ``salt`` share no prefix.
 
         It is the replica with the fewest tokens to compute: those of its open requests, and those
         of this prompt that it does not know. Equal ones take turns.
         """
-        blocks = tuple(_blocks(tokens))
+        blocks = tuple(_blocks(tokens, salt))
         least = min(self._open_tokens[rank] for rank in ranks)
 
         def cost(rank: int) -> tuple[int, int]:
@@ -44,11 +44,11 @@ class Router:
         self._turn = (chosen + 1) % self.count
         return chosen
 
-    def began(self, rank: int, tokens: Sequence[int]) -> None:
+    def began(self, rank: int, tokens: Sequence[int], salt: str = "") -> None:
         """A replica got this prompt."""
         self._open_tokens[rank] += max(len(tokens), LEAST_TOKENS)
         known = self._known[rank]
-        for block in _blocks(tokens):
+        for block in _blocks(tokens, salt):
             known[block] = None
             known.move_to_end(block)
         while len(known) > REMEMBERED:
@@ -57,6 +57,11 @@ class Router:
     def ended(self, rank: int, num_tokens: int) -> None:
         """A request with a prompt of so many tokens has ended."""
         self._open_tokens[rank] -= max(num_tokens, LEAST_TOKENS)
+
+    def forget(self) -> None:
+        """The replicas have dropped all prefixes."""
+        for known in self._known:
+            known.clear()
 
     def lost(self, rank: int) -> None:
         """A replica has ended, and with it its requests and its cache."""
@@ -69,9 +74,9 @@ class Router:
         return next((i for i, block in enumerate(blocks) if block not in known), len(blocks))
 
 
-def _blocks(tokens: Sequence[int]) -> Iterator[int]:
-    """The hash of each whole block, with all tokens before it."""
-    chained = 0
+def _blocks(tokens: Sequence[int], salt: str) -> Iterator[int]:
+    """The hash of each whole block, with the salt and all tokens before it."""
+    chained = hash(salt)
     end = min(len(tokens) // BLOCK_TOKENS, MAX_BLOCKS) * BLOCK_TOKENS
     for start in range(0, end, BLOCK_TOKENS):
         chained = hash((chained, *tokens[start : start + BLOCK_TOKENS]))

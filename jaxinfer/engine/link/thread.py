@@ -249,8 +249,7 @@ class EngineThread(Link):
                 listener(News((), (), (), engine.stats()))
                 self._release(listener)
             case "update_weights":  # they are read while requests run
-                arguments = (control.path, control.mode, done)
-                threading.Thread(target=self._load, args=arguments, daemon=True).start()
+                threading.Thread(target=self._load, args=(control, done), daemon=True).start()
             case "report":
                 done.set_result(None)
 
@@ -270,13 +269,19 @@ class EngineThread(Link):
     def _pause(self) -> None:
         self._paused = True
 
-    def _load(self, path: str, mode: Mode, done: Future[None]) -> None:
+    def _load(self, control: Control, done: Future[None]) -> None:
+        engine = self._engine
         try:
-            prepared = self._engine.weights.prepared(path)
+            prepared = engine.weights.prepared(control.path)
         except Exception as error:
             done.set_exception(error)
             return
-        self._put_change(_Change(lambda: self._engine.replace_weights(prepared), mode, done))
+
+        def replaced() -> None:
+            engine.replace_weights(prepared, control.path)
+            engine.weight_version = control.version or engine.weight_version
+
+        self._put_change(_Change(replaced, control.mode, done))
 
     def _fail_changes(self, error: EngineError) -> None:
         """Fail the changes that were not made, since the engine has ended."""

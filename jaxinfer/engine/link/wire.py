@@ -74,7 +74,8 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     """Change the engine between two steps; answered by ``Controlled``.
 
     ``mode``: whether open requests are completed first, aborted, or kept and continued afterwards.
-    ``path``: of the new weights. ``level``, ``tags``: of ``sleep`` and ``wake_up``.
+    ``path``: of the new weights; ``version``: theirs, 0 for the next one. ``level``, ``tags``: of
+    ``sleep`` and ``wake_up``.
     """
 
     number: int
@@ -83,6 +84,7 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     path: str = ""
     level: int = 1
     tags: tuple[str, ...] | None = None
+    version: int = 0
 
 
 class SetSteering(msgspec.Struct, frozen=True, tag=True):

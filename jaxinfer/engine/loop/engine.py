@@ -18,7 +18,7 @@ from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request, RequestSpec, SamplingParams
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
-from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Tiers, Weights
+from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Tiers, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
@@ -55,13 +55,17 @@ class Engine:
         weights: Weights | None = None,
         later: LaterBuckets | None = None,
         tiers: Tiers | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.limits = limits
         self.facts = facts
         self.tokenizer, self.steering = tokenizer, SteeringVectors(limits.points)
         self._weights, self._tiers = weights, tiers
         first = None if later is None else later.first
-        self._loop = EngineLoop(executor, limits, overlap=overlap, buckets=first, tiers=tiers)
+        self._observers = tuple(observers)
+        self._loop = EngineLoop(
+            executor, limits, overlap=overlap, buckets=first, tiers=tiers, observers=observers
+        )
         self._later = later
         of_model = (tokenizer, facts.vocab_size, facts.eos_token_ids)
         self.constraints = ConstraintCompiler(*of_model, limits.max_num_seqs, limits.form)
@@ -85,6 +89,11 @@ class Engine:
         """True if ``step`` has something to do."""
         later = self._later is not None and (self._later.has_news or self._later.warms_up)
         return self._failure is None and bool(later or self._pending or not self._loop.idle)
+
+    @property
+    def executor(self) -> StepExecutor[Any]:
+        """What runs the steps; a replay drives it without the loop."""
+        return self._loop.executor
 
     @property
     def is_compiling(self) -> bool:
@@ -183,8 +192,9 @@ class Engine:
             )
         return self._weights
 
-    def replace_weights(self, params: Params) -> None:
+    def replace_weights(self, params: Params, reference: str = "") -> None:
         """Let later steps read weights that ``weights.prepared`` returned, and forget all prefixes.
+        ``reference``: what they were read from, for observers; empty: a tree.
 
         Requests that are open after a ``drain`` go on with them: their KV is computed again. Raises
         ``EngineError`` if a step is in flight.
@@ -192,6 +202,8 @@ class Engine:
         weights = self.weights
         self._reset_prefix_cache(weights_changed=True)
         weights.replace(params)
+        for observer in self._observers:
+            observer.weights_changed(reference)
         self.weight_version += 1
         self._note_awake("weights")
 
@@ -280,6 +292,8 @@ class Engine:
         self.constraints.close()
         if self._tiers is not None:
             self._tiers.close()
+        for observer in self._observers:
+            observer.close()
         if self._later is not None:
             self._later.close()
 

@@ -1,4 +1,4 @@
-"""Interfaces of an engine's weights, and of executables that are compiled while it serves."""
+"""Interfaces of an engine's weights, of observers, and of executables that are compiled later."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jaxinfer.core.step import Bucket, Event
 from jaxinfer.core.tiers import TierOrders, TierPolicy, TierStats
+from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 
 if TYPE_CHECKING:
     from jaxinfer.models.base import Model, Params
 
 SLEEP_TAGS = ("weights", "kv_cache")  # what a sleeping engine has given up; vLLM's names
+
+
+class Observer(Protocol):
+    """Follows what an engine does, on the engine's thread. Its methods return at once, and raise
+    nothing: ``engine.record.recorder.Recorder``.
+    """
+
+    def scheduled(
+        self,
+        before: SchedulerState,
+        events: Sequence[Event],
+        output: ScheduleOutput | None,
+        after: SchedulerState,
+    ) -> None:
+        """The scheduler was called; ``output`` is None if it raised."""
+        ...
+
+    def weights_changed(self, reference: str) -> None:
+        """Steps from now on read weights that came from here; empty: from a tree."""
+        ...
+
+    def close(self) -> None:
+        """The engine has ended."""
+        ...
 
 
 class Weights(Protocol):
@@ -55,6 +80,11 @@ class Weights(Protocol):
     def wake_up(self) -> bool:
         """Put weights that are in host memory on the device; False if they have been dropped."""
         ...
+
+
+def reference_of(weights: Params | str | Path) -> str:
+    """The reference of new weights, as observers get it; empty for a tree."""
+    return str(weights) if isinstance(weights, str | Path) else ""
 
 
 class Joined(NamedTuple):

@@ -25,7 +25,7 @@ from jaxinfer.core.step import (
     StepResult,
     TokenEvent,
 )
-from jaxinfer.engine.loop.interfaces import Tiers
+from jaxinfer.engine.loop.interfaces import Observer, Tiers
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, initial_state, schedule
 from jaxinfer.sched.tiers import keys_of
 
@@ -80,15 +80,21 @@ class EngineLoop[Handle]:
         overlap: bool = True,
         buckets: Sequence[Bucket] | None = None,
         tiers: Tiers | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
-        self._tiers = tiers
+        self._tiers, self._observers = tiers, tuple(observers)
         self._state = initial_state(limits, buckets, None if tiers is None else tiers.policy)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()
         self._collected: list[StepPlan] = []  # since the last iteration
         self._ended: StepDone | StepFailed | None = None  # by ``wait_until_launchable``
+
+    @property
+    def executor(self) -> StepExecutor[Handle]:
+        """What runs the steps."""
+        return self._executor
 
     @property
     def state(self) -> SchedulerState:
@@ -197,7 +203,15 @@ class EngineLoop[Handle]:
 
         Copies to and from tiers are queued, too.
         """
-        self._state, output = schedule(self._state, events)
+        before = self._state
+        try:
+            self._state, output = schedule(before, events)
+        except EngineError:
+            for observer in self._observers:
+                observer.scheduled(before, events, None, before)
+            raise
+        for observer in self._observers:
+            observer.scheduled(before, events, output, self._state)
         if self._tiers is not None:
             self._tiers.obey(output.orders)
         if output.duplicates:

@@ -28,16 +28,19 @@ from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
+from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
+from jaxinfer.engine.start.join import join, starting
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
 from jaxinfer.engine.start.model import model_of
+from jaxinfer.engine.start.observers import observers_of
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.tiers import begin_tiers, check_tiers, free_host_bytes, open_disk
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
-from jaxinfer.exec.compile.memory_plan import program_memory
+from jaxinfer.exec.compile.memory_plan import DeviceMemory, program_memory
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.sizes import resolve, with_device_defaults
 from jaxinfer.exec.run.device_memory import least_memory, release_freed_blocks
@@ -70,7 +73,25 @@ def plan_engine(
     if bundle is not None:
         config = with_bundle_settings(config, bundle)
     prepare_backend(config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION)
-    platform = check_device(platform_of_backend)
+    joined = join(config)
+    with starting(joined):
+        plan = _planned(config, cache_dir, bundle, progress, platform_of_backend, mesh)
+        if joined is None:
+            return plan
+        joined.agree(described(plan))
+        return replace(plan, joined=joined)
+
+
+def _planned(
+    config: EngineConfig,
+    cache_dir: Path,
+    bundle: Bundle | None,
+    progress: Progress,
+    platform_of_backend: Callable[[], str] | None,
+    mesh: Mesh | None,
+) -> EnginePlan:
+    """See ``plan_engine``."""
+    check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
         config,
@@ -79,9 +100,37 @@ def plan_engine(
     )
     if bundle is not None:
         bundle.check_machine(placement)
+    _check_tuned()
+    device = least_memory(placement.own_devices)
+    plan = _plan_on(config, placement, device, cache_dir, progress, bundle)
+    load_kernel_runtime()
+    return plan
+
+
+def plan_elsewhere(config: EngineConfig, placement: Placement, device: DeviceMemory) -> EnginePlan:
+    """The plan for devices that this machine need not have; see ``plan_engine``.
+
+    ``placement`` states their platform and number. Nothing of the plan can be loaded or run here.
+    """
+    config = replace(
+        config,
+        tensor_parallel_size=placement.num_devices,
+        enable_expert_parallel=bool(config.enable_expert_parallel),
+    )
+    return _plan_on(config, placement, device, cache_root(config.cache_dir), NO_PROGRESS, None)
+
+
+def _plan_on(
+    config: EngineConfig,
+    placement: Placement,
+    device: DeviceMemory | None,
+    cache_dir: Path,
+    progress: Progress,
+    bundle: Bundle | None,
+) -> EnginePlan:
+    platform = placement.platform
     given, config = config, with_device_defaults(config, platform)
     pins = _pins(config, platform)
-    _check_tuned()
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -98,11 +147,10 @@ def plan_engine(
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    device = least_memory(placement.devices)
     sizes = resolve(config, given, model, device, pins, placement)
     if sizes.note:
         progress.note(sizes.note)
-    program = Program(model, sizes.limits, placement.platform, pins, placement)
+    program = Program(model, sizes.limits, platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
     memory = program_memory(program, device)
@@ -116,7 +164,6 @@ def plan_engine(
         use_generation_config=config.generation_config == "auto",
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))
-    load_kernel_runtime()
     return EnginePlan(
         config=sizes.config,
         source=source,
@@ -133,7 +180,9 @@ def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
     """The devices: those of the mesh, or as many as the settings say."""
     count = config.tensor_parallel_size
     if mesh is None:
-        return default_placement(count or 1)
+        return default_placement(count or 1, config.num_hosts)
+    if config.hosts is not None:
+        raise ConfigError("a mesh is of one host; leave out num_hosts")
     placement = placement_in(mesh)
     if count not in (None, placement.num_devices):
         raise ConfigError(
@@ -176,12 +225,20 @@ def build_engine(
     the settings have one. That is for engines that run for long: if the process exits before all
     are compiled, the bundle is not saved.
     """
-    devices, disk = plan.program.placement.devices, open_disk(plan)
+    devices, observers = plan.program.placement.devices, observers_of(plan)
+    disk = open_disk(plan)
     # a GPU that loads an executable may wait for one that waits for it in a step
-    loaded = load(plan, progress, serves_early and len(devices) == 1)
+    loads_later = serves_early and len(devices) == 1
+    with starting(joined := plan.joined):
+        if joined is not None:
+            share_executables(plan, progress)
+        loaded = load(plan, progress, loads_later)
+        if joined is not None:
+            wait_for_others(joined)
     (executables, compile_seconds), (state, load_seconds) = loaded.executables, loaded.state
-    executor = Executor(plan.program, executables, *state)
-    for device in devices:
+    send = None if joined is None else joined.send
+    executor = Executor(plan.program, executables, *state, send)
+    for device in plan.program.placement.own_devices:
         release_freed_blocks(device)
     executor.warm_up()
     loaded.tokenizer_read.result()
@@ -209,6 +266,7 @@ def build_engine(
         weights=EngineWeights(plan, executor),
         later=later,
         tiers=begin_tiers(plan, executor, disk, progress),
+        observers=observers,
     )
     if executables.later is not None:
         executables.later.begin_others()

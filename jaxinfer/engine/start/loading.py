@@ -68,7 +68,7 @@ def load(plan: EnginePlan, progress: Progress, serves_early: bool = False) -> Lo
     store = loader.store
     prepare_folder(store.folder.parent, store.cache)  # an error if nothing can be saved
     progress.detail(plan.memory.described())
-    for device in plan.program.placement.devices:
+    for device in plan.program.placement.own_devices:
         claim_memory(plan.memory, device)
     if plan.program.platform == "cpu":
         return Loaded(loader.executables(), loader.state(), read)
@@ -121,7 +121,7 @@ class _Loader:
         """Claim the memory of the whole plan, then load the weights."""
         start, plan = time.perf_counter(), self.plan
         try:
-            for device in plan.program.placement.devices:
+            for device in plan.program.placement.own_devices:
                 claim_memory(plan.memory, device)
             self._claimed.set_result(None)
         except BaseException as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.core.config import COMPILED, EngineConfig
 from jaxinfer.core.progress import Progress
 from jaxinfer.engine.requests.facts import ModelDetails, ModelFacts
+from jaxinfer.engine.start.join import Joined
 from jaxinfer.engine.start.task import score_token_ids
 from jaxinfer.exec.compile.bundle import Bundle
 from jaxinfer.exec.compile.memory_plan import MemoryPlan
@@ -40,6 +41,7 @@ class EnginePlan:
     cache_dir: Path
     bundle: Bundle | None  # the user's, which has been found to fit
     loaded: Params | None = None  # weights that are on the device already
+    joined: Joined | None = None  # the connections to other hosts
     encodes: bool = True  # else another process encodes nearly all texts
 
     @cached_property

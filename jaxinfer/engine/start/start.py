@@ -18,7 +18,7 @@ from jaxinfer.core.config import (
     EngineConfig,
     prepare_backend,
 )
-from jaxinfer.core.errors import CacheError
+from jaxinfer.core.errors import CacheError, ConfigError
 from jaxinfer.core.host_memory import gc_paused
 from jaxinfer.core.json_text import read_json
 from jaxinfer.core.owners import check_tree
@@ -57,13 +57,18 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
 
     Yields a function that waits for the backend and returns its platform, or raises the error of
     its start. The error is raised only once: afterwards JAX itself falls back to the CPU. The
-    garbage collector is paused in the block.
+    garbage collector is paused in the block. Raises ``ConfigError`` on a host other than 0.
     """
+    if config.host_rank:
+        raise ConfigError(
+            f"host_rank is {config.host_rank}, and host 0 alone answers; on the others run "
+            "`jaxinfer serve` or `jaxinfer generate`, which follow it"
+        )
     with gc_paused():
         import jax
 
         share = _allocator_share(config)
-        if share is None:
+        if share is None or config.hosts is not None:  # the hosts join before the backend starts
             yield jax.default_backend
             return
         prepare_backend(share)  # now: the environment must not change while CUDA reads it

@@ -57,6 +57,7 @@ class EngineWeights:
         """The weights that steps read now; not a copy, but on several devices one in the order of
         ``Model.whole``. Raises ``EngineError`` while they sleep.
         """
+        self._check_hosts("parameters are read")
         if (params := self._executor.params) is None:
             raise EngineError("the weights sleep; call wake_up, or update_weights after level 2")
         return whole_params(params, self.plan.program.model)
@@ -70,6 +71,7 @@ class EngineWeights:
         names the parameter, tensor or key. A weight that is not finite is refused too. Raises
         ``EngineError`` if the device has no memory for a second set of weights.
         """
+        self._check_hosts("weights are updated")
         program = self.plan.program
         with allocating(self.plan.memory.weight_bytes):  # the old weights stay until the change
             is_named = isinstance(given, str | Path)
@@ -105,6 +107,10 @@ class EngineWeights:
                     array.block_until_ready()
             self.replace(nested(placed))
         return self._executor.params is not None
+
+    def _check_hosts(self, what: str) -> None:
+        if (count := self.plan.config.num_hosts) > 1:
+            raise EngineError(f"{what} only in an engine of one host, and this one has {count}")
 
     def _load(self, reference: str) -> Params:
         """The weights of a folder or another reference, as the engine's model keeps them."""

@@ -69,13 +69,20 @@ class Fingerprint(msgspec.Struct, frozen=True):
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def differences(bundle: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """A sentence for each field that differs, by its name, in the order of ``here``."""
+def differences(
+    bundle: Mapping[str, str],
+    here: Mapping[str, str],
+    places: tuple[str, str] = ("in the bundle", "here"),
+) -> dict[str, str]:
+    """A sentence for each field that differs, by its name, in the order of ``here``.
+
+    ``places``: the words for where each of the two is.
+    """
     found: dict[str, str] = {}
     for name in dict.fromkeys((*here, *bundle)):
         made, own = bundle.get(name, ABSENT), here.get(name, ABSENT)
         if made != own:
-            found[name] = f"{name} is {_short(made)} in the bundle and {_short(own)} here"
+            found[name] = f"{name} is {_short(made)} {places[0]} and {_short(own)} {places[1]}"
     return found
 
 
@@ -106,6 +113,8 @@ def _numbers(placement: Placement) -> str:
     """
     ids = [device.id for device in placement.devices]
     count = f" x{len(ids)}" if len(ids) > 1 else ""
+    if placement.num_hosts > 1:
+        count += f" of {placement.num_hosts} hosts"
     return count if ids == [*range(len(ids))] else f"{count} with id {' '.join(map(str, ids))}"
 
 

@@ -74,6 +74,7 @@ class MemoryPlan:
     workspaces: dict[str, int]
     device: DeviceMemory | None
     num_devices: int = 1
+    num_hosts: int = 1  # that have these devices
 
     @property
     def weight_bytes(self) -> int:
@@ -236,6 +237,7 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
         workspaces=_workspaces(program),
         device=device,
         num_devices=program.placement.num_devices,
+        num_hosts=program.placement.num_hosts,
     )
 
 

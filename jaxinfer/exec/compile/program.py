@@ -159,6 +159,8 @@ class Program(EngineShape):
         # the rows of the head's matmul are decode rows, and the sizes of calls
         bucket = self._steps[name][0] if is_step else Bucket(self._by_name[name][1])
         options: dict[str, Any] = dict(NO_REMATERIALIZATION)
+        if self.placement.num_hosts > 1:  # only host 0 compiles
+            options["xla_gpu_shard_autotuning"] = False
         decodes_few = bucket.num_seqs <= AUTOTUNED_ROWS and not bucket.num_prefills
         # XLA does not use cuBLAS for a matrix and one vector: without Triton it multiplies in
         # float32, with a copy of the head (Qwen3-4B on an H200: 1.6 GB of workspace).

@@ -104,8 +104,9 @@ def _fitting_seqs(
         f"{limits.num_snapshots} snapshots)"
     )
     if not fitting:
+        fewer = "" if config.num_snapshots is None else "lower num_snapshots, or "
         raise ConfigError(
-            f"{needed} and not one fits; raise kv_cache_memory_bytes (on a GPU: "
+            f"{needed} and not one fits; {fewer}raise kv_cache_memory_bytes (on a GPU: "
             "gpu_memory_utilization), or use a larger device"
         )
     if chosen:
@@ -131,6 +132,11 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         raise ConfigError(
             f"num_snapshots is {config.num_snapshots}, and {model.architecture} has no state for "
             "each sequence, whose pages are reused without snapshots; leave it out"
+        )
+    if not model.state.groups:
+        raise ConfigError(
+            f"no layer of this {model.architecture} has attention, whose keys and values are in "
+            "pages, and such models are not served; correct the kinds of layers in config.json"
         )
     state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
     return limits_of(
@@ -191,6 +197,7 @@ def limits_of(
         points=points,
         pooling=config.pooling or "",
         form=FormLimits(config.max_form_seconds, config.max_form_bytes),
+        digests=config.record_digests,
     )
     if align > 1 and (missing := missing_size(limits.buckets, limits, max_num_seqs)):
         raise ConfigError(

@@ -34,7 +34,7 @@ class BatchStaging:
         """Staging buffers on the devices; None unless they are CUDA devices."""
         if placement.platform != "gpu":
             return None
-        found = [copies_to(one.local_hardware_id, wait=True) for one in placement.devices]
+        found = [copies_to(one.local_hardware_id, wait=True) for one in placement.own_devices]
         copies = [copy for copy in found if copy is not None]
         return cls(copies, placement) if len(copies) == len(found) else None
 
@@ -58,9 +58,9 @@ class BatchStaging:
         return buffer
 
     def _addresses_of(self, buffer: jax.Array) -> list[int]:
-        """The memory of a buffer on each device, in their order."""
+        """The memory of a buffer on each device of this host, in their order."""
         on = {shard.device: shard.data for shard in buffer.addressable_shards}
-        return [on[device].unsafe_buffer_pointer() for device in self._placement.devices]
+        return [on[device].unsafe_buffer_pointer() for device in self._placement.own_devices]
 
     def read_by(self, result: jax.Array, buffer: jax.Array | np.ndarray) -> None:
         """Record that a step reads this buffer: keep it until the step's ``result`` is ready."""

@@ -42,6 +42,10 @@ class DeviceArrays:
         self._split = {bucket for bucket in buckets if program.is_split(bucket)}
         drafter = () if program.drafter is None else program.drafter.weights()
         self._drafter = tuple(program.placement.put(np.asarray(leaf)) for leaf in drafter)
+        # XLA runs what is queued for a CPU's devices in as many threads as there are cores. Queued
+        # steps of one device could take all of them, and wait for another device for ever.
+        hosts, on_cpu = program.placement.num_hosts, program.platform == "cpu"
+        self._ended = jax.block_until_ready if hosts > 1 and on_cpu else _unchanged
         self.replace_weights(params)
 
     def replace_weights(self, params: Params | None) -> None:
@@ -81,10 +85,10 @@ class DeviceArrays:
         if TAPS in bucket.variants:
             arguments = (self.weights, self.state, self.slots, staged, self.own[STEER.name])
             self.state, self.slots, output = step(*arguments)
-            return output  # type: ignore[no-any-return]
+            return self._ended(output)  # type: ignore[no-any-return]
         if bucket not in self._split:
             self.state, self.slots, output = step(self.weights, self.state, self.slots, staged)
-            return output  # type: ignore[no-any-return]
+            return self._ended(output)  # type: ignore[no-any-return]
         first = self.executables[bucket.name + FIRST]
         (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
         arrays, stream = first(of_first, self._some(one.arrays), self.slots, staged)
@@ -92,13 +96,14 @@ class DeviceArrays:
         arguments = (of_second, self._some(two.arrays), self.slots, staged, stream)
         arrays, self.slots, output = step(*arguments)
         self._replace(two.arrays, arrays)
-        return output  # type: ignore[no-any-return]
+        return self._ended(output)  # type: ignore[no-any-return]
 
     def call(self, launch: Launch, output: StepOutput | None = None) -> Any:
         """Launch a call; ``output`` is that of its step. Returns its result, if it has one."""
         call = launch.call
         given = [self._read(call, name, output) for name in call.reads]
-        made = self.executables[call.executable(launch.size)](*given, *launch.arguments)
+        executable = self.executables[call.executable(launch.size)]
+        made = self._ended(executable(*given, *launch.arguments))
         if call.donates is None:
             return made
         new, result = made if call.has_result else (made, None)
@@ -133,3 +138,7 @@ class DeviceArrays:
         for i, array in zip(indices, arrays, strict=True):
             state[i] = array
         self.state = tuple(state)
+
+
+def _unchanged(arrays: Any) -> Any:
+    return arrays

@@ -56,7 +56,8 @@ def misfit(plan: MemoryPlan) -> str | None:
 
     A device's memory has been checked by ``plan_memory``.
     """
-    total, needed = memory_bytes(plan), plan.weight_bytes * plan.num_devices
+    own_devices = plan.num_devices // plan.num_hosts
+    total, needed = memory_bytes(plan), plan.weight_bytes * own_devices
     if plan.device is not None or needed <= total:
         return None
     return (

@@ -28,6 +28,7 @@ from jaxinfer.exec.run.batch_staging import BatchStaging
 from jaxinfer.exec.run.constraints import Constraints
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.run.exchange import Exchange
+from jaxinfer.exec.run.follow import Send, Sender
 from jaxinfer.exec.run.in_flight import (
     LOGGER,
     ExtrasCall,
@@ -41,6 +42,7 @@ from jaxinfer.exec.run.in_flight import (
     tokens_of_rows,
 )
 from jaxinfer.exec.run.mask_board import MaskBoard
+from jaxinfer.exec.run.page_contents import page_contents
 from jaxinfer.exec.run.token_board import TokenBoard
 from jaxinfer.exec.step.batch import NO_PLACE, NO_SETTINGS, pack
 from jaxinfer.exec.step.sampling import NOT_FINITE
@@ -61,7 +63,10 @@ class Executor:
         params: Params,
         state: State,
         slots: SlotState,
+        send: Send | None = None,
     ) -> None:
+        """``send``: to other hosts, which make the same calls; None if there are none."""
+        self._sender = None if send is None else Sender(program, send)
         self._program = program
         self._arrays = DeviceArrays(program, executables.by_name, params, state, slots)
         self._requests: dict[int, Request] = {}  # of each slot
@@ -103,12 +108,18 @@ class Executor:
         self._constraints.forget(request_ids)
 
     def free_state(self) -> None:
-        """See ``StepExecutor``."""
+        """See ``StepExecutor``; raises ``EngineError`` on several hosts."""
+        if self._sender is not None:
+            raise EngineError("an engine of several hosts cannot sleep; end it to free its memory")
         self._arrays.free()
 
     def make_state(self) -> None:
         """See ``StepExecutor``; raises ``EngineError`` if the device has no memory for it."""
         self._arrays.make()
+
+    def read_pages(self, ids: Sequence[Sequence[int]]) -> dict[str, tuple[int, np.ndarray]]:
+        """What pages of each group have, by array: see ``page_contents``."""
+        return page_contents(self._program.model.state, self._arrays.state, ids)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -142,6 +153,8 @@ class Executor:
                     if call.when == "draw":
                         jax.block_until_ready(self._draw(empty).output)
                     else:
+                        if self._sender is not None:
+                            self._sender.draw(empty)
                         jax.block_until_ready(self._arrays.call(empty, None))
 
     def run_once(self, buckets: Sequence[Bucket]) -> None:
@@ -175,7 +188,7 @@ class Executor:
         try:
             step = self._launch_prepared(prepared, failed)
         except Exception as error:
-            if self._arrays.is_intact:
+            if self._arrays.is_intact and self._sender is None:
                 raise
             raise device_failed(plan, error) from error
         self._in_flight.append(step)
@@ -265,6 +278,8 @@ class Executor:
             self._exchange.put_into(prepared.batch)
         if prepared.masked:
             mask_number = self._constraints.begin(prepared, known=not self._in_flight)
+        if self._sender is not None:
+            self._sender.step(prepared.before, bucket, prepared.batch, prepared.after)
         staged = self._staged(prepared.batch)
         for launch in prepared.before:
             self._arrays.call(launch, None)
@@ -306,7 +321,7 @@ class Executor:
             if step.prepared.extras:
                 self._draw_all_extras(step)
         except Exception as error:
-            if not self._arrays.is_intact:
+            if not self._arrays.is_intact or self._sender is not None:
                 raise device_failed(step.prepared.plan, error) from error
             fail_extras(step, error)
 
@@ -315,6 +330,8 @@ class Executor:
         wire, *others = launch.arguments
         place = self._next_place()
         wire[: len(place)] = place
+        if self._sender is not None:
+            self._sender.draw(launch)
         staged = self._staged(wire)
         output = self._arrays.call(launch._replace(arguments=(staged, *others)), None)
         self._read_later(output.token_ids, staged)

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
+from jaxinfer.core.hosts import HostLost
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import (
@@ -30,6 +31,7 @@ from jaxinfer.core.step import (
     TokenLogprobs,
 )
 from jaxinfer.exec.calls.call import Launch
+from jaxinfer.exec.calls.digest import DIGEST
 from jaxinfer.exec.calls.extras import ExtrasOutput
 from jaxinfer.exec.calls.score import SCORE
 from jaxinfer.exec.step.drafts import NO_TOKEN
@@ -157,8 +159,21 @@ def row_results(
         )
         for i, row in enumerate(rows)
     ]
+    if (digests := step.results.get(DIGEST.name)) is not None:
+        results = _with_digests(results, rows, np.asarray(digests))
     results += [_failed(key, error) for key, error in step.failed.items()]
     return tuple(results)
+
+
+def _with_digests(
+    results: Sequence[RowResult], rows: Sequence[ScheduledSeq], digests: np.ndarray
+) -> list[RowResult]:
+    """The results with the digests of rows that draw or pool; ``digests``: uint32 of each row."""
+    pairs = zip(results, rows, digests[: len(rows)].tolist(), strict=True)
+    return [
+        msgspec.structs.replace(one, digest=digest) if row.samples or row.pools else one
+        for one, row, digest in pairs
+    ]
 
 
 def _failed(key: RowKey, error: JaxinferError) -> RowResult:
@@ -271,5 +286,7 @@ def _token_logprobs(
 
 
 def device_failed(plan: StepPlan, error: Exception) -> EngineError:
-    """The error of a device whose state is lost."""
+    """The error of a device whose state is lost; that of a lost host stays as it is."""
+    if isinstance(error, HostLost):
+        return error
     return EngineError(f"the device failed in step {plan.step_id}: {error}")

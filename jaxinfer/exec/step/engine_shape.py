@@ -93,9 +93,10 @@ class EngineShape:
     def reads_masks(self) -> bool:
         """True if steps wait for masks on the mask board; else rows with masks are drawn again.
 
-        Of several GPUs only one could read the board, so they draw again.
+        Of several GPUs only one could read the board, and of several hosts one, so they draw again.
         """
-        if self.platform != "cpu" and self.placement.num_devices > 1:
+        several_gpus = self.platform != "cpu" and self.placement.num_devices > 1
+        if several_gpus or self.placement.num_hosts > 1:
             return False
         return self.drafter is None and reads_board(self.platform, self.pins.of("mask"))
 
@@ -105,10 +106,11 @@ class EngineShape:
 
         Then a decode step has no collective of XLA within its layers, and each device runs it as
         one CUDA graph. Two H200s, Qwen3-4B at one row: the host needed 4.0 ms for a step with 73
-        of NCCL's, and 0.8 ms for a step of one device.
+        of NCCL's, and 0.8 ms for a step of one device. Another host's memory cannot be reached.
         """
-        several = self.platform == "gpu" and self.placement.num_devices > 1
-        return self.placement.num_devices if several and self.pins.of("all_reduce") != "xla" else 0
+        count, on_gpu = self.placement.num_devices, self.platform == "gpu"
+        several = on_gpu and count > 1 and self.placement.num_hosts == 1
+        return count if several and self.pins.of("all_reduce") != "xla" else 0
 
     @cached_property
     def mask_words(self) -> int:

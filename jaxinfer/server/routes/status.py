@@ -16,12 +16,17 @@ from jaxinfer.server.service.service import Service
 
 async def health(call: Call) -> ASGIApp:
     """200 while the engine's loop is idle, or finishes steps in the time that they may take."""
-    client, seconds = call.service.client, call.service.config.health_timeout
+    await check_engine(call.service)
+    return Response(status_code=200)
+
+
+async def check_engine(service: Service) -> None:
+    """Raise ``ApiError`` 503 if the engine has ended, or finishes no step in the time for it."""
+    client, seconds = service.client, service.config.health_timeout
     stalled = await client.stalled_seconds()
     if not client.alive or stalled >= seconds + client.longest_step:
         why = f"has finished no step for {stalled:.0f} s" if client.alive else "has stopped"
         raise ApiError(503, f"the engine {why}; restart the server", code="engine_dead")
-    return Response(status_code=200)
 
 
 async def ready(call: Call) -> ASGIApp:

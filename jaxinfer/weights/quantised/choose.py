@@ -53,10 +53,10 @@ def _on_load(source: ModelSource, model: Model, scheme: str) -> tuple[ModelSourc
             f"{', '.join(SCHEMES)} to quantise it while it loads, or leave it out"
         )
     if source.checkpoint is None:
-        made = ((s.name, form_for(scheme, s.shape)) for s in _linear_sources(model))
+        made = ((s.name, form_for(scheme, s.own_shape)) for s in _linear_sources(model))
         return source, tuple((name, form) for name, form in made if form is not None)
     names = linear_names(model, source.checkpoint)
-    checkpoint = QuantisedOnLoad(source.checkpoint, scheme, names)
+    checkpoint = QuantisedOnLoad(source.checkpoint, scheme, names, stacks=True)
     return replace(source, checkpoint=checkpoint), forms_of(model.family, checkpoint)
 
 

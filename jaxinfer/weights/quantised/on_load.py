@@ -109,18 +109,28 @@ class Quantising:
 
 
 class QuantisedOnLoad(Quantising):
-    """A ``Checkpoint`` of floats, of which the matrices ``names`` [O, K] are quantised when read.
+    """A ``Checkpoint`` of floats, of which the matrices ``names`` [O, K] are quantised when read,
+    and with ``stacks`` also those of stacks [E, O, K].
 
     Matrices whose size does not allow it stay as they are.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, scheme: str, names: Collection[str], threads: int | None = 1
+        self,
+        checkpoint: Checkpoint,
+        scheme: str,
+        names: Collection[str],
+        threads: int | None = 1,
+        *,
+        stacks: bool = False,
     ) -> None:
         """Raises ``ConfigError`` for an unknown scheme, or if no matrix can be quantised."""
         if scheme not in SCHEMES:
             raise ConfigError(f"quantization is {scheme!r}; it must be one of {', '.join(SCHEMES)}")
-        made = {name: form_for(scheme, checkpoint.tensors[name].shape) for name in names}
+        shapes = {name: checkpoint.tensors[name].shape for name in names}
+        if stacks:
+            shapes = {name: shape[-2:] for name, shape in shapes.items()}
+        made = {name: form_for(scheme, shape) for name, shape in shapes.items()}
         forms = {name: form for name, form in made.items() if form is not None}
         if not forms:
             raise ConfigError(

@@ -1,0 +1,1 @@
+"""Events of the KV cache, for routers that send a request where its prefix is."""

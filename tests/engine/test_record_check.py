@@ -1,0 +1,222 @@
+"""Recordings whose steps run again: equal tokens, and a fault is named by step and array."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+
+import jaxinfer
+from jaxinfer import LLM, AsyncLLM, SamplingParams
+from jaxinfer.cli.main import cli
+from jaxinfer.cli.replay import rows_of
+from jaxinfer.core.config import EngineConfig
+from jaxinfer.core.errors import SourceError
+from jaxinfer.core.step import StepPlan
+from jaxinfer.engine.api.vllm_args import RENAMED
+from jaxinfer.engine.record.check import Check
+from jaxinfer.engine.record.codec import Note
+from jaxinfer.engine.record.file import FileReader, FileWriter, older
+from jaxinfer.engine.record.recorder import Recorder
+from jaxinfer.engine.record.replay import Report
+from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.engine.start.observers import header_of
+from jaxinfer.exec.run.executor import Executor
+from kit.recorded import Run
+from kit.served_weights import write_tiny_model
+
+PROMPT = list(range(3, 30))
+
+
+def record(path: Path, folder: Path, settings: dict[str, Any]) -> None:
+    """Requests of several kinds, with a change of weights and a sleep between them."""
+    llm = LLM(str(folder), **settings, record=str(path), record_digests=True, seed=5)
+    free = SamplingParams(max_tokens=12, ignore_eos=True)
+    kinds = [
+        free,
+        SamplingParams(max_tokens=9, temperature=0, logprobs=2, prompt_logprobs=1),
+        SamplingParams(max_tokens=9, structured_outputs={"regex": "[ab]{4,9}"}),
+        SamplingParams(max_tokens=9, repetition_penalty=1.3, seed=7, n=2),
+    ]
+    prompts = [{"prompt_token_ids": PROMPT[: 9 + 3 * i]} for i in range(len(kinds))]
+    llm.generate(prompts, kinds, use_tqdm=False)
+    llm.update_weights(str(folder))
+    llm.generate(prompts, kinds, use_tqdm=False)
+    llm.sleep()
+    llm.wake_up()
+    llm.generate(prompts[:2], free, use_tqdm=False)
+    llm._engine.close()
+
+
+def checked(path: Path, settings: dict[str, Any], *arguments: str) -> Any:
+    given = ["--check", "--cache-dir", settings["cache_dir"], *arguments]
+    return CliRunner().invoke(cli, ["replay", str(path), *given])
+
+
+def test_a_recording_is_checked_row_by_row(
+    tmp_path: Path, folder: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rec"
+    record(path, folder, settings)
+    result = checked(path, settings)
+    assert result.exit_code == 0, result.output
+    assert "every plan is equal" in result.stdout and ", all equal" in result.stdout
+    assert "note:" not in result.stderr and "were not" not in result.stdout
+
+    some = checked(path, settings, "--until", "7")
+    assert some.exit_code == 0 and ", all equal" in some.stdout
+    assert "steps up to step 8" in some.stdout or "steps up to step 9" in some.stdout
+
+    # a page of the second layer is damaged before a step
+    launch, damaged = Executor.launch, []
+
+    def damaging(self: Executor, plan: StepPlan) -> Any:
+        if plan.step_id == 6:
+            page = plan.decodes[0].pages[0].ids[0]
+            state = [*self._arrays.state]
+            state[2] = state[2].at[page].set(jnp.float32(30.0))
+            self._arrays.state = tuple(state)
+            damaged.append(page)
+        return launch(self, plan)
+
+    monkeypatch.setattr(Executor, "launch", damaging)
+    result = checked(path, settings)
+    assert result.exit_code == 3 and len(damaged) == 1
+    assert "step 6: request" in result.stdout, result.stdout
+    assert f"layers.1.k deviates in page {damaged[0]}, tokens 0 to 7" in result.stdout
+
+
+def test_recordings_that_cannot_be_checked_are_errors_of_one_sentence(
+    tmp_path: Path, folder: Path, settings: dict[str, Any]
+) -> None:
+    """Of another device, model or engine, or with redacted tokens."""
+    path, changed = tmp_path / "rec", tmp_path / "changed"
+    config = EngineConfig(model=str(folder), **engine_settings(settings))
+    plan = plan_engine(config)
+    header = header_of(plan)
+    recorder = Recorder(path, 1 << 20, header)
+    Run(header.limits, recorder).steps(3)
+    recorder.close()
+    model = header.model_fields
+    for changes, words in (
+        ({"machine": header.machine | {"device": "gpu NVIDIA H100"}}, "the device gpu NVIDIA H100"),
+        ({"model_fields": model | {"num_heads": "7"}}, "differs from it in num_heads"),
+        ({"is_redacted": True}, "has no tokens"),
+        ({"limits": replace(header.limits, max_num_batched_tokens=8)}, "max_num_batched_tokens"),
+    ):
+        writer = FileWriter(changed, replace(header, **changes))
+        for body in FileReader(path).bodies():
+            writer.add(bytes(body))
+        writer.close()
+        result = checked(changed, settings)
+        assert result.exit_code == 1 and words in result.stderr, result.output
+        assert result.stderr.splitlines()[-1].startswith("jaxinfer: error: the record")
+
+
+def test_rows_after_weights_that_are_not_there_are_not_compared() -> None:
+    def missing(reference: str) -> None:
+        raise SourceError(f"{reference} is missing")
+
+    for text, words in (("", "as a tree, which is not in"), ("x", "cannot be loaded here (x is")):
+        check = Check(cast("Any", None), cast("Any", None), missing)
+        check.note(Note(3, "weights", text))
+        assert words in check.blind
+        report = Report(cast("Any", None), num_calls=1)
+        assert rows_of(check, report)[-1].startswith("no later row was compared: before call 3")
+
+
+def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_500_mixed_requests_are_replayed_in_another_process(
+    tmp_path: Path, folder: Path, settings: dict[str, Any], is_whole: bool
+) -> None:
+    """Preemptions, aborts, priorities, new weights in the middle of answers, and sleep. A ring that
+    has lost its beginning is checked where pages were computed after it.
+    """
+    size = (64 if is_whole else 1) << 20
+    path, other = tmp_path / "rec", write_tiny_model(tmp_path / "other", seed=1)
+    given = settings | {"max_num_seqs": 6, "max_num_batched_tokens": 32, "num_pages": 24}
+    counts = asyncio.run(
+        mixed(given | {"record": str(path), "record_size": size}, folder, other, 500)
+    )
+    assert counts["preempted"] > 20 and counts["aborted"] > 20 and counts["answered"] > 300, counts
+
+    if not is_whole:
+        older(path).unlink()
+    environment = {**os.environ, "PYTHONPATH": str(Path(jaxinfer.__file__).parents[1])}
+    command = [sys.executable, "-m", "jaxinfer", "replay", str(path)]
+    for extra in ([], ["--check", "--cache-dir", settings["cache_dir"]]):
+        done = subprocess.run(
+            [*command, *extra], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "every plan is equal" in done.stdout
+    assert ", all equal" in done.stdout and "no later row" not in done.stdout
+    words = done.stdout.split()
+    compared = int(words[words.index("compared,") - 5])
+    assert compared > (3000 if is_whole else 500)
+    assert ("were not" in done.stdout) != is_whole
+    assert ("from call 0 on" in done.stdout) == is_whole
+
+
+async def mixed(
+    settings: dict[str, Any], folder: Path, other: Path, num_requests: int
+) -> dict[str, int]:
+    """Run requests of random kinds; returns how many were answered, aborted and preempted."""
+    llm = await AsyncLLM.create(str(folder), **settings, record_digests=True)
+    random, counts = Random(7), Counter[str]()
+
+    async def request(number: int) -> None:
+        length = random.randrange(1, 40)
+        sampling = SamplingParams(
+            max_tokens=random.randrange(1, 24),
+            temperature=random.choice([0.0, 0.7, 1.5]),
+            top_k=random.choice([0, 5]),
+            seed=random.choice([None, number]),
+            ignore_eos=random.random() < 0.5,
+            logprobs=random.choice([None, None, 2]),
+            presence_penalty=random.choice([0.0, 0.0, 0.5]),
+            allowed_token_ids=random.choice([None, None, None, [5, 9, 11, 40]]),
+            n=random.choice([1, 1, 1, 2]),
+        )
+        prompt = [
+            *PROMPT[: length // 2],
+            *(random.randrange(3, 200) for _ in range(length // 2 + 1)),
+        ]
+        stops = random.random() < 0.1
+        stream = llm.generate(prompt, sampling, priority=random.choice([0, 0, 1]))
+        try:
+            async for _ in stream:
+                if stops:
+                    break
+            counts["aborted" if stops else "answered"] += 1
+        finally:
+            await stream.aclose()
+
+    open_ones: list[asyncio.Task[None]] = []
+    for number in range(num_requests):
+        open_ones.append(asyncio.create_task(request(number)))
+        if number == num_requests // 3:
+            await llm.update_weights(str(other), mode="keep")
+        if number == num_requests // 2:
+            await llm.sleep(mode="keep")
+            await llm.wake_up()
+        if number % 25 == 24:
+            await asyncio.sleep(0.05)
+    await asyncio.gather(*open_ones)
+    counts["preempted"] = llm.engine.stats().num_preemptions
+    await llm.shutdown()
+    return counts
