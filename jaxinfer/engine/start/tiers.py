@@ -64,6 +64,11 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
         )
+    if config.record is not None:
+        raise ConfigError(
+            "a recording has no tiers so far, and could not be replayed; leave out record or "
+            "kv_offloading_size"
+        )
     if program.platform != "cpu":
         raise ConfigError(
             "kv_offloading_size is for a CPU so far, as pages of a GPU have no copies of their own "
@@ -169,7 +174,7 @@ def begin_tiers(
     if config.kv_connector is not None:
         connector = Chain(host, _own_connector(config.kv_connector)(mover.forms))
         described += f", behind it {config.kv_connector}"
-    progress.detail(
+    progress.note(
         f"{described}: restores {cost.bytes_per_second / 1e9:.2f} GB/s, a step takes "
         f"{cost.step_seconds * 1e3:.2f} ms and {cost.token_seconds * 1e6:.1f} us a prompt token; "
         f"prefixes are restored {_from_length(cost, mover.forms, plan.program)}"
