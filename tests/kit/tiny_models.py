@@ -316,7 +316,11 @@ CONFIGS = MappingProxyType(
             "routed_scaling_factor": 1.5,
         },
         "seed_oss": {**_DECODER, "architectures": ["SeedOssForCausalLM"], "head_dim": 16},
-        "ernie4_5": {**_DECODER, "architectures": ["Ernie4_5ForCausalLM"], "head_dim": 16},
+        "ernie4_5": {
+            **_DECODER,
+            "architectures": ["Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"],
+            "head_dim": 16,
+        },
         "exaone4": {
             **_DECODER,
             "architectures": ["Exaone4ForCausalLM"],

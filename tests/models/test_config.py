@@ -12,6 +12,8 @@ from jaxinfer.models import build_model, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
 from kit.tiny_models import NAMES, tiny_config
 
+# Falcon's published files do not have it.
+HAS_DEFAULT = [(name, "max_position_embeddings") for name in ("falcon", "falcon_7b")]
 REQUIRED = [
     (name, key)
     for name in NAMES
@@ -29,6 +31,7 @@ REQUIRED = [
         )
     )
     if key in tiny_config(name)  # a model whose layers all have experts needs no intermediate_size
+    and (name, key) not in HAS_DEFAULT
 ]
 
 
