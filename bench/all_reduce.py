@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.circumstances import host_circumstances, write_report
 from jaxinfer.exec.run.exchange import Exchange
 from jaxinfer.nn.placement import TENSOR, Placement, default_placement
 from pallas_kernels.all_reduce.api import AllReduceArgs, Peers, all_reduce

@@ -1,74 +1,18 @@
-"""The machine, versions and commit of a measurement, and its report as a JSON file."""
+"""The circumstances of a measurement whose own process has the device."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-from collections.abc import Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton")
+import jax
+
+from jaxinfer.bench.circumstances import host_circumstances
 
 
 def circumstances(*sources: str) -> dict[str, Any]:
     """Facts for a JSON report; ``git_dirty``: whether ``sources`` differ from the commit."""
-    import jax
-
     return {
         "device": jax.devices()[0].device_kind,
         "num_devices": len(jax.devices()),
         **host_circumstances(*sources),
     }
-
-
-def host_circumstances(*sources: str) -> dict[str, Any]:
-    """The facts without the device, for a process that must leave the device to another one."""
-    commit = _git("rev-parse", "HEAD")
-    return {
-        "host": _cpu_model() or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "git": commit,
-        "git_dirty": commit and bool(_git("status", "--porcelain", *sources)),
-    }
-
-
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write all or nothing: if the process is killed, an earlier report stays complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
-    partial.replace(path)
-
-
-def _versions() -> dict[str, str]:
-    """The versions of the packages that are installed."""
-    found: dict[str, str] = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _git(*arguments: str) -> str | None:
-    """The output of git; None if the files are not a checkout."""
-    command, root = ["git", *arguments], Path(__file__).parents[1]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
-def _cpu_model() -> str | None:
-    """The processor's name; None if the system does not report it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)

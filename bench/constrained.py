@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.circumstances import host_circumstances, write_report
 from bench.step.__main__ import setting
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.bench.circumstances import host_circumstances, write_report
 from jaxinfer.core.config import DEFAULT_MODEL
 
 WORDS = {

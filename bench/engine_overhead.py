@@ -18,7 +18,7 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from bench.throughput import rotated
+from jaxinfer.bench.numbers import rotated
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits

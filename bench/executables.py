@@ -24,7 +24,8 @@ from pathlib import Path
 import jax
 import msgspec
 
-from bench.circumstances import circumstances, write_report
+from bench.circumstances import circumstances
+from jaxinfer.bench.circumstances import write_report
 from jaxinfer.core.config import EngineConfig, cache_root
 from jaxinfer.core.progress import NO_PROGRESS
 from jaxinfer.engine.start.model import model_of

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.circumstances import host_circumstances, write_report
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.bench.circumstances import host_circumstances, write_report
 
 CONFIGS = Path("tests/data/configs.json")  # of public models
 MAX_MEDIAN, MAX_DIFFERENCE = 0.05, 0.15

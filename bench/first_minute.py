@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.circumstances import host_circumstances, write_report
-from bench.serve.client import Answer, Client
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.bench.server_process import ServerProcess
 
 MAX_ALONE, MAX_TOGETHER = 1.5, 1.3
 STEADY_SECONDS = 6.0  # measured after the last executable is there

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.circumstances import host_circumstances, write_report
-from bench.serve.client import Client
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.server_process import ServerProcess
 
 FIRST_REQUESTS = 20
 REPEATS = 5  # of each kind, for its steady time

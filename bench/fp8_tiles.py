@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.circumstances import write_report
 from bench.kernels import seconds_in_a_chain
 from bench.step.file import facts
+from jaxinfer.bench.circumstances import write_report
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import CASES, QuantisedCase
 from pallas_kernels.quantised_gemm.fp8 import launch

@@ -20,8 +20,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.circumstances import host_circumstances, write_report
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.server_process import ServerProcess
 from jaxinfer.core.config import DEFAULT_MODEL
 
 MIB = 1 << 20

@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances, write_report
 from bench.step.file import run_child
+from jaxinfer.bench.circumstances import host_circumstances, write_report
 
 # the simulated device is part of the tests
 sys.path.append(str(Path(__file__).parent.parent / "tests"))

@@ -27,10 +27,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.circumstances import host_circumstances, write_report
-from bench.process_tree import tree_memory
-from bench.serve.client import Answer, Client
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.bench.process_tree import tree_memory
+from jaxinfer.bench.server_process import ServerProcess
 
 MAX_WAIT, MAX_SECONDS, MAX_GROWTH = 2.0, 3.0, 300 << 20
 CHAT_TOKENS = 400

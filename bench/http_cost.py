@@ -22,14 +22,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.circumstances import host_circumstances, write_report
 from bench.peer_process import PeerProcess
-from bench.process_tree import tree_cpu
-from bench.serve.__main__ import first_model
-from bench.serve.client import Client
-from bench.serve.run import Outcome, offer
-from bench.serve.workload import Query, RandomLengths, body_of, random_queries
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.offer import Outcome, offer
+from jaxinfer.bench.process_tree import tree_cpu
+from jaxinfer.bench.serve import first_model
+from jaxinfer.bench.server_process import ServerProcess
+from jaxinfer.bench.workload import Query, RandomLengths, body_of, random_queries
 from jaxinfer.core.config import DEFAULT_MODEL
 
 ROUTE = "/v1/completions"

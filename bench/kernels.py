@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.circumstances import write_report
 from bench.step.file import facts
+from jaxinfer.bench.circumstances import write_report
 from pallas_kernels.harness.registry import (
     OP_NAMES,
     Case,

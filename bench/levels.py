@@ -1,4 +1,4 @@
-"""Simulates a level of ``bench.serve`` without a device, with the real scheduler and buckets.
+"""Simulates a level of ``jaxinfer bench serve`` without a device, with the real scheduler and buckets.
 
 Run from the repository root; the last level of the sweep, and one below saturation:
 
@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec import structs
 
-from bench.serve.run import rate_of
-from bench.serve.workload import arrivals
+from jaxinfer.bench.numbers import percentile
+from jaxinfer.bench.offer import rate_of
+from jaxinfer.bench.workload import arrivals
 from jaxinfer.cli.settings import size
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.limits import Limits
@@ -105,14 +106,14 @@ class Outcome:
     steps: list[tuple[float, float, StepPlan]]
 
     def line(self) -> str:
-        """The figures of ``bench.serve``."""
+        """The figures of ``jaxinfer bench serve``."""
         pairs = list(zip(self.sent, self.tokens, strict=True))
         ttft = [times[0] - sent for sent, times in pairs]
         tpot = [(times[-1] - times[0]) / max(1, len(times) - 1) for times in self.tokens]
         gaps = np.concatenate([np.diff(times) for times in self.tokens])
         e2el = [times[-1] - sent for sent, times in pairs]
         parts = [
-            f"{name} {np.median(values):.2f} / {np.percentile(values, 99):.2f}"
+            f"{name} {percentile(values, 50):.2f} / {percentile(values, 99):.2f}"
             for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", gaps), ("e2el", e2el))
         ]
         rate = 1e3 * sum(map(len, self.tokens)) / max(times[-1] for times in self.tokens)

@@ -22,13 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from bench.circumstances import host_circumstances, write_report
-from bench.process_tree import tree_memory
-from bench.serve.__main__ import first_model
-from bench.serve.client import Answer, Client
-from bench.serve.workload import Query, body_of
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.bench.numbers import percentile
+from jaxinfer.bench.process_tree import tree_memory
+from jaxinfer.bench.serve import first_model
+from jaxinfer.bench.workload import Query, body_of
 
 TEXTS = Path("tests/data/evals/hellaswag_200.jsonl.gz")
 WINDOW = 60  # seconds at the start and at the end that are compared
@@ -70,18 +69,18 @@ class Load:
 
     def summary(self) -> dict[str, Any]:
         """Figures of the run; times in ms, memory in MB."""
-        gaps = 1e3 * np.asarray(self.gaps or [0.0])
-        p50, p99 = np.percentile(gaps, [50, 99])
+        gaps = [1e3 * gap for gap in self.gaps]
+        p50, p99 = percentile(gaps, 50), percentile(gaps, 99)
         counted = [when for when in self.chunk_times if when <= self.seconds]
         return {
             "answers": self.answers,
             "errors": len(self.errors),
             "output_tokens": self.output_tokens,
             "output_throughput": len(counted) / (self.seconds - self.warmup),
-            "gap_p50_ms": float(p50),
-            "gap_p99_ms": float(p99),
-            "gap_max_ms": float(gaps.max()),
-            "gap_ratio": float(p99 / p50) if p50 else None,
+            "gap_p50_ms": p50,
+            "gap_p99_ms": p99,
+            "gap_max_ms": max(gaps, default=0.0),
+            "gap_ratio": p99 / p50 if p50 else None,
             "median_ttft_ms": 1e3 * median(self.ttfts or [0.0]),
             **self._memory_summary(),
         }

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.render_plot import bars_plot
+from jaxinfer.bench.plot import bars_plot
 
 TITLE = "Time per output token, ms: Qwen3-4B, bfloat16, prompts of 1,024 tokens, one H100"
 

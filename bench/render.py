@@ -1,7 +1,7 @@
 """Results of a device as the Markdown tables of docs/performance.md, and a plot.
 
-Run from the repository root with files of ``bench.step``, ``bench.serve --sweep`` and
-``bench.kernels``:
+Run from the repository root with files of ``bench.step`` and ``bench.kernels``, and folders of
+``jaxinfer bench serve --sweep``:
 
     .venv/bin/python -m bench.render bench/results/h200/*.json \\
         --peer bench/results/peers/vllm_h200.json [--plot docs/tpot.svg]
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bench.render_plot import lines_plot
+from jaxinfer.bench.folder import read_folder
+from jaxinfer.bench.plot import lines_plot
+from jaxinfer.bench.report import table
+from jaxinfer.bench.results import results_of
 
 type Values = Mapping[tuple[str, str], Mapping[str, Any]]  # rows by (metric, case)
 
@@ -238,14 +241,6 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown and an empty one; none without rows."""
-    if not rows:
-        return []
-    rule = ["---", *("---:" for _ in heads[1:])]
-    return [*(f"| {' | '.join(cells)} |" for cells in (heads, rule, *rows)), ""]
-
-
 def tpot_plot(report: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
     """TPOT by batch: floor, ours, peer; an SVG file."""
 
@@ -264,6 +259,17 @@ def tpot_plot(report: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
     return lines_plot("TPOT, ms, by batch", {name: xy for name, xy in lines.items() if xy})
 
 
+def sweep_of(folder: Path) -> dict[str, Any]:
+    """A row for each level of a folder of ``jaxinfer bench serve --sweep``."""
+    read = read_folder(folder)
+    figures = results_of(read.run, read.records)["series"]
+    rows = [
+        {"qps": "inf" if one.rate is None else one.rate, **figures[one.name]}
+        for one in read.run.series
+    ]
+    return {**read.environment, "rows": rows}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the tables; write the plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -273,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     peer = json.loads(arguments.peer.read_text())
     for path in arguments.results:
-        report = json.loads(path.read_text())
+        report = sweep_of(path) if path.is_dir() else json.loads(path.read_text())
         rows = report.get("rows", [])
         if rows and "qps" in rows[0]:
             print("\n".join(serve_tables(report, peer)))
@@ -285,7 +291,7 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(kernel_tables(report)))
         else:
             raise SystemExit(
-                f"{path} is no result of bench.step, bench.kernels or a sweep of bench.serve"
+                f"{path} is no result of bench.step, bench.kernels or jaxinfer bench serve"
             )
 
 

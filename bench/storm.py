@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import host_circumstances, write_report
-from bench.serve.client import Answer, Client
-from bench.server_process import ServerProcess
+from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.bench.server_process import ServerProcess
 
 STREAM_TOKENS = 400
 AT_ONCE = 512

@@ -6,11 +6,11 @@ Owns: the order of runs, the samples and the figures derived from them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from bench.peer_process import Run
+from jaxinfer.bench.numbers import rotated
 
 # continues a batch of prompts greedily by exactly so many tokens: one timed call
 type Engine = Callable[[list[list[int]], int], Run]
@@ -69,12 +69,6 @@ def measure(
     return results
 
 
-def rotated(names: Sequence[str], repeat: int) -> list[str]:
-    """The names, starting with another one in each repeat."""
-    start = repeat % len(names)
-    return [*names[start:], *names[:start]]
-
-
 def check_counts(name: str, run: Run, batch: int, num_tokens: int) -> None:
     """Raise ``ValueError`` unless the run has ``num_tokens`` tokens for each of the prompts."""
     lengths = [len(answer) for answer in run.token_ids]
@@ -85,13 +79,3 @@ def check_counts(name: str, run: Run, batch: int, num_tokens: int) -> None:
 def agreement(ours: Measured, peer: Measured) -> int:
     """The number of sequences in which all tokens are equal."""
     return sum(a == b for a, b in zip(ours.token_ids, peer.token_ids, strict=True))
-
-
-def paired_ratio(ours: Iterable[float], peer: Iterable[float]) -> float:
-    """Median over repeats of the ratio within a repeat, in which common disturbances cancel out."""
-    return median(a / b for a, b in zip(ours, peer, strict=True))
-
-
-def spread(samples: Sequence[float]) -> float:
-    """Half the distance between the extremes, as a share of the median."""
-    return (max(samples) - min(samples)) / 2 / median(samples)

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.circumstances import write_report
 from bench.kernels import bench_cases, seconds_in_a_chain
+from jaxinfer.bench.circumstances import write_report
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
 from pallas_kernels.append_decode import mosaic_launch as append_decode_mosaic_launch

@@ -22,6 +22,7 @@ FLOORS = (  # lowest first; "jaxinfer" is the package's own __init__, the public
     {"jaxinfer.weights", "jaxinfer.exec"},
     {"jaxinfer.engine"},
     {"jaxinfer.server", "jaxinfer.rl", "jaxinfer"},
+    {"jaxinfer.bench"},
     {"jaxinfer.cli"},
     {"jaxinfer.__main__", "jaxinfer.ray"},
 )

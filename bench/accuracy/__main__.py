@@ -38,11 +38,11 @@ from msgspec import structs
 
 from bench.accuracy.cases import Workload, make_prompts
 from bench.accuracy.scorer import Answer, Scorer, Scores
-from bench.circumstances import write_report
 from bench.step.__main__ import setting
 from bench.step.cases import GREEDY
 from bench.step.file import Row, environment, facts, merged_report, read_report
 from jaxinfer import LLM
+from jaxinfer.bench.circumstances import write_report
 from jaxinfer.core.config import (
     COMPILED,
     DEFAULT_GPU_MEMORY_UTILIZATION,

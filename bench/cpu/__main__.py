@@ -22,7 +22,7 @@ from collections import ChainMap
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.circumstances import circumstances, write_report
+from bench.circumstances import circumstances
 from bench.cpu.report import (
     OURS,
     overhead_rows,
@@ -34,6 +34,7 @@ from bench.engine_overhead import measure_overhead
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
 from bench.throughput import measure
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.bench.circumstances import write_report
 from jaxinfer.core.config import DEFAULT_MODEL, cache_root
 from jaxinfer.core.progress import NoProgress
 from jaxinfer.text.tokenizer import Tokenizer

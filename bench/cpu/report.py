@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from bench.throughput import Measured, agreement, paired_ratio, spread
+from bench.throughput import Measured, agreement
+from jaxinfer.bench.numbers import paired_ratio, spread
 
 OURS = "jaxinfer"
 

@@ -26,16 +26,16 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from bench.circumstances import write_report
 from bench.step import cases
 from bench.step.busy import busy_seconds
 from bench.step.cases import GREEDY, SAMPLED, Prompts, Workload, middle
 from bench.step.experts import DistinctExperts, share_of
 from bench.step.file import Row, environment, facts, merged_report, read_report
-from bench.step.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from bench.step.memory import SMI, measure_memory
 from bench.step.start import measure_starts, start_rows
 from jaxinfer import LLM
+from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     prepare_backend,

@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from jaxinfer import __version__
+from jaxinfer.cli.bench import bench
 from jaxinfer.cli.chat.command import chat
 from jaxinfer.cli.compile import compile_
 from jaxinfer.cli.convert import convert
@@ -80,8 +81,8 @@ class Commands(click.Group):
 @click.group(
     cls=Commands,
     commands=(
-        *(chat, compile_, convert, doctor, export, generate, inspect, list_, pull, replay, rm),
-        *(run_batch, serve),
+        *(bench, chat, compile_, convert, doctor, export, generate, inspect, list_, pull, replay),
+        *(rm, run_batch, serve),
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )

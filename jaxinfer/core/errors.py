@@ -65,3 +65,7 @@ class RecordingError(JaxinferError):
 
 class EngineError(JaxinferError, RuntimeError):
     """The engine failed or was closed; the message says what to do next."""
+
+
+class BenchError(JaxinferError):
+    """A measurement cannot be made, or the folder of one cannot be read or is not what it was."""

@@ -189,9 +189,18 @@ def connect(hosts: Hosts) -> Peer:
             time.sleep(min(RETRY_SECONDS, max(left, 0)))
     peer = Peer(end, f"host 0 ({hosts.address})")
     try:
+        end.settimeout(hosts.timeout + HELLO_SECONDS)  # host 0 waits for the other hosts
         peer.put(Hello(VERSION, hosts.rank, hosts.count))
         if reason := peer.get(Reply).error:
             raise EngineError(f"{peer.name}: {reason}")
+        end.settimeout(None)
+    except (HostLost, msgspec.DecodeError) as error:
+        peer.leave()
+        raise EngineError(
+            f"host 0 does not answer at {hosts.coordinator} within "
+            f"{hosts.timeout + HELLO_SECONDS:g} s (it has ended, or another program listens "
+            "there); see its log, or correct --coordinator"
+        ) from error
     except EngineError:
         peer.leave()
         raise

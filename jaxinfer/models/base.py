@@ -39,17 +39,17 @@ class ModelFamily:
 
     ``ignored_tensors`` are regular expressions of checkpoint tensors that are not needed (buffers,
     an lm_head tied to the embedding). ``optional_prefix`` is a prefix of all tensor names in some
-    checkpoints of the family. ``calls`` are executables beside the step that only this family has:
-    records ``exec.calls.call.Call``, whose functions are those of modules, as another process may
-    compile them. With ``stacked_experts`` some checkpoints have a layer's experts in two tensors,
-    which ``weights.stacked_experts`` presents as those of single experts.
+    checkpoints of the family, or several. ``calls`` are executables beside the step that only this
+    family has: records ``exec.calls.call.Call``, whose functions are those of modules, as another
+    process may compile them. With ``stacked_experts`` some checkpoints have a layer's experts in
+    two tensors, which ``weights.stacked_experts`` presents as those of single experts.
     """
 
     name: str
     config_from_hf: Callable[[Mapping[str, Any], jnp.dtype], DecoderSpec]
     param_specs: Callable[[DecoderSpec], tuple[ParamSpec, ...]]
     ignored_tensors: tuple[str, ...] = ()
-    optional_prefix: str = ""
+    optional_prefix: str | tuple[str, ...] = ""
     calls: tuple[Any, ...] = ()
     stacked_experts: bool = False
 

@@ -14,7 +14,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.linears import dense_linears, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, join, transposed
+from jaxinfer.models.params import ParamSpec, as_is, join, join_flat, transposed
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     DecoderSpec,
@@ -40,6 +40,7 @@ class ExpertTensors(NamedTuple):
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias_dims: int = 1  # with 2 the tensor is [1, E]
 
 
 _TENSORS = ExpertTensors()
@@ -221,9 +222,10 @@ def router_specs(
         bias = Source(f"{source}{names.router}.bias", (ffn.count,))
         yield ParamSpec(path + "router_bias", ArraySpec((ffn.count,), (None,)), (bias,), as_is)
     if ffn.choice_bias:
-        bias = Source(f"{source}{names.choice_bias}", (ffn.count,))
+        shape = (1,) * (names.choice_bias_dims - 1) + (ffn.count,)
+        bias = Source(f"{source}{names.choice_bias}", shape)
         array = ArraySpec((ffn.count,), (None,), jnp.dtype(jnp.float32))
-        yield ParamSpec(path + "choice_bias", array, (bias,), as_is)
+        yield ParamSpec(path + "choice_bias", array, (bias,), join_flat)
 
 
 def unused_parameters(config: DecoderSpec) -> int:

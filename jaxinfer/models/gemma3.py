@@ -26,17 +26,15 @@ from jaxinfer.models.gqa import (
     windows_by_layer,
 )
 from jaxinfer.models.hf_keys import REMOVE_KEY
-from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
+from jaxinfer.models.hf_rope import ropes_by_kind
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
-from jaxinfer.nn.rope import RopeConfig
 
 # transformers' defaults
 _HEAD_DIM, _SCALAR, _PATTERN = 256, 256, 6
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 
 _LOCAL_KEY = "rope_local_base_freq"
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _NORMS = NormSources(
     names=(
@@ -60,7 +58,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "use_bidirectional_attention", False)
     bias = hf.flag(config, "attention_bias", False)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
-    rope, local_rope = _ropes(config, head_dim)
+    rope, local_rope = ropes_by_kind(
+        config, head_dim, theta=_GLOBAL_THETA, local_theta=_LOCAL_THETA, local_key=_LOCAL_KEY
+    )
     return gqa_config(
         config,
         dtype,
@@ -91,31 +91,6 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     pattern = hf.positive_int(config, "sliding_window_pattern", other)
     num_layers = hf.positive_int(config, "num_hidden_layers")
     return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
-
-
-def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """The rope of layers without a window, and of layers with one."""
-    full = {key: config.get(key) for key in ROPE_KEYS}
-    local = {key: config.get(key) for key in ("max_position_embeddings", _LOCAL_KEY)}
-    for place in SECTIONS:
-        full[place], local[place] = _sections(place, config.get(place))
-    return (
-        rope_config(full, head_dim, theta=_GLOBAL_THETA),
-        rope_config(local, head_dim, theta=_LOCAL_THETA, theta_key=_LOCAL_KEY),
-    )
-
-
-def _sections(place: str, given: Any) -> tuple[Any, Any]:
-    """The section for layers without a window, and for layers with one."""
-    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
-        return given, None  # as in the published files: a scaling only of layers without a window
-    if unknown := given.keys() - {*_LAYER_TYPES}:
-        raise ConfigError(
-            f"config key {place!r} has values for {short(', '.join(sorted(unknown)))}; Gemma 3 has "
-            f"layers of {' and '.join(_LAYER_TYPES)}"
-        )
-    full, local = (given.get(name) for name in _LAYER_TYPES)
-    return full, local
 
 
 FAMILY = ModelFamily(

@@ -15,16 +15,16 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
-    FusedTensors,
     NormSources,
     gqa_config,
     gqa_param_specs,
     windows_by_layer,
 )
+from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _HEAD_DIM, _PARTIAL_ROTARY = 128, 0.5  # transformers' defaults
-_FUSED = FusedTensors(gate_up="mlp.gate_up_proj")
+_NAMES = TensorNames(into=("mlp.gate_up_proj",))
 _NORMS = NormSources(
     names=(
         "input_layernorm",
@@ -53,6 +53,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 FAMILY = ModelFamily(
     name="glm4",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS, fused=_FUSED, interleaved=True),
+    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES, interleaved=True),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

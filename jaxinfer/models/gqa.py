@@ -17,15 +17,18 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
+from jaxinfer.models.names import LLAMA, TensorNames
 from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
-from jaxinfer.models.sources import ArraySpec, PackedHeads, RotaryRows, RowOrder, Source
+from jaxinfer.models.sources import ArraySpec, PackedHeads, RotaryRows, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
     FeedForwardConfig,
     FeedForwardSpec,
     LayerSpec,
+    QKNormKind,
 )
+from jaxinfer.nn.layer_spec import NormKind
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 
@@ -37,21 +40,20 @@ _SLIDING = "sliding_attention"
 _LAYER_TYPES = ("full_attention", _SLIDING)
 _WINDOW = 4096  # transformers' default for Mistral and Qwen
 _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_NORM_TENSORS = MappingProxyType({"rms": ("weight",), "layer": ("weight", "bias")})
+_NORM_TENSORS = MappingProxyType(
+    {
+        "rms": ("weight",),
+        "layer": ("weight", "bias"),
+        "layer_weight": ("weight",),
+        "layer_plain": (),
+    }
+)
+_EPS_KEYS = MappingProxyType({"rms": "rms_norm_eps"})  # others: layer_norm_eps
 # The parameters of a network with experts, of (path, start of tensor names, spec, width).
 type ExpertSpecs = Callable[[str, str, Any, int], Iterable[ParamSpec]]
 # The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
 # mixer, width of the stream, dtype of norms).
 type MixerSpecs = Callable[[str, str, Any, int, Any], Iterable[ParamSpec]]
-
-
-class FusedTensors(NamedTuple):
-    """The names of tensors that hold q, k and v, and gate and up; None if they are separate."""
-
-    qkv: str | None = None
-    gate_up: str | None = None
 
 
 def gqa_config(
@@ -60,29 +62,36 @@ def gqa_config(
     *,
     qkv_bias: bool,
     o_bias: bool,
-    qk_norm: Literal["head", "all_heads"] | None,
+    qk_norm: QKNormKind | None,
     windows: tuple[int | None, ...],
     mlp_bias: bool = False,
     head_dim: int | None = None,
     scale: float | None = None,
     rope: RopeConfig | None = None,
     local_rope: RopeConfig | None = None,
+    theta: float = 10000.0,
     partial_rotary: float | None = None,
     activation: str | None = None,
-    norms: Literal["before", "after", "both"] = "before",
-    norm: Literal["rms", "layer"] = "rms",
+    rotates: Sequence[bool] | None = None,
+    gated: bool = True,
+    norms: Literal["before", "after", "both", "shared"] = "before",
+    norm: NormKind = "rms",
+    norm_eps: float | None = None,
+    parallel: bool = False,
     tied: bool = False,
     sinks: bool = False,
     ffns: Sequence[FeedForwardSpec] | None = None,
+    attention: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json``, with a layer for each of ``windows``.
 
     If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
-    are read, ``scale`` is head_dim ** -0.5, layers with a window rotate like the others
-    (``local_rope``), heads rotate whole (``partial_rotary``: the default for the part that does),
-    and all layers have the same dense network (``ffns``: the network of each). ``more`` are further
-    fields. Raises ``ConfigError`` with the key.
+    are read (``theta``: the default base), ``scale`` is head_dim ** -0.5, layers with a window
+    rotate like the others (``local_rope``), all layers rotate (``rotates``: which do), heads rotate
+    whole (``partial_rotary``: the default for the part that does), all layers have the same dense
+    network (``ffns``: the network of each), and ``norm_eps`` is read. ``attention`` are further
+    fields of attention, ``more`` of the decoder. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -93,12 +102,12 @@ def gqa_config(
             f"'num_key_value_heads' {num_kv_heads}"
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
-    rope = rope or rope_config(config, head_dim, partial=partial_rotary)
+    rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary)
     if ffns is None:
         ffn = FeedForwardConfig(
             width=hf.positive_int(config, "intermediate_size"),
             activation=activation or hf.activation(config, "hidden_act", "silu"),
-            gated=True,
+            gated=gated,
             bias=mlp_bias,
         )
         ffns = [ffn] * len(windows)
@@ -109,21 +118,27 @@ def gqa_config(
             head_dim=head_dim,
             scale=scale or head_dim**-0.5,
             window=window,
-            rope=rope if window is None else local_rope or rope,
+            rope=(rope if window is None else local_rope or rope) if rotated else None,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             qk_norm=qk_norm,
             sinks=sinks,
+            **attention,
         )
-        for window in windows
+        for window, rotated in zip(windows, rotates or [True] * len(windows), strict=True)
     )
+    layers = (
+        LayerSpec(mixer, ffn, norms, parallel=parallel)
+        for mixer, ffn in zip(mixers, ffns, strict=True)
+    )
+    eps_key = _EPS_KEYS.get(norm, "layer_norm_eps")
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        layers=tuple(LayerSpec(mixer, ffn, norms) for mixer, ffn in zip(mixers, ffns, strict=True)),
+        layers=tuple(layers),
         lengths=rope.lengths(hf.positive_int(config, "max_position_embeddings")),
         norm=norm,
-        norm_eps=hf.positive_float(config, "rms_norm_eps" if norm == "rms" else "layer_norm_eps"),
+        norm_eps=norm_eps or hf.positive_float(config, eps_key),
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", tied),
         dtype=dtype,
         **more,
@@ -176,14 +191,14 @@ class NormSources(NamedTuple):
     several: Callable[..., np.ndarray] = stack
 
 
-PRE_NORMS, SEPARATE = NormSources(), FusedTensors()
+PRE_NORMS = NormSources()
 
 
 def gqa_param_specs(
     config: DecoderSpec,
     norms: NormSources = PRE_NORMS,
     experts: ExpertSpecs | None = None,
-    fused: FusedTensors = SEPARATE,
+    names: TensorNames = LLAMA,
     interleaved: bool = False,
     mixers: MixerSpecs | None = None,
 ) -> tuple[ParamSpec, ...]:
@@ -193,50 +208,64 @@ def gqa_param_specs(
     attention, of families that have one. With ``interleaved`` component 2i of a head rotates with
     2i + 1 in the checkpoint.
     """
-    d, specs = config.hidden_size, outer_specs(config, norms)
+    d, specs = config.hidden_size, outer_specs(config, norms, names)
     for i in range(len(config.layers)):
-        layer, path, source = config.layers[i], f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, i, norms, fused, mixers, interleaved))
+        layer, path, source = config.layers[i], f"layers_{i}/", names.layer.format(i)
+        specs.extend(_layer_specs(config, i, norms, names, mixers, interleaved))
         if layer.ffn.experts is not None:
             assert experts is not None, "the family has no experts"
             specs.extend(experts(path, source, layer.ffn, d))
     return tuple(specs)
 
 
-def outer_specs(config: DecoderSpec, norms: NormSources = PRE_NORMS) -> list[ParamSpec]:
-    """The parameters outside the layers: embedding, final norm, and an untied head."""
+def outer_specs(
+    config: DecoderSpec, norms: NormSources = PRE_NORMS, names: TensorNames = LLAMA
+) -> list[ParamSpec]:
+    """The parameters outside the layers: embedding, positions, final norm, and an untied head."""
     v, d = config.vocab_size, config.hidden_size
-    embed = Source("model.embed_tokens.weight", (v, d))
-    final = tuple(Source(f"model.norm.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
-    array = ArraySpec((d,), (None,), config.norm_dtype)
-    if len(final) > 1:
+    embed = Source(f"{names.embed}.weight", (v, d))
+    array = ArraySpec((v, d), ("vocab", None))
+    specs = [ParamSpec("embed", array, (embed,), as_is, matrix="rows")]
+    if config.num_positions is not None:
+        array = ArraySpec((config.num_positions + config.first_position, d), (None, None))
+        table = (Source(f"{names.positions}.weight", array.shape),)
+        specs.append(ParamSpec("positions", array, table, as_is))
+    final = tuple(Source(f"{names.final_norm}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
+    if len(final) == 1:
+        array = ArraySpec((d,), (None,), config.norm_dtype)
+        specs.append(ParamSpec("final_norm", array, final, norms.one))
+    elif final:
         array = ArraySpec((len(final), d), (None, None), config.norm_dtype)
-    specs = [
-        ParamSpec("embed", ArraySpec((v, d), ("vocab", None)), (embed,), as_is, matrix="rows"),
-        ParamSpec("final_norm", array, final, norms.one if len(final) == 1 else norms.several),
-    ]
+        specs.append(ParamSpec("final_norm", array, final, norms.several))
     if not config.tie_word_embeddings:
-        head = Source("lm_head.weight", (v, d))
+        head = Source(f"{names.head}.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
         specs.append(ParamSpec("lm_head", array, (head,), join_outputs, matrix="out_in"))
+    if config.head_bias:
+        bias = (Source(f"{names.head}.bias", (v,)),)
+        specs.append(ParamSpec("lm_head_bias", ArraySpec((v,), ("vocab",)), bias, as_is))
     return specs
 
 
 def _qkv_linear(
-    mixer: AttentionConfig, width: int, fused: str | None, rows: Callable[[int], RotaryRows | None]
+    mixer: AttentionConfig,
+    width: int,
+    names: TensorNames,
+    rows: Callable[[int], RotaryRows | None],
 ) -> Linear:
     """The linear layer of q, k and v; ``rows``: the row order of so many heads."""
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     parts, widths, units = (n * h, k * h, k * h), (), (n, k, k)
-    tensors: tuple[str, ...] = _QKV
-    orders: tuple[RowOrder | None, ...] = (rows(n), rows(k), None)
-    if fused is not None:
-        tensors, orders = (fused,), (rows(n + k),)
+    tensors, orders = names.qkv, (rows(n), rows(k), None)
+    if names.packed:
+        orders = (PackedHeads(k, (n // k * h, h, h), (), orders),)
+    elif len(tensors) == 1:
+        orders = (rows(n + k),)
     elif mixer.gate:  # a head's query and its gate are adjacent in the tensor of queries
         parts, widths, units = (n * h, *parts), (2 * n * h, k * h, k * h), (n, *units)
-        orders = (PackedHeads(n, (h, h), (1, 0), rows(n)), *orders[1:])
+        orders = (PackedHeads(n, (h, h), (1, 0), (None, rows(n))), *orders[1:])
     if mixer.values == "keys":
-        assert fused is None, "the tensor would hold values"
+        assert len(tensors) == 3, "the tensor would hold values"
         parts, tensors, orders, units = parts[:-1], tensors[:-1], orders[:-1], units[:-1]
     axes = (None, Fused("heads", parts, units))
     shape = (width, sum(parts))
@@ -255,33 +284,34 @@ def _layer_specs(
     config: DecoderSpec,
     index: int,
     norms: NormSources,
-    fused: FusedTensors,
+    names: TensorNames,
     mixers: MixerSpecs | None,
     interleaved: bool,
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer without those of experts."""
     mixer, ffn, d = config.layers[index].mixer, config.layers[index].ffn, config.hidden_size
-    path, source = f"layers_{index}/", f"model.layers.{index}."
+    path, source = f"layers_{index}/", names.layer.format(index)
     linears: tuple[Linear, ...] = ()
     if isinstance(mixer, AttentionConfig):
         rows = partial(_rotary_rows, mixer, interleaved=interleaved)
         heads = mixer.num_heads * mixer.head_dim
         linears = (
-            _qkv_linear(mixer, d, fused.qkv, rows),
-            Linear("o", ("self_attn.o_proj",), (heads, d), ("heads", None), mixer.o_bias),
+            _qkv_linear(mixer, d, names, rows),
+            Linear("o", (names.o,), (heads, d), ("heads", None), mixer.o_bias),
         )
     else:
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(path, source, mixer, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
-        linears += dense_linears(ffn, d, gate_up=fused.gate_up)
+        linears += dense_linears(ffn, d, names=names)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
     tensors = tuple(f"{name}.{kind}" for name in norms.names for kind in _NORM_TENSORS[config.norm])
-    yield _norm_stack(path + "norms", source, tensors, d, config, norms)
+    if tensors:
+        yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
     if isinstance(mixer, AttentionConfig):
-        yield from _head_specs(path, source, mixer, config, norms, rows)
+        yield from _head_specs(path, source, mixer, config, norms, names.qk_norms, rows)
 
 
 def _norm_stack(
@@ -305,6 +335,7 @@ def _head_specs(
     mixer: AttentionConfig,
     config: DecoderSpec,
     norms: NormSources,
+    qk_norms: tuple[str, str],
     rows: Callable[[int], RotaryRows | None],
 ) -> Iterator[ParamSpec]:
     """The sinks of attention heads, and the norms of their queries and keys."""
@@ -312,8 +343,8 @@ def _head_specs(
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
-    if mixer.qk_norm == "head":
-        names = tuple(f"{name}.weight" for name in _QK_NORMS)
+    if mixer.qk_norm in ("head", "rotated"):
+        names = tuple(f"{name}.weight" for name in qk_norms)
         yield _norm_stack(path + "qk_norms", source, names, mixer.head_dim, config, norms, rows(1))
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
@@ -321,6 +352,6 @@ def _head_specs(
         array = ArraySpec((sum(widths),), (axis,), config.norm_dtype)
         sources = tuple(
             Source(f"{source}{name}.weight", (width,), rows=rows(width // mixer.head_dim))
-            for name, width in zip(_QK_NORMS, widths, strict=True)
+            for name, width in zip(qk_norms, widths, strict=True)
         )
         yield ParamSpec(path + "qk_norms", array, sources, join)

@@ -6,9 +6,10 @@ could otherwise take all memory.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
@@ -75,6 +76,12 @@ def is_positive(value: Any) -> bool:
     return 0 < value <= MAX_NUMBER
 
 
+def head_dim(config: HFConfig) -> int:
+    """The width of a head: its key, or else the width divided by the number of query heads."""
+    heads = positive_int(config, "num_attention_heads")
+    return positive_int(config, "head_dim", positive_int(config, "hidden_size") // heads)
+
+
 def flag(config: HFConfig, key: str, default: bool) -> bool:
     """``config[key]``, or ``default`` if it is absent or null; true or false."""
     value = _get(config, key, default)
@@ -92,6 +99,11 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
             f"config key {key!r} is {short(value)}, and this family supports only {known}; "
             f"{REMOVE_KEY}"
         )
+
+
+def with_values(config: HFConfig, values: HFConfig) -> HFConfig:
+    """The config with values under the common keys, which were read from a family's own."""
+    return ChainMap(dict(values), cast("dict[str, Any]", config))
 
 
 def layer_kinds(

@@ -38,6 +38,7 @@ NO_EFFECT = frozenset(
         *("use_flash_attention_2", "use_flash_attn", "use_sdpa", "tf_legacy_loss"),
         # training
         *(
+            "activation_dropout",
             "attention_dropout",
             "attn_dropout",
             "attn_pdrop",

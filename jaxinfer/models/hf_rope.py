@@ -34,6 +34,7 @@ from jaxinfer.nn.rope import (
     inverse_frequencies,
 )
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS: Mapping[str, type[Any] | None] = MappingProxyType(
     {
@@ -102,6 +103,43 @@ def rope_config(
     rope = RopeConfig(head_dim, base, scaling, rotary_dim)
     _check_numbers(rope)
     return rope
+
+
+def ropes_by_kind(
+    config: HFConfig,
+    head_dim: int,
+    *,
+    theta: float,
+    local_theta: float | None = None,
+    local_key: str = _THETA,
+) -> tuple[RopeConfig, RopeConfig]:
+    """The ropes of layers without a window, and of layers with one, which have a section of their
+    own or none: a scaling is only that of layers without a window.
+
+    ``local_key`` is the top-level key of the base for layers with a window. Raises ``ConfigError``
+    as ``rope_config`` does, and for a section of another kind of layers.
+    """
+    full = {key: config.get(key) for key in ROPE_KEYS}
+    local = {key: config.get(key) for key in (_POSITIONS, local_key)}
+    for place in SECTIONS:
+        full[place], local[place] = _sections_by_kind(place, config.get(place))
+    return (
+        rope_config(full, head_dim, theta=theta),
+        rope_config(local, head_dim, theta=local_theta or theta, theta_key=local_key),
+    )
+
+
+def _sections_by_kind(place: str, given: Any) -> tuple[Any, Any]:
+    """The section for layers without a window, and for layers with one."""
+    if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
+        return given, None  # as in published files
+    if unknown := given.keys() - {*_LAYER_TYPES}:
+        raise ConfigError(
+            f"config key {place!r} has values for {short(', '.join(sorted(unknown)))}; this family "
+            f"has layers of {' and '.join(_LAYER_TYPES)}"
+        )
+    full, local = (given.get(name) for name in _LAYER_TYPES)
+    return full, local
 
 
 def _rotary_dim(given: Any, head_dim: int, default: float | None) -> int | None:

@@ -24,9 +24,9 @@ from jaxinfer.nn.decoder_config import (
     ExpertsConfig,
     FeedForwardConfig,
     FeedForwardSpec,
-    LatentAttentionConfig,
     LayerSpec,
 )
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.rope import RopeConfig, YarnScaling
 
 LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, join, join_outputs
 from jaxinfer.models.sources import ArraySpec, RowOrder, Shape, Source
 from jaxinfer.nn.decoder_config import FeedForwardConfig
@@ -28,17 +29,18 @@ class Linear(NamedTuple):
 
 
 def dense_linears(
-    ffn: FeedForwardConfig, width: int, source: str = "mlp.", gate_up: str | None = None
+    ffn: FeedForwardConfig, width: int, source: str = "mlp.", names: TensorNames | None = None
 ) -> tuple[Linear, ...]:
-    """The linear layers of a gated network, with their tensors after ``source``; ``gate_up`` is the
-    whole name of a fused one.
-    """
+    """The linear layers of a network, by default with Llama's tensors after ``source``."""
     f = ffn.width
-    into = (f"{source}gate_proj", f"{source}up_proj") if gate_up is None else (gate_up,)
-    return (
-        Linear("gate_up", into, (width, 2 * f), (None, Fused("ffn", (f, f))), ffn.bias),
-        Linear("down", (f"{source}down_proj",), (f, width), ("ffn", None), ffn.bias),
-    )
+    into, down = (f"{source}gate_proj", f"{source}up_proj"), f"{source}down_proj"
+    if names is not None:
+        into, down = names.into, names.down
+    first = Linear("up", into, (width, f), (None, "ffn"), ffn.bias)
+    if ffn.gated:
+        axes = (None, Fused("ffn", (f, f)))
+        first = Linear("gate_up", into, (width, 2 * f), axes, ffn.bias)
+    return first, Linear("down", (down,), (f, width), ("ffn", None), ffn.bias)
 
 
 def linear_specs(

@@ -240,6 +240,17 @@ def stack(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> [number of tensors
     return _module(tensors).stack(tensors)
 
 
+def affine_plus_one(*tensors: np.ndarray) -> np.ndarray:  # [D] each -> float32[number, D]
+    """Stack weights and biases of norms in turn; the checkpoint stores the weights minus 1."""
+    made = [plus_one(one) if i % 2 == 0 else one for i, one in enumerate(tensors)]
+    return _module(tensors).stack([one.astype(np.float32) for one in made])
+
+
+def _minus_one(array: np.ndarray, _: object = None) -> list[np.ndarray]:
+    """The inverse of ``affine_plus_one``."""
+    return [one - np.float32(1) if i % 2 == 0 else one for i, one in enumerate(array)]
+
+
 def _module(arrays: Sequence[np.ndarray]) -> Any:
     return arrays[0].__array_namespace__()
 
@@ -309,6 +320,7 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         stack: lambda array, _: list(array),
         plus_one: lambda array, _: [array - np.float32(1)],
         stack_plus_one: lambda array, _: list(array - np.float32(1)),
+        affine_plus_one: _minus_one,
         transposed: lambda array, _: [array.T],
         conv_taps: lambda array, to: [taps[:, None] for taps in _split_outputs(array, to)],
         join_flat: _split_flat,

@@ -15,16 +15,16 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
-    FusedTensors,
     gqa_config,
     gqa_param_specs,
     sliding_window,
     windows_by_layer,
 )
+from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _POSITIONS = "max_position_embeddings"
-_FUSED = FusedTensors(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+_NAMES = TensorNames(qkv=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -48,6 +48,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 FAMILY = ModelFamily(
     name="phi3",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, fused=_FUSED),
+    param_specs=partial(gqa_param_specs, names=_NAMES),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

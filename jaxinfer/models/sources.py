@@ -41,24 +41,25 @@ class RotaryRows(NamedTuple):
 
 class PackedHeads(NamedTuple):
     """The order of rows of a tensor that has several parts of each head together: of each head its
-    query and its gate.
+    query and its gate, or of each KV head its queries, its key and its value.
 
     The parameter has a part of all heads, then the next one, in the order ``parts`` (empty: as they
-    are). ``rotary`` is the order of the rows of the last of these.
+    are). ``rotary`` has the orders of the rows within the parts (empty: as they are).
     """
 
     heads: int
     widths: tuple[int, ...]
     parts: tuple[int, ...] = ()
-    rotary: RotaryRows | None = None
+    rotary: tuple[RotaryRows | None, ...] = ()
 
     def order(self, num_rows: int) -> np.ndarray:  # int[num_rows]
         """For each row of the parameter, the row of the tensor."""
         rows = np.arange(num_rows).reshape(self.heads, sum(self.widths))
         packed = np.split(rows, np.cumsum(self.widths)[:-1], axis=1)
         found = [packed[part].reshape(-1) for part in self.parts or range(len(packed))]
-        if self.rotary is not None:
-            found[-1] = found[-1][self.rotary.order(len(found[-1]))]
+        for part, rotary in enumerate(self.rotary):
+            if rotary is not None:
+                found[part] = found[part][rotary.order(len(found[part]))]
         return np.concatenate(found)
 
 

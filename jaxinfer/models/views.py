@@ -14,8 +14,8 @@ from jaxinfer.models.base import Model, Params
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     FeedForwardConfig,
-    LatentAttentionConfig,
 )
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.weight import stored
 
 

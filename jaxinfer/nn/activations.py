@@ -25,6 +25,15 @@ def _linear(x: jax.Array) -> jax.Array:  # [...] -> [...]
     return x
 
 
+def xielu(x: jax.Array, alphas: jax.Array) -> jax.Array:  # [...] and [2] -> [...]
+    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), with beta 0.5 and parameters."""
+    beta, x32 = 0.5, x.astype(jnp.float32)
+    positive, negative = jax.nn.softplus(alphas.astype(jnp.float32))
+    above = positive * jnp.square(x32)
+    below = (beta + negative) * (jnp.expm1(jnp.minimum(x32, -1e-6)) - x32)
+    return (jnp.where(x32 > 0, above, below) + beta * x32).astype(x.dtype)
+
+
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {
         "silu": jax.nn.silu,

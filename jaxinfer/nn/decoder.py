@@ -7,9 +7,11 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
     embed      [V, D]           layers_i/...    see ``nn.mixers`` and ``nn.ffn``
     positions  [positions, D]   layers_i/norms  [2, D] before or after mixer and feed-forward;
       with learned positions                    with both [4, D]: before and after each
-    final_norm [D]              layer norms have a bias after each weight: [4, D],
-    lm_head    [D, V]           and final_norm [2, D]
-      unless tied
+    final_norm [D]              layer norms may have a bias after each weight: [4, D],
+    lm_head    [D, V]           and final_norm [2, D]; parallel blocks may share a norm: [1, D]
+      unless tied               plain layer norms are not here
+    lm_head_bias [V]
+      with a head bias
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, NormSpec, ResidualSpec
-from jaxinfer.nn.linear import BlockOutput, Norm, Outputs, Stream, normalised, outputs_of
+from jaxinfer.nn.linear import (
+    BlockOutput,
+    Norm,
+    Outputs,
+    Stream,
+    added,
+    normalised,
+    outputs_of,
+)
 from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
@@ -57,6 +67,9 @@ class DecoderLayer(nn.Module):
         nn.share_scope(self, mixer)
         nn.share_scope(self, ffn)
         stream = _at("resid_pre", stream, ctx)
+        if self.spec.parallel:
+            stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
+            return _at("resid_post", stream, ctx), state
         own, add = self.residual.module("mixer_residual").read(stream, only)
         x, delta, state = mixer(own, norms[0], state, ctx, only)
         stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
@@ -70,11 +83,43 @@ class DecoderLayer(nn.Module):
             stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
         return _at("resid_post", stream, ctx), state
 
+    def _side_by_side(
+        self,
+        mixer: Any,
+        ffn: Any,
+        stream: Stream,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None,  # int32[B]
+    ) -> tuple[Stream, LayerArrays | None]:
+        """A parallel layer: both blocks read the stream, and their outputs are added together."""
+        assert self.residual.num_streams == 1 and self.spec.end is None, "not in parallel layers"
+        first, _, second, _ = self._norms()
+        _, add = self.residual.module("mixer_residual").read(stream, only)
+        stream, h = normalised(stream, first, ctx)
+        _, delta, state = mixer(Stream(h), first.as_none(), state, ctx, only)
+        x, own = stream.x, ctx
+        if only is not None:
+            x, h, own = take_rows(x, only), take_rows(h, only), ctx.of_tokens(only)
+        if self.spec.norms == "before":
+            _, h = normalised(Stream(x), second, own)
+        _, other = ffn(Stream(h), second.as_none(), own)
+        delta = _output("attn_out", x, delta, None, ctx)
+        other = _output("mlp_out", x, other, None, ctx)
+        if ctx.uses("resid_mid"):  # the stream and the mixer's output, which no block reads
+            return add(_at("resid_mid", add(x, delta), ctx).total(ctx.pins), other), state
+        assert not isinstance(delta, Outputs) and not isinstance(other, Outputs)
+        return add(x, added(delta, other)), state
+
     def _norms(self) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
-        own, placed, weights = self.norm, self.spec.norms, param(self, "norms")
+        own, placed = self.norm, self.spec.norms
+        weights = None if own.kind == "layer_plain" else param(self, "norms")
         rows_each = 2 if own.kind == "layer" else 1
-        norms = [Norm(weights, row, own.eps, own.kind) for row in range(0, len(weights), rows_each)]
+        starts = range(0, 4 if weights is None else len(weights), rows_each)
+        norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
+        if placed == "shared":
+            return norms[0], None, norms[0], None
         if placed == "both":
             return norms[0], norms[1], norms[2], norms[3]
         if placed == "before":
@@ -185,7 +230,7 @@ class Decoder(nn.Module):
         """The stream that begins with tokens int32[T] at the positions of the context."""
         x = self._embedding(token_ids, ctx)
         if self.spec.num_positions is not None:
-            x = x + take_rows(self.positions, ctx.positions)
+            x = x + take_rows(self.positions, ctx.positions + self.spec.first_position)
         return self.residual.begin(ctx.at("embed", x))
 
     def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
@@ -248,9 +293,9 @@ class Decoder(nn.Module):
 
     def finished(self, stream: Stream, ctx: StepContext) -> jax.Array:  # [T, D]
         """The final norm of the stream."""
-        norm = Norm(
-            jnp.atleast_2d(param(self, "final_norm")), 0, self.spec.norm_eps, self.spec.norm
-        )
+        kind = self.spec.norm
+        weights = None if kind == "layer_plain" else jnp.atleast_2d(param(self, "final_norm"))
+        norm = Norm(weights, 0, self.spec.norm_eps, kind)
         _, hidden = normalised(self.residual.end(stream), norm, ctx)
         return ctx.at("final_norm", hidden)
 
@@ -263,6 +308,10 @@ class Decoder(nn.Module):
         """Logits of hidden states; ``axis`` is as in ``StepContext``."""
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         logits = head.matmul(hidden, Matmul(pins, wide=True))
+        if self.spec.head_bias:
+            logits = logits + param(self, "lm_head_bias").astype(logits.dtype)
+        if (scale := self.spec.logit_scale) is not None:
+            logits = logits * scale
         if (cap := self.spec.logit_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         if axis is None:

@@ -11,21 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
 
 from jaxinfer.nn.block import BlockSpec, kv_part, part
-from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import (
-    Entry,
-    LayerState,
-    PagedKind,
-    StateLayout,
-    keys_and_values,
-    state_layout,
-)
+from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
 from pallas_kernels.lib.numerics import Values
 from pallas_kernels.route.routing import Routing
@@ -71,15 +64,27 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
+type QKNormKind = Literal["head", "all_heads", "rotated"]
+
+
+class QueryGrowth(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta log(1 + floor(p / original)) (Llama 4)."""
+
+    beta: float
+    original: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(BlockSpec):
     """Grouped-query attention.
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
-    ``qk_norm`` is an RMS norm of queries and of keys before rope: of each head, or of all heads
-    together. With ``sinks`` each head has a logit beside its scores that takes part in the softmax.
-    With ``gate`` the output of each head is multiplied by the sigmoid of a projection of the token.
-    ``values`` says how values are made.
+    ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
+    heads together, or that of each "rotated" head. With ``sinks`` each head has a logit beside its
+    scores that takes part in the softmax. With ``gate`` the output of each head is multiplied by
+    the sigmoid of a projection of the token. ``values`` says how values are made. Queries, keys and
+    values are limited to ``clip`` and its negative, and queries grow with the position. Scores x
+    become c tanh(x / c) with a ``cap`` c.
     """
 
     num_heads: int
@@ -90,10 +95,13 @@ class AttentionConfig(BlockSpec):
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: Literal["head", "all_heads"] | None = None
+    qk_norm: QKNormKind | None = None
     sinks: bool = False
     gate: bool = False
     values: Values = "projected"
+    clip: float | None = None
+    cap: float | None = None
+    growth: QueryGrowth | None = None
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -122,72 +130,10 @@ class AttentionConfig(BlockSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttentionConfig(BlockSpec):
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
-
-    A key has ``nope_dim`` components of each head, and ``rope_dim`` that all heads share and that
-    ``rope`` rotates, if it is not None. ``rank`` and ``query_rank`` are the widths of the latents
-    of keys and values and of queries (None: queries have no latent), ``norm_eps`` is the epsilon of
-    the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
-    rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
-    residual stream have biases, but for queries without a latent.
-    """
-
-    num_heads: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    rank: int
-    query_rank: int | None
-    scale: float
-    rope: RopeConfig | None
-    interleaved: bool = True
-    norm_eps: float = 1e-6
-    bias: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        """The width of queries and keys."""
-        return self.nope_dim + self.rope_dim
-
-    @property
-    def entry_dim(self) -> int:
-        """The width of a token's entry in the pages: its latent and its rotated key."""
-        return self.rank + self.rope_dim
-
-    @property
-    def bias_dim(self) -> int:
-        """The width of the bias of the projection from the residual stream."""
-        return (self.query_rank or 0) + self.entry_dim
-
-    def for_context(self, length: int) -> LatentAttentionConfig:
-        """See ``MixerSpec``."""
-        return replace(self, rope=self.rope and self.rope.for_context(length))
-
-    def share(self, devices: int) -> LatentAttentionConfig:
-        """See ``MixerSpec``; every device has the whole latents."""
-        return replace(self, num_heads=part(self.num_heads, devices, "heads"))
-
-    def state(self, dtype: jnp.dtype) -> LayerState:
-        """See ``MixerSpec``; all heads share the entries, so they are not divided."""
-        return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
-
-    def points(self) -> Mapping[str, tuple[int, ...]]:
-        """See ``MixerSpec``."""
-        return {"z": (self.num_heads, self.value_dim)}
-
-    def words(self) -> str:
-        """See ``MixerSpec``."""
-        return f"{self.num_heads} heads over latents of {self.rank}"
-
-    def module(self) -> nn.Module:
-        """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.latent").LatentAttention(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig(FeedForwardSpec):
-    """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``."""
+    """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
+    has parameters.
+    """
 
     width: int
     activation: str
@@ -289,21 +235,22 @@ class ResidualSpec(Protocol):
 
 @dataclass(frozen=True)
 class PlainResidual:
-    """One stream, to which blocks add their outputs."""
+    """One stream, to which blocks add their outputs, times ``scale`` if that is not None."""
 
     num_streams: int = 1
+    scale: float | None = None
 
     def module(self, name: str) -> Any:
         """See ``ResidualSpec``; it has no parameters."""
         del name
-        return import_module("jaxinfer.nn.residual").Plain()
+        return import_module("jaxinfer.nn.residual").Plain(self.scale)
 
 
 @dataclass(frozen=True)
 class NormSpec:
     """The kind, epsilon and weight dtype of all norms of the residual stream."""
 
-    kind: Literal["rms", "layer"]
+    kind: NormKind
     eps: float
     dtype: jnp.dtype
 
@@ -313,13 +260,15 @@ class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
     A norm after a block is of its output, before that is added to the residual stream. ``end`` is
-    what follows the network, if anything does.
+    what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
+    stream, and their outputs are added to it together; they may share the norm before them.
     """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
-    norms: Literal["before", "after", "both"] = "before"
+    norms: Literal["before", "after", "both", "shared"] = "before"
     end: LayerEndConfig | None = None
+    parallel: bool = False
 
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""
@@ -332,25 +281,29 @@ class DecoderSpec:
 
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
-    without), ``dtype`` that of weights and activations, ``norm_dtype`` that of norms (None:
-    ``dtype``). ``layer_inputs`` are inputs of single layers, and logits x become c tanh(x / c) with
-    ``logit_cap`` c.
+    without), whose row ``first_position`` is that of the first token. ``dtype`` is that of weights
+    and activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
+    single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
+    ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     lengths: tuple[int, int]
-    norm: Literal["rms", "layer"]
+    norm: NormKind
     norm_eps: float
     tie_word_embeddings: bool
     dtype: jnp.dtype
     norm_dtype: jnp.dtype | None = None
     embed_scale: float | None = None
     num_positions: int | None = None
+    first_position: int = 0
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | None = None
     logit_cap: float | None = None
+    logit_scale: float | None = None
+    head_bias: bool = False
     own_layout: StateLayout | None = field(default=None, compare=False, repr=False)  # of a share
 
     def for_context(self, length: int) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Specs of what a layer may have besides its two blocks: an end, and an input of its own.
+"""Specs of what a layer may have besides its two blocks: norms, an end, and an input of its own.
 
 Their modules are in ``nn.layer_inputs``.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import flax.linen as nn
+
+# An RMS norm; LayerNorm with weight and bias, with a weight alone, and without parameters.
+type NormKind = Literal["rms", "layer", "layer_weight", "layer_plain"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.layer_spec import NormKind
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
@@ -42,17 +43,18 @@ def added(
 class Norm:
     """One of a layer's norms: row ``row`` of ``weights``; "layer" has its bias in the next row.
 
-    "none" stands for the norm before a block that has none; it changes nothing.
+    "layer_plain" has no weights. "none" stands for the norm before a block that has none; it
+    changes nothing.
     """
 
-    weights: jax.Array  # [W, D]
+    weights: jax.Array | None  # [W, D]
     row: int = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
-    kind: Literal["rms", "layer", "none"] = field(default="rms", metadata=STATIC)
+    kind: NormKind | Literal["none"] = field(default="rms", metadata=STATIC)
 
     def args(self, stream: Stream) -> NormArgs:
         """An RMS norm of a stream as the argument of its kernels."""
-        assert not isinstance(stream.delta, Outputs)
+        assert not isinstance(stream.delta, Outputs) and self.weights is not None
         return NormArgs(
             x=stream.x, partials=stream.delta, weights=self.weights, row=self.row, eps=self.eps
         )
@@ -61,9 +63,17 @@ class Norm:
         """The norm before a block whose input has been normalised."""
         return replace(self, kind="none")
 
+    def affine(self) -> tuple[jax.Array | None, jax.Array | None]:  # [D] each
+        """The weight and the bias of a LayerNorm."""
+        if self.weights is None:
+            return None, None
+        has_bias = self.kind == "layer"
+        return self.weights[self.row], self.weights[self.row + 1] if has_bias else None
+
     @property
     def place(self) -> NormRow:
         """An RMS norm's row as kernels take it."""
+        assert self.weights is not None
         return NormRow(self.weights, self.row)
 
 
@@ -144,10 +154,9 @@ def normalised(
     if isinstance(stream.delta, Outputs) and norm.kind == "rms":
         stream, (h,) = normalised_by(stream, (norm,), ctx)
         return stream, h
-    if norm.kind == "layer":
+    if norm.kind != "rms":
         x = stream.total(ctx.pins)
-        weight, bias = norm.weights[norm.row], norm.weights[norm.row + 1]
-        return Stream(x), layer_norm(x, weight, bias, norm.eps)
+        return Stream(x), layer_norm(x, *norm.affine(), norm.eps)
     x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
     return Stream(x), h
 
@@ -219,13 +228,16 @@ def linear(
 @partial(jax.jit, static_argnames="eps")  # the same bits outside ``jax.jit``
 def layer_norm(
     x: jax.Array,  # [..., D]
-    weight: jax.Array,  # [D]
-    bias: jax.Array,  # [D]
+    weight: jax.Array | None,  # [D]
+    bias: jax.Array | None,  # [D]
     eps: float,
 ) -> jax.Array:  # [..., D]
-    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016)."""
+    """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); the weight, the bias or
+    both may be absent.
+    """
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    scaled = centred * scale * weight.astype(jnp.float32)
-    return (scaled + bias.astype(jnp.float32)).astype(x.dtype)
+    y = centred * scale
+    y = y if weight is None else y * weight.astype(jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 
-from jaxinfer.nn.linear import Stream
+from jaxinfer.nn.linear import BlockOutput, Outputs, Stream
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
 # output [T, D], which may be split-K partials float32[S, T, D].
-type Add = Callable[[jax.Array, jax.Array], Stream]
+type Add = Callable[[jax.Array, Any], Stream]
 
 
+@dataclass(frozen=True)
 class Plain:
-    """One stream. A block's output is not added before the next norm: see ``Stream``.
+    """One stream. A block's output, times ``scale``, is not added before the next norm: see
+    ``Stream``.
 
     The module of another ``ResidualSpec`` has the same methods. ``begin`` and ``end`` are called
     for the decoder, ``read`` for each block. In between the stream is [T, n * D].
     """
+
+    scale: float | None = None
 
     def begin(self, x: jax.Array) -> Stream:  # [T, D]
         """The stream that embeddings begin."""
@@ -33,8 +40,14 @@ class Plain:
         of these.
         """
         del only  # the block returns its input with the output of the last block added
-        return stream, Stream
+        return stream, Stream if self.scale is None else partial(_added, scale=self.scale)
 
     def end(self, stream: Stream) -> Stream:
         """The input [T, D] of the final norm."""
         return stream
+
+
+def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:
+    """The stream with an output times the scale; partials of the output are multiplied alike."""
+    assert not isinstance(delta, Outputs), "the scale is that of outputs without norms"
+    return Stream(x, delta * scale)

@@ -152,7 +152,9 @@ def canonical_name(family: ModelFamily, name: str) -> str:
     """The name without the prefix that some checkpoints of the family add, and with the one that a
     decoder saved without its head lacks (``Qwen3Model``: layers.0... for model.layers.0...).
     """
-    prefix = family.optional_prefix
+    prefixes = family.optional_prefix
+    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
+    prefix = next((one for one in prefixes if name.startswith(one)), "")
     bare = name.removeprefix(prefix)
     is_bare = _BARE.match(bare) or (bare != name and prefix.startswith("model."))
     return f"model.{bare}" if is_bare else bare

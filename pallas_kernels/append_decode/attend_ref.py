@@ -7,8 +7,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.softmax import capped
 
-@partial(jax.jit, static_argnames=("scale", "window"))
+
+@partial(jax.jit, static_argnames=("scale", "window", "cap"))
 def attend(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
@@ -19,6 +21,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
 ) -> jax.Array:  # [B, N, H]
     """Each row's query attends to the last ``window`` (None: all) of its ``seq_lens[b]`` tokens.
 
@@ -28,7 +31,7 @@ def attend(
     and yields zeros. N is a multiple of K; query head n reads kv head n // (N // K). Sums are in
     float32; the result has q's dtype, and the pages that or a narrower one. ``sinks`` are logits of
     each head beside its scores: they take part in the softmax and have no value (Xiao et al., 2023,
-    arXiv:2309.17453; gpt-oss learns them).
+    arXiv:2309.17453; gpt-oss learns them). ``cap`` is that of ``softmax.capped``.
     """
     _, page_size, num_kv_heads, head_dim = k_pages.shape
 
@@ -45,6 +48,7 @@ def attend(
 
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
         scores = jnp.einsum("KGH,SKH->KGS", grouped, read(k_pages), precision="highest") * scale
+        scores = capped(scores, cap)
         if sinks is None:
             weights = jax.nn.softmax(scores, axis=-1, where=seen)
         else:

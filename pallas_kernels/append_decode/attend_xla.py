@@ -17,7 +17,7 @@ from pallas_kernels.lib import softmax
 from pallas_kernels.lib.softmax import SoftmaxState
 
 
-@partial(jax.jit, static_argnames=("scale", "window"))  # one trace serves every layer
+@partial(jax.jit, static_argnames=("scale", "window", "cap"))  # one trace serves every layer
 def attend(
     q: jax.Array,  # [B, N, H]
     k_pages: jax.Array,  # [P, S, K, H]
@@ -28,6 +28,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    cap: float | None = None,
 ) -> jax.Array:  # [B, N, H]
     """See ``attend_ref``; a row's bits depend neither on the other rows nor on their number."""
     b, n, h = q.shape
@@ -48,7 +49,7 @@ def attend(
             visible = ((position >= oldest) & (position < length))[:, None, None]
             k = softmax.read_block(k_pages, ids)
             scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
-            scores = jnp.where(visible, scores, -jnp.inf)
+            scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
             m_ij, alpha, p = softmax.block_weights(state, scores, 0)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
             v = jnp.where(visible, softmax.read_block(v_pages, ids), 0.0)

@@ -266,6 +266,7 @@ CASES = (
         dtype="bfloat16",
         tags=("full",),
     ),
+    DecodeCase("smollm2_tp3_cap", _SMOL_TP3, (70, 0, 16), cap=0.5),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -313,7 +314,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "arrivals": arrivals,
         "sinks": sinks_of(case, rng),
     }
-    static: dict[str, Any] = {"window": case.window, "values": case.values}
+    static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
 
 

@@ -33,6 +33,8 @@ class DecodeArgs:
     (None: allocated by the call). ``sinks`` are those of ``attend_ref.attend``. ``values`` says how
     the new token's values are made.
 
+    With a ``cap`` c scores x become c tanh(x / c).
+
     Without ``appends`` the new tokens' keys and values are in the pages already, and ``qkv`` has
     only queries.
     """
@@ -52,6 +54,7 @@ class DecodeArgs:
     window: int | None = field(default=None, metadata=STATIC)
     values: Values = field(default="projected", metadata=STATIC)
     appends: bool = field(default=True, metadata=STATIC)
+    cap: float | None = field(default=None, metadata=STATIC)
 
     @property
     def new_heads(self) -> int:
@@ -85,7 +88,7 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
-    static = {"scale": args.scale, "window": args.window}
+    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     if not args.appends:
         q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), (args.k_pages, args.v_pages)
         return attend(q, *pools, args.page_table, lens, args.sinks, **static), *pools

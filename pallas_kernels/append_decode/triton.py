@@ -29,6 +29,12 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
+def _capped(scores, CAP: tl.constexpr):
+    """c tanh(scores / c) with c = CAP."""
+    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
 def _norm_and_rotate(
     heads,  # start of a head, or [G, 1] pointers
     dims,  # int32[H tile], or [1, H tile] for several heads
@@ -152,6 +158,7 @@ def _append_and_attend(
     accs,  # float32[B, K, SPLITS, G, H]; unused with one split
     m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i; unused with one split
     SCALE: tl.constexpr,  # of scores, times log2(e)
+    CAP: tl.constexpr,  # of scores, times log2(e); 0: no cap
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -237,6 +244,8 @@ def _append_and_attend(
         tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
         tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
         m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+        if CAP > 0:
+            m_i = _capped(m_i, CAP)
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
         acc += value.to(tl.float32)[None, :]
         if HAS_SINKS:
@@ -259,6 +268,8 @@ def _append_and_attend(
         readable = visible[:, None] & in_dim[None, :]
         k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
+        if CAP > 0:
+            scores = _capped(scores, CAP)
         # The first key of a block is always visible, so m_ij is never -inf.
         scores = tl.where(visible[None, :], scores, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(scores, 1))
@@ -345,6 +356,7 @@ def launch_with(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         SCALE=args.scale * LOG2_E.value,
+        CAP=(args.cap or 0.0) * LOG2_E.value,
         EPS=args.eps,
         HAS_NORMS=args.qk_norms is not None,
         HAS_SINKS=args.sinks is not None,

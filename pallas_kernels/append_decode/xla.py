@@ -21,7 +21,7 @@ def append_decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     page_size, lens = args.k_pages.shape[1], args.seq_lens
-    static = {"scale": args.scale, "window": args.window}
+    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     if not args.appends:
         q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
         return attend(q, *pools, args.page_table, lens, args.sinks, **static), *pools

@@ -104,6 +104,7 @@ class PagedCase:
     padding: int = 0
     window: int | None = None
     sinks: bool = False
+    cap: float | None = None
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: the dtype of the queries
     tags: tuple[str, ...] = ("ci",)

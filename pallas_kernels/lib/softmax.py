@@ -39,6 +39,11 @@ def init_state(
     return SoftmaxState(first, jnp.ones(shape), acc)
 
 
+def capped(scores: jax.Array, cap: float | None) -> jax.Array:  # [...] -> [...]
+    """Scores x as c tanh(x / c) with a ``cap`` c (Gemma 2)."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+
 def block_weights(
     state: SoftmaxState, scores: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -120,6 +120,7 @@ CASES = (
     PagedCase("gemma3_head256_window", shapes.GEMMA3_4B, (50,), (40,), window=32),
     PagedCase("gemma4_head512", shapes.GEMMA4_E2B_FULL, (50, 0), (20, 0), padding=3),
     PagedCase("gemma4_head512_bf16", shapes.GEMMA4_E2B_FULL, (90,), (9,), dtype="bfloat16"),
+    PagedCase("smollm2_tp3_cap", shapes.SMOLLM2_135M_TP3, (70, 9), (70, 3), cap=0.5),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -216,7 +217,8 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "query_start_loc": starts,
         "sinks": sinks_of(case, rng),
     }
-    return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, window=case.window),))
+    static: dict[str, Any] = {"window": case.window, "cap": case.cap}
+    return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))
 
 
 def cost(case: PagedCase) -> Cost:

@@ -92,6 +92,8 @@ def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
 
 def mosaic_supports(args: PrefillArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
+    if args.cap is not None:
+        return "scores have a cap"
     (t, _, h), dtype, page_size = args.q.shape, args.q.dtype, args.k_pages.shape[1]
     if str(dtype) not in MOSAIC_DTYPES or args.k_pages.dtype != dtype:
         return f"queries are {dtype} and pages {args.k_pages.dtype}, not the same 16-bit dtype"

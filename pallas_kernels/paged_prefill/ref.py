@@ -14,7 +14,7 @@ from pallas_kernels.harness.registry import STATIC
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
-    """The arguments of ``paged_prefill``; ``sinks`` are those of ``attend_ref.attend``."""
+    """The arguments of ``paged_prefill``; sinks and cap are those of ``attend_ref.attend``."""
 
     q: jax.Array  # [T, N, H]
     k_pages: jax.Array  # [P, S, K, H]
@@ -25,6 +25,7 @@ class PrefillArgs:
     sinks: jax.Array | None = None  # [N]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
+    cap: float | None = field(default=None, metadata=STATIC)
 
 
 def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
@@ -36,5 +37,5 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     before_end = jnp.asarray(args.query_start_loc)[row + 1] - 1 - index
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
-    static = {"scale": args.scale, "window": args.window}
+    static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     return attend(args.q, args.k_pages, args.v_pages, table, seen, args.sinks, **static)

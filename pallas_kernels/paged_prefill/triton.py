@@ -25,6 +25,12 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
+def _capped(scores, CAP: tl.constexpr):
+    """c tanh(scores / c) with c = CAP."""
+    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
 def _attend_blocks(
     query,  # [ROWS, DIM_TILE]
     last_key,  # int32[ROWS]: position of the last visible key of each query
@@ -38,6 +44,7 @@ def _attend_blocks(
     start,
     end,
     SCALE: tl.constexpr,  # of scores, times log2(e); positive
+    CAP: tl.constexpr,  # of scores before they are scaled; 0: no cap
     WINDOW: tl.constexpr,  # 0: no window
     SLOT_STRIDE: tl.constexpr,  # K * H
     HEAD_DIM: tl.constexpr,
@@ -71,6 +78,8 @@ def _attend_blocks(
         else:
             k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            scores = _capped(scores, CAP)
         if MASKED:
             visible = position[None, :] <= last_key[:, None]
             if WINDOW > 0:
@@ -108,6 +117,7 @@ def _attend_tile(
     num_starts,  # R + 1 instead of R, since jax-triton specialises on the integer 1
     table_width,  # M
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     STARTS_TILE: tl.constexpr,  # at least R + 1
@@ -181,15 +191,15 @@ def _attend_tile(
     if WINDOW > 0:
         m_i, l_i, acc = _attend_blocks(
             query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, start, common,
-            SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
+            SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
         )  # fmt: skip
     m_i, l_i, acc = _attend_blocks(
         query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, common, diagonal,
-        SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
+        SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
     )  # fmt: skip
     m_i, l_i, acc = _attend_blocks(
         query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, diagonal, end,
-        SCALE, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
+        SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
     )  # fmt: skip
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
     at_result = in_tile[:, None] + columns[None, :]
@@ -225,6 +235,7 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         SCALE=args.scale * LOG2_E.value,
+        CAP=(args.cap or 0.0) / args.scale,
         WINDOW=args.window or 0,
         HAS_SINKS=args.sinks is not None,
         num_tokens=t,

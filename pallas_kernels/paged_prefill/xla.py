@@ -53,7 +53,7 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
         grouped = (queries * args.scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
         result = _attend_tile(
-            grouped, args.k_pages, args.v_pages, table[row], tile, args.window, args.sinks
+            grouped, args.k_pages, args.v_pages, table[row], tile, args.window, args.sinks, args.cap
         )
         result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(args.q.dtype)
         # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
@@ -70,6 +70,7 @@ def _attend_tile(
     tile: _Tile,
     window: int | None,
     sinks: jax.Array | None,  # [N]
+    cap: float | None,
 ) -> jax.Array:  # float32[K, G, width, H]
     """Attention of one tile over the blocks that its queries see."""
     width = queries.shape[2]
@@ -89,7 +90,8 @@ def _attend_tile(
             visible &= position > last_key[:, None] - window
         k = softmax.read_block(k_pages, ids)
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
-        m_ij, alpha, p = softmax.block_weights(state, jnp.where(visible, scores, -jnp.inf), -1)
+        scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
+        m_ij, alpha, p = softmax.block_weights(state, scores, -1)
         # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
         v = jnp.where((position < end)[:, None, None], softmax.read_block(v_pages, ids), 0.0)
         pv = jnp.einsum("KGTS,SKH->KGTH", p, v, precision="highest")

@@ -16,13 +16,14 @@ GAP = 0.01  # seconds between two words
 class StubServer:
     """Serves until the context ends; counts its requests and connections."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
         self.connections = 0
         self.open_requests = self.most_open_requests = 0
         self.bodies: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> StubServer:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from bench import circumstances
+from jaxinfer.bench import circumstances
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One commit with a file in each of two folders, as the bench's own repository."""
-    for name in ("bench/circumstances.py", "jaxinfer/a.py"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("jaxinfer/bench/circumstances.py", "jaxinfer/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     author = ("-c", "user.name=a", "-c", "user.email=a@b")
     for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "one")):
         subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
-    monkeypatch.setattr(circumstances, "__file__", str(tmp_path / "bench" / "circumstances.py"))
+    monkeypatch.setattr(
+        circumstances, "__file__", str(tmp_path / "jaxinfer" / "bench" / "circumstances.py")
+    )
     return tmp_path
 
 

@@ -17,7 +17,8 @@ from bench.cpu.report import (
 )
 from bench.engine_overhead import decode_plan
 from bench.peer_process import PeerProcess, PeerUnavailable, Run
-from bench.throughput import Measured, agreement, measure, paired_ratio, rotated, spread
+from bench.throughput import Measured, agreement, measure
+from jaxinfer.bench.numbers import paired_ratio, rotated, spread
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.compile.buckets import bucket_table

@@ -11,7 +11,7 @@ import pytest
 
 from bench import render
 from bench.peers_figure import figure
-from bench.render_plot import lines_plot
+from jaxinfer.bench.plot import lines_plot
 
 PEER = {
     "peer": "vLLM 0.26.0",

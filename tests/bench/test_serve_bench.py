@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 import pytest
 
 from bench import load
-from bench.process_tree import tree_cpu, tree_memory
-from bench.serve import __main__ as serve
-from bench.serve.client import Answer, Client
-from bench.serve.report import samples, summarize
-from bench.serve.run import NotReady, offer, wait_until_ready
-from bench.serve.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+from jaxinfer.bench import serve
+from jaxinfer.bench.client import Answer, Client
+from jaxinfer.bench.figures import samples, summarize
+from jaxinfer.bench.offer import NotReady, Outcome, in_loop, offer, wait_until_ready
+from jaxinfer.bench.process_tree import tree_cpu, tree_memory
+from jaxinfer.bench.records import records_of
+from jaxinfer.bench.server_process import CommandProcess, free_port
+from jaxinfer.bench.workload import RandomLengths, arrivals, body_of, random_queries, read_queries
+from jaxinfer.core.errors import BenchError
 
 from .stub_server import GAP, StubServer
 
@@ -79,6 +83,29 @@ def test_an_invalid_response_is_an_error_of_that_request(stub: str, error: str) 
     with pytest.raises(AssertionError, match=error):
         raise AssertionError(bad.error)
     assert good.error == ""
+
+
+def test_the_client_is_no_bottleneck() -> None:
+    """20,000 tokens a second and core, by CPU time: other work of the machine adds none."""
+    port = free_port()
+    stub = [
+        sys.executable,
+        str(Path(__file__).with_name("stub_process.py")),
+        str(port),
+        "gap=0.003",
+    ]
+
+    async def stream() -> Outcome:
+        client = Client(f"http://127.0.0.1:{port}")
+        await wait_until_ready(client, ROUTE, body(max_tokens=1), 60)
+        outcome = await offer(client, ROUTE, [body(max_tokens=200)] * 64, [0.0] * 64)
+        client.close()
+        return outcome
+
+    with tempfile.TemporaryFile() as log, CommandProcess(stub, log):
+        outcome = in_loop(stream())
+    assert sum(answer.output_tokens for answer in outcome.answers) == 64 * 200
+    assert outcome.cpu_us_per_chunk < 1e6 / 20_000
 
 
 def test_no_server_listens() -> None:
@@ -172,7 +199,7 @@ def test_datasets_of_files(tmp_path: Path, text: str, prompts: set[tuple[str, in
     assert {(query.prompt, query.max_tokens) for query in queries} == prompts
     assert {query.max_tokens for query in read_queries(path, 4, 9, seed=0)} == {9}
     path.write_text("{}")
-    with pytest.raises(ValueError, match="no row with 'prompt'"):
+    with pytest.raises(BenchError, match="no row with 'prompt'"):
         read_queries(path, 1, None, seed=0)
 
 
@@ -187,46 +214,50 @@ def test_bodies_of_both_routes() -> None:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    with pytest.raises(ValueError, match="a chat takes text"):
+    with pytest.raises(BenchError, match="a chat takes text"):
         body_of(query, "/v1/chat/completions", "m", {})
 
 
 def test_figures_are_vllms() -> None:
-    one = Answer(10.0, times=[10.5, 11.5, 13.5], prompt_tokens=4, output_tokens=5)
-    two = Answer(11.0, times=[11.25], prompt_tokens=6, output_tokens=1)
-    failed = Answer(10.0, times=[19.0], output_tokens=9, error="cut")
+    answers = [
+        Answer(10.0, times=[10.5, 11.5, 13.5], prompt_tokens=4, output_tokens=5, end=14.0),
+        Answer(11.0, times=[11.25], prompt_tokens=6, output_tokens=1, end=11.25),
+        Answer(10.0, times=[13.0], output_tokens=9, error="cut", end=13.0),
+    ]
+    one, two, failed = records_of(answers, 10.0)
     assert samples([one, two]) == {
-        "ttft": [0.5, 0.25],
-        "tpot": [0.75],  # (3.5 - 0.5) / 4, although there are only 3 chunks
-        "itl": [1.0, 2.0],
-        "e2el": [3.5, 0.25],
+        "ttft": [500.0, 250.0],
+        "tpot": [750.0],  # (3.5 - 0.5) / 4, although there are only 3 chunks
+        "itl": [1000.0, 2000.0],
+        "e2el": [3500.0, 250.0],
     }
-    result = summarize([one, two, failed], 4.0, goodput={"ttft": 300, "e2el": 1000})
+    result = summarize([one, two, failed], goodput={"ttft": 300, "e2el": 1000})
+    assert result["duration"] == 4.0
     assert (result["completed"], result["failed"], result["max_concurrent_requests"]) == (2, 1, 2)
     assert result["request_throughput"] == 0.5 and result["request_goodput"] == 0.25
     assert result["output_throughput"] == 1.5 and result["total_token_throughput"] == 4.0
     assert result["median_ttft_ms"] == 375 and result["p99_itl_ms"] == pytest.approx(1990)
 
 
-def run_serve(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Run the command against a stub; return its result file."""
-    path = tmp_path / "result.json"
-    given = ["--vocab-size=50", "--random-input-len=6", "--random-output-len=2", *arguments]
+def run_serve(*arguments: str) -> int:
+    """Run the command against a stub; its exit code."""
+    given = ["--vocab-size=50", "--random-input-len=6", "--random_output_len=2", *arguments]
 
-    async def ask(stub: StubServer, _: Client) -> None:
-        command = [f"--base-url={stub.url}", *given]
-        await asyncio.to_thread(serve.main, command)
+    async def ask(stub: StubServer, _: Client) -> int:
+        code = await asyncio.to_thread(serve.main, [f"--base-url={stub.url}", *given])
         assert all(len(each["prompt"]) == 6 for each in stub.bodies)
+        return code
 
-    with_stub(ask)
-    return json.loads(path.read_text())
+    return with_stub(ask)
 
 
 def test_one_level_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = [f"--result-dir={tmp_path}", "--result-filename=result.json", "--save-detailed"]
-    result = run_serve(tmp_path, "--num-prompts=4", f"--server-pid={os.getpid()}", *where)
+    where += ["--save-result", f"--output={tmp_path / 'run'}"]
+    assert run_serve("--num-prompts=4", f"--server-pid={os.getpid()}", *where) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"], result["model"]) == (4, 0, "stub")
     assert result["output_lens"] == [2] * 4 and result["errors"] == [""] * 4
     assert result["server_rss_mb"] > 10
@@ -236,10 +267,13 @@ def test_one_level_from_the_command_line(
 def test_a_sweep_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [serve.level_size(rate) for rate in (1, 4, 32, math.inf)] == [15, 48, 384, 512]
     monkeypatch.setattr(serve, "level_size", lambda rate: 7)
-    result = run_serve(tmp_path, "--sweep=200,inf", f"--output={tmp_path / 'result.json'}")
-    assert str(tmp_path) not in str(result["workload"])  # a path of one machine
-    assert [(row["qps"], row["completed"]) for row in result["rows"]] == [(200, 7), ("inf", 7)]
-    assert all(row["p99_tpot_ms"] > 0 for row in result["rows"])
+    assert run_serve("--sweep=200,inf", f"--output={tmp_path / 'run'}") == 0
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert str(tmp_path) not in str(run["settings"])  # a path of one machine
+    assert [series["rate"] for series in run["series"]] == [200, None]
+    assert [row["completed"] for row in result["series"].values()] == [7, 7]
+    assert all(row["p99_tpot_ms"] > 0 for row in result["series"].values())
 
 
 def test_cpu_time_counts_the_children() -> None:

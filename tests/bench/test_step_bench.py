@@ -14,7 +14,6 @@ import pytest
 from jax.profiler import ProfileData
 
 from bench import render
-from bench.circumstances import write_report
 from bench.step import __main__ as step
 from bench.step import busy as step_busy
 from bench.step import cases as step_cases
@@ -22,7 +21,8 @@ from bench.step import file as step_file
 from bench.step import memory as step_memory
 from bench.step.cases import Prompts, Repeats
 from bench.step.experts import mean_distinct, share_of
-from bench.step.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
+from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import PageGroup
 from jaxinfer.exec.compile.page_pools import most_pages, split_pages

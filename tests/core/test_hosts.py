@@ -111,6 +111,22 @@ def test_a_coordinator_that_does_not_answer() -> None:
         connect(some(2, 1, port, 0.2))
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request", b"\x03\0\0\0abc", None])
+def test_a_coordinator_that_is_another_program(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+) -> None:
+    monkeypatch.setattr(own, "HELLO_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        host = running(lambda: connect(some(2, 1, port, 0.2)))
+        with server.accept()[0] as end:
+            if answer is not None:
+                end.sendall(answer)
+                end.shutdown(socket.SHUT_WR)
+            with pytest.raises(EngineError, match=r"within 0.3 s \(it has ended, or another progr"):
+                host.result(5)
+
+
 def test_a_host_that_does_not_come() -> None:
     port = free_ports()
     other = running(lambda: connect(some(4, 2, port)))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from bench.server_process import ServerProcess
 from jaxinfer import LLM
+from jaxinfer.bench.server_process import ServerProcess
 from kit.golden import Golden, read_golden
 from kit.openai_server import KEY, QUEUE, SECONDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from openai import OpenAI
 
-from bench.server_process import ServerProcess
+from jaxinfer.bench.server_process import ServerProcess
 from kit.openai_server import SECONDS
 
 TEXTS = ["The river bends east.", "Le fleuve tourne vers l'est.", "a b c " * 40]

@@ -10,7 +10,7 @@ import pytest
 
 from bench.hostile_forms import CHAT, COMPLETION, MESSAGE, RESPONSE, hostile_forms, measure
 from bench.hostile_forms import request_of as body_of
-from bench.server_process import ServerProcess
+from jaxinfer.bench.server_process import ServerProcess
 from jaxinfer.core.structured import KINDS
 
 FORMS = 200

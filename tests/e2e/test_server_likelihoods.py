@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.server_process import ServerProcess
+from jaxinfer.bench.server_process import ServerProcess
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tokenizers import real_spec
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.server_process import ServerProcess
 from bench.storm import Body, alone, any_body, left_over, storm
+from jaxinfer.bench.server_process import ServerProcess
 
 STORM_SECONDS = 600
 AT_ONCE = 64  # 16 run, the others wait

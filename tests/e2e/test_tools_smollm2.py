@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from bench.server_process import ServerProcess
+from jaxinfer.bench.server_process import ServerProcess
 from kit.openai_server import SECONDS
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "chat_templates" / "qwen2.5.jinja"

@@ -154,6 +154,25 @@ def test_a_full_disk_ends_the_recording_alone(
     assert "cannot be written (No space left on device); the engine goes on" in caplog.text
 
 
+def test_the_recording_of_the_run_before_is_kept(tmp_path: Path) -> None:
+    """As the engine may have been started again because it failed."""
+    path, previous = tmp_path / "rec", tmp_path / "rec.previous"
+    recorder_of(path, LIMITS).close()  # it has recorded nothing
+    for number in range(3):
+        recorder = recorder_of(path, LIMITS, 100_000)
+        run = Run(LIMITS, recorder)
+        for _ in range(8 if number == 1 else 1):
+            run.all_events()
+        run.engine.close()
+        assert previous.exists() == (number > 0)
+        assert older(path).exists() == (number == 1)
+    assert replayed(previous).difference is None and replayed(previous).first_call > 100
+    assert older(previous).exists()
+    assert replayed(path).first_call == 0
+    recorder_of(path, LIMITS).close()
+    assert not older(previous).exists() and replayed(previous).first_call == 0
+
+
 def test_another_plan_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "rec")
 

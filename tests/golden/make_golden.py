@@ -26,27 +26,57 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    FalconConfig,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
     Gemma4UnifiedConfig,
+    GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
+    Jais2Config,
     KimiLinearConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
+    OlmoeConfig,
+    OPTConfig,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -54,7 +84,10 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
     StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -84,6 +117,9 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+WITHOUT_KV = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
+FALCON = {key: size for key, size in WITHOUT_KV.items() if key != "intermediate_size"}
+FALCON["ffn_hidden_size"] = 48
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -117,6 +153,16 @@ GEMMA4_ROPE = {
         "partial_rotary_factor": 0.5,
         "factor": 2.0,
     },
+}
+MINISTRAL3_ROPE = {**YARN_ROPE, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 2,
+    "image_size": 4,
 }
 GLM4_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}
 MULTIMODAL_ROPE = {  # the section splits the frequencies among time, height and width
@@ -189,7 +235,9 @@ GEMMA4_VISION = {
     "head_dim": 8,
     "position_embedding_size": 4,
 }
-ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # norms multiply by 1 + weight
+# norms multiply by 1 + weight
+ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
+RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
@@ -340,6 +388,222 @@ def cases() -> dict[str, PreTrainedConfig]:
         "glm4": Glm4Config(**SIZES, head_dim=16, pad_token_id=None),
         "glm4_plain": Glm4Config(
             **SIZES, head_dim=8, attention_bias=False, rope_parameters=GLM4_ROPE, pad_token_id=None
+        ),
+        "granite": GraniteConfig(
+            **SIZES,
+            attention_multiplier=0.3,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            logits_scaling=0.5,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        "granite_moe": GraniteMoeConfig(
+            **SIZES | {"intermediate_size": 24},
+            attention_multiplier=0.3,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            logits_scaling=0.5,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            **NO_TOKENS,
+        ),
+        "gemma2": Gemma2Config(
+            **SIZES,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=7,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=4.0,
+        ),
+        "gemma2_plain": Gemma2Config(
+            **SIZES,
+            head_dim=8,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "ernie4_5_moe": Ernie4_5_MoeConfig(
+            **SIZES,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=1,
+            **NO_TOKENS,
+        ),
+        "smollm3": SmolLM3Config(
+            **SIZES | {"num_hidden_layers": 3},
+            no_rope_layers=[1, 0, 1],
+            use_sliding_window=True,
+            sliding_window=7,
+            rope_parameters=YARN_ROPE,
+            **NO_TOKENS,
+        ),
+        "cohere": CohereConfig(**SIZES, logit_scale=0.5, **NO_TOKENS),
+        "cohere_bias_untied": CohereConfig(
+            **SIZES, attention_bias=True, tie_word_embeddings=False, **NO_TOKENS
+        ),
+        "cohere2": Cohere2Config(
+            **SIZES | {"num_hidden_layers": 3},
+            logit_scale=0.5,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            **NO_TOKENS,
+        ),
+        "gemma": GemmaConfig(**SIZES, head_dim=16, attention_bias=True),
+        "ministral": MinistralConfig(
+            **SIZES,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+            head_dim=16,
+            **NO_TOKENS,
+        ),
+        "ministral3": Ministral3Config(
+            **SIZES, head_dim=16, rope_parameters=MINISTRAL3_ROPE, **NO_TOKENS
+        ),
+        "mistral3": Mistral3Config(
+            text_config={
+                "model_type": "ministral3",
+                **SIZES,
+                "head_dim": 8,
+                "rope_parameters": MINISTRAL3_ROPE,
+                "tie_word_embeddings": True,
+            },
+            vision_config=PIXTRAL,
+            tie_word_embeddings=True,
+        ),
+        "olmo3": Olmo3Config(
+            **SIZES,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            attention_bias=True,
+            **NO_TOKENS,
+        ),
+        "cwm": CwmConfig(
+            **SIZES,
+            head_dim=16,
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention"],
+            rope_parameters=LLAMA3_ROPE,
+            **NO_TOKENS | {"bos_token_id": 1, "eos_token_id": 2},
+        ),
+        "hunyuan": HunYuanDenseV1Config(
+            **SIZES,
+            head_dim=16,
+            rope_parameters={**DYNAMIC_ROPE, "factor": 1.0, "alpha": 3.0},
+            **NO_TOKENS,
+        ),
+        "hunyuan_bias_tied": HunYuanDenseV1Config(
+            **SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=True, **NO_TOKENS
+        ),
+        "hunyuan_moe": HunYuanMoEV1Config(
+            **SIZES, head_dim=16, num_experts=5, moe_topk=[2, 2], **NO_TOKENS
+        ),
+        "apertus": ApertusConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "qwen2_moe": Qwen2MoeConfig(
+            **SIZES,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            mlp_only_layers=[1],
+        ),
+        "olmoe": OlmoeConfig(
+            **SIZES, num_experts=5, num_experts_per_tok=2, clip_qkv=1.0, **NO_TOKENS
+        ),
+        "olmoe_renormalised": OlmoeConfig(
+            **SIZES | {"intermediate_size": 24},
+            num_experts=5,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            **NO_TOKENS,
+        ),
+        "glm4_moe": Glm4MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            use_qk_norm=True,
+            attention_bias=True,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_shared_experts=2,
+            routed_scaling_factor=1.5,
+        ),
+        "seed_oss": SeedOssConfig(**SIZES, head_dim=16),
+        "seed_oss_biases": SeedOssConfig(
+            **SIZES,
+            head_dim=8,
+            attention_bias=False,
+            attention_out_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16),
+        "ernie4_5_bias": Ernie4_5Config(
+            **SIZES, head_dim=8, use_bias=True, tie_word_embeddings=False
+        ),
+        "exaone4": Exaone4Config(
+            **SIZES | {"num_hidden_layers": 3}, sliding_window=7, sliding_window_pattern=2
+        ),
+        "exaone4_whole": Exaone4Config(
+            **SIZES,
+            sliding_window=None,
+            layer_types=["full_attention"] * 2,
+            tie_word_embeddings=True,
+        ),
+        "starcoder2": Starcoder2Config(**SIZES, sliding_window=7, **NO_TOKENS),
+        "starcoder2_plain": Starcoder2Config(
+            **SIZES, use_bias=False, tie_word_embeddings=False, norm_epsilon=1e-3, **NO_TOKENS
+        ),
+        "olmo": OlmoConfig(**SIZES, clip_qkv=1.0, **NO_TOKENS),
+        "olmo_bias_tied": OlmoConfig(
+            **SIZES, attention_bias=True, tie_word_embeddings=True, **NO_TOKENS
+        ),
+        "arcee": ArceeConfig(**SIZES, attention_bias=True, mlp_bias=True, **NO_TOKENS),
+        "helium": HeliumConfig(**SIZES, head_dim=8, **NO_TOKENS),
+        "nemotron": NemotronConfig(**SIZES, **NO_TOKENS),
+        "nemotron_biases": NemotronConfig(
+            **SIZES,
+            attention_bias=True,
+            mlp_bias=True,
+            norm_eps=1e-3,
+            tie_word_embeddings=True,
+            **NO_TOKENS,
+        ),
+        "jais2": Jais2Config(**SIZES, **NO_TOKENS),
+        "gpt_neox": GPTNeoXConfig(**WITHOUT_KV),
+        "gpt_neox_sequential": GPTNeoXConfig(
+            **WITHOUT_KV,
+            use_parallel_residual=False,
+            attention_bias=False,
+            rope_parameters=HALF_ROTARY,
+        ),
+        "phi": PhiConfig(**SIZES, **NO_TOKENS),
+        "falcon": FalconConfig(
+            **FALCON, new_decoder_architecture=True, num_kv_heads=2, **NO_TOKENS
+        ),
+        "falcon_one_norm": FalconConfig(
+            **FALCON,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            num_ln_in_parallel_attn=1,
+            tie_word_embeddings=False,
+            **NO_TOKENS,
+        ),
+        "falcon_7b": FalconConfig(**FALCON, bias=True, **NO_TOKENS),
+        "falcon_sequential": FalconConfig(
+            **FALCON, parallel_attn=False, multi_query=False, **NO_TOKENS
+        ),
+        "gptj": GPTJConfig(**gpt2, rotary_dim=4, **NO_TOKENS),
+        "opt": OPTConfig(
+            **{key: SIZES[key] for key in FALCON if key in SIZES}, ffn_dim=48, **NO_TOKENS
         ),
         "qwen3_moe": Qwen3MoeConfig(
             **SIZES | {"num_hidden_layers": 3},
@@ -573,7 +837,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors as files have them: those of experts are mostly stacked only in memory."""
-    if name in STACKED or not any(".experts." in key for key in model.state_dict()):
+    as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
+    if name in STACKED or not as_published:
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -110,6 +110,41 @@ def tiny_glm4_config(**changes: Any) -> HFConfig:
     return tiny_llama_config() | names | more | changes
 
 
+def tiny_granite_config(**changes: Any) -> HFConfig:
+    """The same sizes with Granite's factors."""
+    factors = {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 8.0,
+    }
+    names = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+    return tiny_llama_config() | names | factors | changes
+
+
+def tiny_smollm3_config(**changes: Any) -> HFConfig:
+    """Five layers of the same sizes, of which the fourth does not rotate."""
+    names = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+    more = {"num_hidden_layers": 5, "no_rope_layer_interval": 4}
+    return tiny_llama_config() | names | more | changes
+
+
+def tiny_arcee_config(**changes: Any) -> HFConfig:
+    """The same sizes with a network without a gate."""
+    names = {"architectures": ["ArceeForCausalLM"], "model_type": "arcee"}
+    return tiny_llama_config() | names | {"hidden_act": "relu2"} | changes
+
+
+def tiny_ernie4_5_config(**changes: Any) -> HFConfig:
+    """The same sizes; heads rotate by pairs."""
+    names = {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5"}
+    config = tiny_llama_config() | names | {"use_bias": False} | changes
+    return {key: value for key, value in config.items() if key not in _LLAMAS_BIASES}
+
+
+_LLAMAS_BIASES = ("attention_bias", "mlp_bias")
+
+
 def tiny_gpt2_config(**changes: Any) -> HFConfig:
     """A two-layer GPT-2."""
     config: HFConfig = {
@@ -309,6 +344,11 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], older: boo
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     write_experts_config(writer, config)
     if "linear_num_key_heads" in config:
         write_hybrid_config(writer, config)
@@ -338,12 +378,21 @@ def _stacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
     return {name: parts[0] if name in tensors else np.stack(parts) for name, parts in found.items()}
 
 
+# whose converters put adjacent pairs of a head's halves together
+_PERMUTED = (
+    gguf.MODEL_ARCH.LLAMA,
+    gguf.MODEL_ARCH.GRANITE,
+    gguf.MODEL_ARCH.SMOLLM3,
+    gguf.MODEL_ARCH.ARCEE,
+)
+
+
 def _as_llama_cpp(
     arch: gguf.MODEL_ARCH, name: str, tensor: np.ndarray, config: Mapping[str, Any]
 ) -> np.ndarray:
     """The layout that llama.cpp's converter gives a Hugging Face tensor."""
     stem = name.rsplit(".", 1)[0]
-    if arch == gguf.MODEL_ARCH.LLAMA and stem.endswith(("q_proj", "k_proj")):
+    if arch in _PERMUTED and stem.endswith(("q_proj", "k_proj")):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         halves = tensor.reshape(config[key], 2, -1, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)

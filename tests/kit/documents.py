@@ -136,26 +136,44 @@ def _check_jaxinfer(arguments: list[str]) -> None:
     from jaxinfer.cli.main import cli
 
     name, *rest = arguments
-    cli.commands[name].make_context(name, rest)
+    if name == "bench":
+        _check_bench(rest)
+    else:
+        cli.commands[name].make_context(name, rest)
 
 
 class _Parsed(Exception):
     """The parser accepted the arguments."""
 
 
-def _check_module(name: str, arguments: list[str]) -> None:
-    """Run a benchmark until it has parsed its arguments."""
-    parse = argparse.ArgumentParser.parse_args
+def _check_bench(arguments: list[str]) -> None:
+    """Run a command of ``jaxinfer bench`` until it has parsed its arguments."""
+    from jaxinfer.bench.main import run
+    from jaxinfer.cli.bench import engine_settings
 
-    def parse_only(parser: Any, given: list[str] | None = None, *_: object) -> NoReturn:
-        parse(parser, given)
+    def read(more: list[str]) -> NoReturn:
+        engine_settings(more)
         raise _Parsed
 
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_args", _parse_only)
+        run(arguments, read)
+
+
+def _parse_only(parser: Any, given: list[str] | None = None, *_: object) -> NoReturn:
+    _, more = parser.parse_known_args(given)
+    if more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    raise _Parsed
+
+
+def _check_module(name: str, arguments: list[str]) -> None:
+    """Run a benchmark until it has parsed its arguments."""
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{name}.__main__")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed):
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        patch.setattr(argparse.ArgumentParser, "parse_args", _parse_only)
         patch.setattr("sys.argv", [name, *arguments])
         module.main()
 

@@ -33,6 +33,13 @@ _DECODER = MappingProxyType(
 _GPT2 = MappingProxyType(
     {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": MAX_LEN}
 )
+_WITHOUT_EPS = MappingProxyType({k: v for k, v in _DECODER.items() if k != "rms_norm_eps"})
+_LAYER_NORM = MappingProxyType({**_WITHOUT_EPS, "layer_norm_eps": 1e-5})
+_OPT = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+_FALCON = MappingProxyType({**{key: _DECODER[key] for key in _OPT}, "ffn_hidden_size": 48})
 _LLAMA3_ROPE = MappingProxyType(
     {
         "rope_type": "llama3",
@@ -181,6 +188,170 @@ CONFIGS = MappingProxyType(
             "use_qkv_bias": True,
             "partial_rotary_factor": 0.5,
         },
+        "granite": {
+            **_DECODER,
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+        },
+        "granite_moe": {
+            **_DECODER,
+            "architectures": ["GraniteMoeForCausalLM"],
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "gemma2": {
+            **_DECODER,
+            "architectures": ["Gemma2ForCausalLM"],
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 3.0,
+        },
+        "ernie4_5_moe": {
+            **_DECODER,
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "moe_num_experts": 5,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+        },
+        "smollm3": {
+            **_DECODER,
+            "architectures": ["SmolLM3ForCausalLM"],
+            "no_rope_layer_interval": 2,
+        },
+        "cohere": {
+            **_LAYER_NORM,
+            "architectures": ["CohereForCausalLM"],
+            "logit_scale": 0.5,
+        },
+        "cohere2": {
+            **_LAYER_NORM,
+            "architectures": ["Cohere2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "logit_scale": 0.5,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        "gemma": {**_DECODER, "architectures": ["GemmaForCausalLM"], "head_dim": 16},
+        "ministral": {
+            **_DECODER,
+            "architectures": ["MinistralForCausalLM"],
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 7,
+        },
+        "ministral3": {
+            **_DECODER,
+            "architectures": ["Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"],
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+        "olmo3": {
+            **_DECODER,
+            "architectures": ["Olmo3ForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "cwm": {
+            **_DECODER,
+            "architectures": ["CwmForCausalLM"],
+            "head_dim": 16,
+            "sliding_window": 7,
+            "rope_scaling": _LLAMA3_ROPE,
+        },
+        "hunyuan": {
+            **_DECODER,
+            "architectures": ["HunYuanDenseV1ForCausalLM"],
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "dynamic", "alpha": 3.0, "factor": 1.0},
+        },
+        "hunyuan_moe": {
+            **_DECODER,
+            "architectures": ["HunYuanMoEV1ForCausalLM"],
+            "head_dim": 16,
+            "num_experts": 5,
+            "moe_topk": [2, 2],
+        },
+        "apertus": {**_DECODER, "architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"},
+        "qwen2_moe": {
+            **_DECODER,
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [0],
+        },
+        "olmoe": {
+            **_DECODER,
+            "architectures": ["OlmoeForCausalLM"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "clip_qkv": 1.0,
+        },
+        "glm4_moe": {
+            **_DECODER,
+            "architectures": ["Glm4MoeForCausalLM"],
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+        },
+        "seed_oss": {**_DECODER, "architectures": ["SeedOssForCausalLM"], "head_dim": 16},
+        "ernie4_5": {**_DECODER, "architectures": ["Ernie4_5ForCausalLM"], "head_dim": 16},
+        "exaone4": {
+            **_DECODER,
+            "architectures": ["Exaone4ForCausalLM"],
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+        },
+        "starcoder2": {
+            **_WITHOUT_EPS,
+            "architectures": ["Starcoder2ForCausalLM"],
+            "sliding_window": 7,
+        },
+        "olmo": {**_WITHOUT_EPS, "architectures": ["OlmoForCausalLM"], "clip_qkv": 1.0},
+        "arcee": {**_DECODER, "architectures": ["ArceeForCausalLM"]},
+        "helium": {**_DECODER, "architectures": ["HeliumForCausalLM"], "head_dim": 8},
+        "nemotron": {**_WITHOUT_EPS, "architectures": ["NemotronForCausalLM"]},
+        "jais2": {**_LAYER_NORM, "architectures": ["Jais2ForCausalLM"]},
+        "gpt_neox": {
+            **{key: value for key, value in _LAYER_NORM.items() if key != "num_key_value_heads"},
+            "architectures": ["GPTNeoXForCausalLM"],
+        },
+        "phi": {**_LAYER_NORM, "architectures": ["PhiForCausalLM"]},
+        "falcon": {
+            **_FALCON,
+            "architectures": ["FalconForCausalLM"],
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+        },
+        "falcon_7b": {**_FALCON, "architectures": ["FalconForCausalLM"], "bias": True},
+        "gptj": {**_GPT2, "architectures": ["GPTJForCausalLM"], "rotary_dim": 4},
+        "opt": {
+            **{key: _DECODER[key] for key in _OPT},
+            "architectures": ["OPTForCausalLM"],
+            "ffn_dim": 48,
+        },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
         "qwen3_moe": {
             **_DECODER,
@@ -283,6 +454,12 @@ NAMES = tuple(CONFIGS)
 LIKE_OTHERS = (
     *("mistral", "qwen2", "glm", "glm4", "mixtral", "deepseek_v2", "qwen3_5", "qwen3_next"),
     *("gemma4", "gemma4_unified", "kimi_linear"),
+    # Parts that only these have are in the golden files; cohere2 has parallel blocks, layers that
+    # do not rotate, and LayerNorm.
+    *("granite", "smollm3", "cohere", "gemma", "seed_oss", "ernie4_5", "exaone4", "starcoder2"),
+    *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
+    *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
+    *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
 )
 OF_EACH_KIND = (
     "qwen3",

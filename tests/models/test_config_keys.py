@@ -15,6 +15,8 @@ from kit.tiny_models import NAMES, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
 
+READ = json.loads((Path(__file__).parents[1] / "data" / "configs_read.json").read_text())
+
 # Keys of other families, with a value that would change the result.
 CHANGES: dict[str, Any] = {
     "rope_ratio": 2.0,
@@ -56,6 +58,11 @@ CHANGES: dict[str, Any] = {
 
 
 _COUNTS = {"num_experts", "num_local_experts"}
+_FACTORS = {
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    "logits_scaling",
+}
+_CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 READ_BY = {
     "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
     "gemma4": {"final_logit_softcapping"},
@@ -67,6 +74,24 @@ READ_BY = {
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,
     "stablelm": {"layer_norm_eps"},
+    "cohere": {"layer_norm_eps", "logit_scale"},
+    "cohere2": {"layer_norm_eps", "logit_scale", "sliding_window_pattern"},
+    "hunyuan": {"use_qk_norm"},
+    "hunyuan_moe": {*_COUNTS, "moe_intermediate_size", "use_qk_norm"},
+    "qwen2_moe": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
+    "olmoe": {*_COUNTS, "clip_qkv"},
+    "glm4_moe": {"moe_intermediate_size", "use_qk_norm", "num_local_experts"},
+    "exaone4": {"sliding_window_pattern"},
+    "starcoder2": {"use_bias"},
+    "olmo": {"clip_qkv"},
+    "jais2": {"layer_norm_eps"},
+    "phi": {"layer_norm_eps"},
+    "gpt_neox": {"layer_norm_eps", "rotary_emb_base", "rotary_pct"},
+    "granite": _FACTORS,
+    "granite_moe": {*_FACTORS, "num_local_experts"},
+    "gemma2": {*_CAPS, "query_pre_attn_scalar"},
+    "ernie4_5": {"use_bias"},
+    "ernie4_5_moe": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "deepseek_v2": {"moe_intermediate_size"},
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
@@ -100,9 +125,9 @@ def test_keys_that_change_nothing(name: str) -> None:
     assert build_model({**config, **neutral, **off, **other}, "float32") == expected
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED | READ)
 def test_published_configs_are_accepted(name: str) -> None:
-    config = PUBLISHED[name]
+    config = (PUBLISHED | READ)[name]
     keys = ("max_position_embeddings", "n_positions", "model_max_length")
     positions = next(config[key] for key in keys if key in config)
     default = config.get("original_max_position_embeddings") or positions  # of LongRoPE

@@ -16,11 +16,11 @@ from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     ExpertsConfig,
     FeedForwardConfig,
-    LatentAttentionConfig,
     MixerSpec,
 )
 from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from kit import tiny_models
 from kit.mixed_family import mixed_model

@@ -26,14 +26,18 @@ from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import (
     built_arrays,
     random_hf_tensors,
+    tiny_arcee_config,
+    tiny_ernie4_5_config,
     tiny_glm4_config,
     tiny_gpt2_config,
+    tiny_granite_config,
     tiny_llama_config,
     tiny_olmo2_config,
     tiny_phi3_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
     tiny_qwen3_moe_config,
+    tiny_smollm3_config,
     write_gguf,
     write_hf_folder,
 )
@@ -48,6 +52,10 @@ CONFIGS = {
     "phi3": tiny_phi3_config(),
     "glm4": tiny_glm4_config(),
     "gpt2": tiny_gpt2_config(),
+    "granite": tiny_granite_config(),
+    "smollm3": tiny_smollm3_config(),
+    "arcee": tiny_arcee_config(),
+    "ernie4_5": tiny_ernie4_5_config(),
     "qwen3moe": tiny_qwen3_moe_config(),
 }
 ALL = CONFIGS | {"qwen35": tiny_qwen3_5_config(), "qwen35moe": tiny_qwen3_5_moe_config()}

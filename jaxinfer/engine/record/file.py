@@ -27,6 +27,7 @@ from jaxinfer.core.limits import Limits
 VERSION = 1  # of the format; raised by every change of it, and of the records in it
 MAGIC = b"jaxinfer recording "
 OLDER = ".1"  # behind the name of the ring's other file
+PREVIOUS = ".previous"  # behind the name of the recording of the run before
 _HEAD = 8  # bytes before a body
 _LONGEST_BODY = 1 << 31
 
@@ -138,6 +139,19 @@ class FileReader:
 def older(path: Path) -> Path:
     """The ring's other file, which has what was before."""
     return path.with_name(path.name + OLDER)
+
+
+def keep_previous(path: Path) -> None:
+    """Rename the files of an earlier run, whose engine may have failed and been started again, to
+    FILE.previous; those that have this name are replaced. Raises ``OSError``.
+    """
+    previous = path.with_name(path.name + PREVIOUS)
+    if path.exists() and path.stat().st_size:
+        older(previous).unlink(missing_ok=True)
+        path.replace(previous)
+        if older(path).exists():
+            older(path).replace(older(previous))
+    older(path).unlink(missing_ok=True)  # not to be taken for the older part of this run
 
 
 def open_ring(path: Path) -> list[FileReader]:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import Event
 from jaxinfer.engine.record.codec import encode_call, encode_note, encode_state, summary_of
-from jaxinfer.engine.record.file import FileWriter, Header, older
+from jaxinfer.engine.record.file import FileWriter, Header, keep_previous, older
 from jaxinfer.engine.record.redact import Redactor
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 
@@ -61,8 +61,7 @@ class Recorder:
         self._header = replace(header, run=secrets.token_hex(8))
         self._redactor = Redactor() if header.is_redacted else None
         try:
-            # of an earlier run: it must not be taken for the older part of this one
-            older(path).unlink(missing_ok=True)
+            keep_previous(path)
             path.open("wb").close()
         except OSError as error:
             raise ConfigError(

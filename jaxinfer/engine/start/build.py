@@ -39,9 +39,7 @@ from jaxinfer.engine.start.task import pooling_of, with_task
 from jaxinfer.engine.start.weights import EngineWeights
 from jaxinfer.exec.compile.build import compile_bundle
 from jaxinfer.exec.compile.bundle import Bundle, Manifest, load_kernel_runtime, open_bundle
-from jaxinfer.exec.compile.memory_plan import (
-    program_memory,
-)
+from jaxinfer.exec.compile.memory_plan import DeviceMemory, program_memory
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.compile.sizes import resolve, with_device_defaults
 from jaxinfer.exec.run.device_memory import least_memory, release_freed_blocks
@@ -92,7 +90,7 @@ def _planned(
     mesh: Mesh | None,
 ) -> EnginePlan:
     """See ``plan_engine``."""
-    platform = check_device(platform_of_backend)
+    check_device(platform_of_backend)
     placement = _placement(config, mesh)
     config = replace(
         config,
@@ -101,9 +99,37 @@ def _planned(
     )
     if bundle is not None:
         bundle.check_machine(placement)
+    _check_tuned()
+    device = least_memory(placement.own_devices)
+    plan = _plan_on(config, placement, device, cache_dir, progress, bundle)
+    load_kernel_runtime()
+    return plan
+
+
+def plan_elsewhere(config: EngineConfig, placement: Placement, device: DeviceMemory) -> EnginePlan:
+    """The plan for devices that this machine need not have; see ``plan_engine``.
+
+    ``placement`` states their platform and number. Nothing of the plan can be loaded or run here.
+    """
+    config = replace(
+        config,
+        tensor_parallel_size=placement.num_devices,
+        enable_expert_parallel=bool(config.enable_expert_parallel),
+    )
+    return _plan_on(config, placement, device, cache_root(config.cache_dir), NO_PROGRESS, None)
+
+
+def _plan_on(
+    config: EngineConfig,
+    placement: Placement,
+    device: DeviceMemory | None,
+    cache_dir: Path,
+    progress: Progress,
+    bundle: Bundle | None,
+) -> EnginePlan:
+    platform = placement.platform
     given, config = config, with_device_defaults(config, platform)
     pins = _pins(config, platform)
-    _check_tuned()
     source = resolve_source(
         config.model,
         load_format=config.load_format,
@@ -120,11 +146,10 @@ def _planned(
     if bundle is not None:
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
-    device = least_memory(placement.own_devices)
     sizes = resolve(config, given, model, device, pins, placement)
     if sizes.note:
         progress.note(sizes.note)
-    program = Program(model, sizes.limits, placement.platform, pins, placement)
+    program = Program(model, sizes.limits, platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
     facts = facts_of_configs(
@@ -135,7 +160,6 @@ def _planned(
         use_generation_config=config.generation_config == "auto",
     )
     facts = replace(facts, pooling=pooling_of(config, source, model))
-    load_kernel_runtime()
     return EnginePlan(
         config=sizes.config,
         source=source,

@@ -40,11 +40,6 @@ def start_engine(
     ``tell_plan``: what the settings became is a note, not a detail. ``serves_early``: see
     ``build_engine``.
     """
-    if config.host_rank:
-        raise ConfigError(
-            f"host_rank is {config.host_rank}, and host 0 alone answers; on the others run "
-            "`jaxinfer serve` or `jaxinfer generate`, which follow it"
-        )
     with progress.phase("the engine starts"):
         with backend_starting(config) as platform:
             from jaxinfer.engine.start.build import build_engine, plan_engine
@@ -62,8 +57,13 @@ def backend_starting(config: EngineConfig) -> Generator[Callable[[], str]]:
 
     Yields a function that waits for the backend and returns its platform, or raises the error of
     its start. The error is raised only once: afterwards JAX itself falls back to the CPU. The
-    garbage collector is paused in the block.
+    garbage collector is paused in the block. Raises ``ConfigError`` on a host other than 0.
     """
+    if config.host_rank:
+        raise ConfigError(
+            f"host_rank is {config.host_rank}, and host 0 alone answers; on the others run "
+            "`jaxinfer serve` or `jaxinfer generate`, which follow it"
+        )
     with gc_paused():
         import jax
 

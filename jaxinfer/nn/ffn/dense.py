@@ -4,15 +4,18 @@ Owns: ``FeedForward``. Parameters:
 
     gated  gate_up [D, 2F]: gate, up   gate_up_bias [2F]   down [F, D]   down_bias [D]
     plain  up      [D, F]              up_bias      [F]    down [F, D]   down_bias [D]
+    act_alphas [2] with xIELU: of positive and of negative values
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.activations import ACTIVATIONS
+from jaxinfer.nn.activations import ACTIVATIONS, xielu
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import Norm, Stream, linear, normalised
@@ -49,7 +52,10 @@ class FeedForward(nn.Module):
             return stream.x, ctx.across(y) if summed else y
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
-        activation = ACTIVATIONS[c.activation]
+        if c.activation == "xielu":
+            activation = partial(xielu, alphas=param(self, "act_alphas"))
+        else:
+            activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)
             hidden = activation(ctx.at("mlp_pre", gate)) * ctx.at("mlp_linear", up)

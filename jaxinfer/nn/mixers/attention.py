@@ -7,26 +7,34 @@ itself in the dense form. Parameters of ``Attention``:
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
-    qk_norms [2, H] with a qk_norm of each head, [(N + K) * H] with one of all heads
+    qk_norms [2, H] with a qk_norm of each head, rotated or not, [(N + K) * H] with one of all heads
     sinks [N] with sinks
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.decoder_config import AttentionConfig, QueryGrowth
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
-from pallas_kernels.lib.numerics import Values, split_and_rotate, split_heads, with_values
+from pallas_kernels.lib.numerics import (
+    Values,
+    rms_norm,
+    split_and_rotate,
+    split_heads,
+    with_values,
+)
+from pallas_kernels.lib.softmax import capped
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -70,10 +78,17 @@ class Attention(nn.Module):
         gates = None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
-        norms = param(self, "qk_norms") if c.qk_norm == "head" else None
-        if c.qk_norm == "all_heads":
-            qkv = _norm_all_heads(qkv, param(self, "qk_norms"), c, norm.eps, ctx.axis)
+        norms = None if c.qk_norm is None else param(self, "qk_norms")
+        if norms is not None and c.qk_norm == "all_heads":
+            qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
+        if c.clip is not None:
+            qkv = jnp.clip(qkv, -c.clip, c.clip)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
+        if c.growth is not None:
+            heads = _grown(heads, c.growth, c.num_kv_heads, ctx.positions)
+        if norms is not None and (c.rope is None or c.qk_norm == "rotated"):
+            heads = _normalised_heads(heads, norms, c, norm.eps, ctx)
+            ctx, norms = replace(ctx, angles=()), None
         out, state = attend(
             heads,
             state,
@@ -82,6 +97,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
+            cap=c.cap,
             values=c.values,
             sinks=param(self, "sinks") if c.sinks else None,
             only=only,
@@ -106,6 +122,40 @@ def output(
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)
     return x, linear(out, weight(module, "o"), ctx, bias=bias, partial=True).y
+
+
+def _normalised_heads(
+    heads: jax.Array,  # [T, N + 2K, H]
+    weights: jax.Array,  # [2, H]: of queries, of keys
+    config: AttentionConfig,
+    eps: float,
+    ctx: StepContext,
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads after rope, if there is one, and RMS norms of queries and keys.
+
+    XLA fuses them; the kernels of attention normalise before they rotate, and only then.
+    """
+    k = config.num_kv_heads
+    if config.rope is None:
+        parts = split_heads(heads, k)
+    else:
+        parts = split_and_rotate(heads, *ctx.angles[0], None, k, eps)
+    q, keys, v = parts
+    q, keys = rms_norm(q, weights[0], eps), rms_norm(keys, weights[1], eps)
+    return jnp.concatenate([q, keys, v], axis=1)
+
+
+def _grown(
+    heads: jax.Array,  # [T, N + 2K, H]
+    growth: QueryGrowth,
+    num_kv_heads: int,
+    positions: jax.Array,  # int32[T]
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads with queries that grow with the position."""
+    whole = (positions // growth.original).astype(jnp.float32)
+    factors = (1 + growth.beta * jnp.log1p(whole)).astype(heads.dtype)
+    n = heads.shape[1] - 2 * num_kv_heads
+    return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
 
 
 def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
@@ -148,6 +198,7 @@ def attend(
     values: Values = "projected",
     sinks: jax.Array | None = None,  # [N]
     only: jax.Array | None = None,  # int32[B]
+    cap: float | None = None,
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
 
@@ -159,9 +210,9 @@ def attend(
         qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
         values = "projected"
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only)
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only, cap)
     pages, d = ctx.pages[0], ctx.num_decodes
-    static = {"scale": scale, "window": window}
+    static: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
     if qkv.shape[0] == d:
         return _decode(qkv, state, ctx, angles, qk_norm, values, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
@@ -190,6 +241,7 @@ def prefill(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Attend for the tokens of prompts, whose keys and values are in the pages."""
     assert ctx.rows is not None
@@ -204,6 +256,7 @@ def prefill(
         sinks=sinks,
         scale=scale,
         window=window,
+        cap=cap,
     )
     return paged_prefill(args, ctx.pinned("paged_prefill"))
 
@@ -241,6 +294,7 @@ def _decode(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
 ) -> tuple[jax.Array, LayerArrays]:  # [rows, N, H]
     """Append and attend for the first rows, one token each."""
     rows, pages = qkv.shape[0], ctx.pages[0]
@@ -259,6 +313,7 @@ def _decode(
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
+        cap=cap,
         values=values,
     )
     out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
@@ -274,6 +329,7 @@ def _dense(
     window: int | None,
     sinks: jax.Array | None,  # [N]
     only: jax.Array | None,  # int32[B]
+    cap: float | None,
 ) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
     """Attention of one whole sequence over itself, and its keys and values [T, K, H]."""
     if ctx.angles:
@@ -282,7 +338,7 @@ def _dense(
     else:
         q, k, v = split_heads(qkv, num_kv_heads)
     q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
-    out = dense_attention(q, k, v, ctx, scale, window, sinks)
+    out = dense_attention(q, k, v, ctx, scale, window, sinks, cap)
     return out if only is None else out[only], {"k": k, "v": v}
 
 
@@ -294,6 +350,7 @@ def dense_attention(
     scale: float,
     window: int | None,
     sinks: jax.Array | None = None,  # [N]
+    cap: float | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     t, n, h = q.shape
@@ -303,7 +360,7 @@ def dense_attention(
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
-    scores = jnp.where(visible, scores * scale, -jnp.inf)
+    scores = jnp.where(visible, capped(scores * scale, cap), -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
     if sinks is not None:
         beside = jnp.broadcast_to(sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))

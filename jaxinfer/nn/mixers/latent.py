@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import LatentAttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.kv_append.xla import written

@@ -17,6 +17,12 @@ from jaxinfer.core.errors import CheckpointError, TokenizerError, UnknownArchite
 from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.decoder import decoder_config
+from jaxinfer.weights.gguf.dense_config import (
+    arcee_config,
+    ernie4_5_config,
+    granite_config,
+    smollm3_config,
+)
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
     kimi_linear_config,
@@ -351,6 +357,10 @@ _BUILDERS = MappingProxyType(
         "phi3": _phi3,
         "glm4": _glm4,
         "gpt2": _gpt2,
+        "granite": granite_config,
+        "smollm3": smollm3_config,
+        "arcee": arcee_config,
+        "ernie4_5": ernie4_5_config,
         "qwen35": qwen3_5_config,
         "qwen35moe": qwen3_5_moe_config,
         "qwen3next": qwen3_next_config,

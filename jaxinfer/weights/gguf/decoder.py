@@ -10,13 +10,14 @@ from jaxinfer.weights.gguf.rope import rope_scaling
 
 
 def decoder_config(
-    meta: ArchitectureMetadata, *, partial: bool = False, dense: bool = True
+    meta: ArchitectureMetadata, *, partial: bool = False, dense: bool = True, scaled: bool = False
 ) -> dict[str, Any]:
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks. Raises ``CheckpointError`` for a value that is not supported, and
-    ``UnknownArchitectureError`` for experts, if no key of theirs was read before.
+    dense networks; with ``scaled`` the caller reads the scale of scores. Raises ``CheckpointError``
+    for a value that is not supported, and ``UnknownArchitectureError`` for experts, if no key of
+    theirs was read before.
     """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
@@ -27,7 +28,8 @@ def decoder_config(
     head_dim = meta.count("attention.key_length", max(hidden_size // heads, 1))
     for key in ("attention.value_length", "attention.head_dim"):  # the latter is Ollama's
         meta.only(key, head_dim)
-    meta.only("attention.scale", 0, head_dim**-0.5)
+    if not scaled:
+        meta.only("attention.scale", 0, head_dim**-0.5)
     meta.only("hidden_activation", "silu", "swish")
     rotated = meta.count("rope.dimension_count", head_dim) if partial else head_dim
     if rotated > head_dim or rotated % 2:

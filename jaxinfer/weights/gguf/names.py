@@ -95,6 +95,7 @@ _DECODER = NameTable(
 _LLAMA = replace(
     _DECODER, interleaved={"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 )
+_ARCEE = replace(_LLAMA, layer={k: v for k, v in _LLAMA.layer.items() if k != "ffn_gate"})
 _OLMO2 = replace(
     _DECODER,
     layer={stem: name for stem, name in _DECODER.layer.items() if stem not in _NORMS_BEFORE}
@@ -304,6 +305,10 @@ _TABLES: Mapping[str, NameTable] = MappingProxyType(
         "phi3": _PHI3,
         "glm4": _GLM4,
         "gpt2": _GPT2,
+        "granite": _LLAMA,
+        "smollm3": _LLAMA,
+        "arcee": _ARCEE,
+        "ernie4_5": _DECODER,
         "qwen3_5": _QWEN3_5,
         "qwen3_5_moe": _QWEN3_5_MOE,
         "kimi_linear": _KIMI_LINEAR,

@@ -1,1 +1,0 @@
-"""``python -m bench.serve``: latency and throughput of a running server."""

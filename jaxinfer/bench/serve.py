@@ -1,0 +1,250 @@
+"""``jaxinfer bench serve``: latency and throughput of a running server.
+
+Random prompts are token ids, so that each has exactly its length. Any server with OpenAI's routes
+can be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.bench.arguments import (
+    Parser,
+    add_report,
+    add_server,
+    add_workload,
+    headers_of,
+    report_fields,
+    settings_of,
+)
+from jaxinfer.bench.circumstances import write_report
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.figures import TITLES, details, table
+from jaxinfer.bench.folder import Folder, default_path, finished, now
+from jaxinfer.bench.offer import Outcome, in_loop, offer, rate_of, wait_until_ready
+from jaxinfer.bench.process_tree import tree_memory
+from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
+from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
+from jaxinfer.core.errors import BenchError
+
+SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
+
+
+def level_size(rate: float) -> int:
+    """Requests of a level: 12 seconds' worth, at least 15; 512 if they all arrive at once."""
+    return 512 if math.isinf(rate) else max(15, round(12 * rate))
+
+
+def parser(command: str) -> Parser:
+    """The command line of ``serve`` or ``replay``."""
+    made = Parser(command, (__doc__ or "").splitlines()[0])
+    add_server(made)
+    add_workload(made)
+    add_report(made)
+    made.add_argument(
+        "--sweep", nargs="?", const=SWEEP, metavar="RATES", help=f"levels; default {SWEEP}"
+    )
+    made.add_argument("--save-result", action="store_true", help="also vLLM's JSON file")
+    made.add_argument("--result-dir", type=Path, default=Path())
+    made.add_argument("--result-filename")
+    return made
+
+
+class Target:
+    """A running server, its model, and what the flags say of both."""
+
+    def __init__(self, client: Client, model: str, endpoint: str, pid: int | None = None) -> None:
+        self.client, self.model, self.endpoint, self.pid = client, model, endpoint, pid
+
+    async def warm_up(self, load: Load, count: int, seconds: float) -> None:
+        """Wait until the first request succeeds, then send it ``count`` times more."""
+        body = load.bodies[0]
+        await wait_until_ready(self.client, self.endpoint, body, seconds)
+        for _ in range(count):
+            await self.client.post(self.endpoint, body)
+
+    async def measure(
+        self, load: Load, series: Series, max_concurrency: int | None, texts: bool = False
+    ) -> list[Record]:
+        """Offer a load, and complete the description of its series."""
+        outcome = await offer(self.client, self.endpoint, load.bodies, load.times, max_concurrency)
+        series.requests, series.workload = len(load.bodies), load.workload
+        series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
+        failure = next((answer.error for answer in outcome.answers if answer.error), "")
+        if failure and (await self.client.get("/v1/models")).status == 0:
+            series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
+        report_errors(outcome)
+        return records_of(outcome.answers, outcome.start, texts=texts)
+
+    def memory(self) -> dict[str, float]:
+        """Memory of the server's process tree in MB; empty without its process id."""
+        if self.pid is None:
+            return {}
+        with suppress(ProcessLookupError):
+            memory = tree_memory(self.pid)
+            return {
+                "server_rss_mb": memory.rss / 1e6,
+                "server_pss_mb": memory.pss / 1e6,
+                "server_processes": memory.processes,
+            }
+        return {}
+
+
+@asynccontextmanager
+async def target_of(given: argparse.Namespace) -> AsyncGenerator[Target]:
+    """The server that the flags name; raises ``BenchError`` if it does not answer in time."""
+    url = given.base_url or f"http://{given.host}:{given.port}"
+    with closing(Client(url, headers_of(given.header))) as client:
+        model = given.model or await first_model(client, given.ready_check_timeout_sec)
+        yield Target(client, model, given.endpoint, given.server_pid)
+
+
+async def run(given: argparse.Namespace, command: str) -> Folder:
+    """Measure one level or the sweep; returns the finished folder."""
+    requests = Requests(given)
+    rates = rates_of(given.sweep) if given.sweep else None
+    path = given.output or default_path(command)
+    described = Run(
+        command=command, created=now(), settings=settings_of(given), **report_fields(given)
+    )
+    async with target_of(given) as target:
+        environment = await environment_of(target, given.device)
+        first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+        with finished(Folder.create(path, described, environment)) as folder:
+            await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
+            idle = {f"idle_{name}": value for name, value in target.memory().items()}
+            for rate in rates or [given.request_rate]:
+                series = Series(
+                    name=f"rate-{rate:g}" if rates else command,
+                    backend="server",
+                    rate=_offered(given, rate),
+                    facts=dict(idle),
+                )
+                count = level_size(rate) if rates else given.num_prompts
+                load = requests.load(target.model, count, rate)
+                records = await target.measure(
+                    load, series, given.max_concurrency, texts=given.save_detailed
+                )
+                folder.add(series, records)
+                if series.state != COMPLETE:
+                    break
+    return folder
+
+
+async def environment_of(target: Target, device: str | None) -> dict[str, str]:
+    """The server's own version, its model, and the device as the command line names it."""
+    version = (await target.client.get("/version")).body.decode(errors="replace")
+    named = {"device": device} if device else {}
+    return {"server": version.strip(), "model": target.model, **named}
+
+
+def _offered(given: argparse.Namespace, rate: float) -> float | None:
+    return None if math.isinf(rate) or given.dataset_name in TRACES else rate
+
+
+def rates_of(text: str) -> list[float]:
+    """Rates with commas between them; raises ``BenchError`` if one is none."""
+    try:
+        return [rate_of(part) for part in text.split(",")]
+    except ValueError as error:
+        raise BenchError(f"--sweep has {text!r}; give rates such as 1,4,inf") from error
+
+
+async def first_model(client: Client, seconds: float) -> str:
+    """The first name that the server lists. Raises ``BenchError`` if it lists none in time."""
+    deadline = time.monotonic() + seconds
+    while (answer := await client.get("/v1/models")).status != 200:
+        # 503: the model is still being loaded
+        if answer.status not in (0, 503) or time.monotonic() > deadline:
+            raise BenchError(
+                f"the server does not list its models ({answer.error}); start it, or name it with "
+                "--base-url"
+            )
+        await asyncio.sleep(0.5)
+    try:
+        return json.loads(answer.body)["data"][0]["id"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise BenchError(
+            f"the server's /v1/models has no model ({answer.body[:100]!r}); give --model"
+        ) from error
+
+
+def report_errors(outcome: Outcome) -> None:
+    """Print each different failure once."""
+    for error in sorted({answer.error for answer in outcome.answers if answer.error}):
+        print(f"failed: {error}")
+
+
+def sweep_line(name: str, figures: Mapping[str, float]) -> str:
+    """A level in one line: medians and 99th percentiles, where it has them."""
+    pairs = " ".join(
+        f"{metric} {figures[f'median_{metric}_ms']:8.2f} / {figures[f'p99_{metric}_ms']:8.2f}"
+        for metric in TITLES
+        if f"p99_{metric}_ms" in figures
+    )
+    counts = f"{figures['completed']}/{figures['completed'] + figures['failed']}"
+    return f"{name:>10} {counts:>8}  {pairs}  {figures['output_throughput']:9.1f} tok/s"
+
+
+def vllm_result(folder: Folder, result: Mapping[str, Any], detailed: bool) -> dict[str, Any]:
+    """The first series under the names of vLLM's result file."""
+    (name, figures), *_ = result["series"].items()
+    extra = details(folder.records()[name]) if detailed else {}
+    facts = {**folder.environment, "date": folder.run.created, "workload": folder.run.settings}
+    return {**facts, **figures, **folder.run.series[0].facts, **extra}
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, write; the exit code."""
+    return _measured(parser("serve").parse_args(arguments), "serve")
+
+
+def replay(arguments: list[str]) -> int:
+    """The same with the requests and times of a trace; the exit code."""
+    made = parser("replay")
+    made.add_argument("trace", type=Path, help="of Mooncake's or Azure's form; or .gz")
+    given = made.parse_args(arguments)
+    if given.sweep:
+        raise BenchError("a trace has times of its own; use several --time-scale, not --sweep")
+    given.dataset_name, given.dataset_path = TRACES[0], given.trace
+    return _measured(given, "replay")
+
+
+def _measured(given: argparse.Namespace, command: str) -> int:
+    folder = in_loop(run(given, command))
+    result = folder.finish()
+    for name, figures in result["series"].items():
+        if given.sweep:
+            print(sweep_line(name, figures))
+        else:
+            print(table(figures, folder.run.percentiles))
+    if given.save_result:
+        stamp = folder.run.created.replace(":", "").replace("-", "")[:15]
+        name = given.result_filename or f"jaxinfer-{given.request_rate}qps-{stamp}.json"
+        write_report(given.result_dir / name, vllm_result(folder, result, given.save_detailed))
+    return conclude(folder, result)
+
+
+def conclude(folder: Folder, result: Mapping[str, Any]) -> int:
+    """Print where the run is, its state and verdicts; 1 if it is partial or a gate fails."""
+    print(f"{folder.path / 'report.md'}")
+    failed = folder.run.state != COMPLETE
+    for one in folder.run.series:
+        if one.state != COMPLETE:
+            print(f"{one.name} is {one.state}: {one.reason}")
+        elif not result["series"][one.name].get("completed", 1):
+            print(f"{one.name}: no request succeeded")
+            failed = True
+    for gate in result.get("gates", ()):
+        why = f" ({gate['reason']})" if gate["reason"] else ""
+        print(f"{gate['gate']}: {'holds' if gate['holds'] else 'fails'}: {gate['value']}{why}")
+        failed |= not gate["holds"]
+    return int(failed)

@@ -1,0 +1,171 @@
+"""The requests of a benchmark and their times: prompts, lengths, arrivals.
+
+Owns: the datasets and the arrival process. Everything follows from the seed, and the first k
+prompts of a workload do not depend on the number of the others.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from jaxinfer.core.errors import BenchError
+
+
+@dataclass(frozen=True)
+class Query:
+    """One request: a prompt as text or token ids, and the number of tokens to generate."""
+
+    prompt: str | list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomLengths:
+    """Lengths of a random workload, in tokens; they vary by ``range_ratio`` both ways."""
+
+    input_len: int = 1024
+    output_len: int = 128
+    prefix_len: int = 0  # the same tokens before every prompt, in addition to input_len
+    range_ratio: float = 0.0
+
+
+def random_queries(
+    lengths: RandomLengths, vocab: Sequence[int], count: int, seed: int
+) -> list[Query]:
+    """``count`` prompts of token ids drawn from ``vocab``."""
+    ids = np.asarray(vocab)
+    prefix = _draw(np.random.default_rng([seed, 0]), ids, lengths.prefix_len)
+    queries: list[Query] = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, 1, index])
+        num_input = _vary(rng, lengths.input_len, lengths.range_ratio)
+        num_output = max(1, _vary(rng, lengths.output_len, lengths.range_ratio))
+        queries.append(Query(prefix + _draw(rng, ids, num_input), num_output))
+    return queries
+
+
+def _draw(rng: np.random.Generator, ids: np.ndarray, count: int) -> list[int]:
+    return ids[rng.integers(0, len(ids), size=count)].tolist()
+
+
+def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
+    low, high = math.floor(length * (1 - ratio)), math.ceil(length * (1 + ratio))
+    return int(rng.integers(low, high + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """Lengths of a workload whose prompts share a few prefixes, in tokens."""
+
+    count: int = 10
+    prefix_len: int = 256
+    suffix_len: int = 256
+    output_len: int = 128
+
+
+def prefix_queries(lengths: Prefixes, vocab: Sequence[int], count: int, seed: int) -> list[Query]:
+    """``count`` prompts, each of a prefix that others share and a suffix of its own."""
+    ids = np.asarray(vocab)
+    queries: list[Query] = []
+    for index in range(count):
+        rng = np.random.default_rng([seed, 3, index])
+        shared = np.random.default_rng([seed, 2, int(rng.integers(lengths.count))])
+        prompt = _draw(shared, ids, lengths.prefix_len) + _draw(rng, ids, lengths.suffix_len)
+        queries.append(Query(prompt, lengths.output_len))
+    return queries
+
+
+def read_queries(path: Path, count: int, output_len: int | None, seed: int) -> list[Query]:
+    """Prompts of a file: ShareGPT's JSON list, or JSON lines with ``prompt`` (as HumanEval's);
+    shuffled by the seed.
+
+    The answer's length is ``output_len``, else the row's ``output_tokens``, else 256. Raises
+    ``BenchError`` if the file cannot be read or holds no prompts.
+    """
+    text = file_text(path)
+    try:
+        if text.lstrip().startswith("["):
+            rows: list[Any] = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise BenchError(f"{path} is not JSON ({error}); name another --dataset-path") from error
+    queries = [
+        Query(prompt, output_len or row.get("output_tokens") or 256)
+        for row in rows
+        if isinstance(row, dict) and (prompt := _prompt_of(row))
+    ]
+    if not queries:
+        raise BenchError(
+            f"{path} has no row with 'prompt' or 'conversations'; name another --dataset-path"
+        )
+    order = np.random.default_rng(seed).permutation(len(queries))
+    return [queries[order[index % len(queries)]] for index in range(count)]
+
+
+def file_text(path: Path) -> str:
+    """The text of a file, which may be gzipped; raises ``BenchError`` if it cannot be read."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BenchError(f"{path} cannot be read ({reason}); name another dataset") from error
+
+
+def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
+    if conversations := row.get("conversations"):
+        return conversations[0].get("value")
+    return row.get("prompt")
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds from the start at which each request is sent; all 0 if ``rate`` is infinite.
+
+    Gaps are gamma distributed with mean 1 / rate (exponential at burstiness 1, so that arrivals are
+    a Poisson process), then scaled so that the last request arrives at count / rate exactly, as in
+    vLLM's benchmark: two runs then offer the same load for any seed.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), size=count)
+    times = np.cumsum(gaps)
+    return (times * (count / rate / times[-1])).tolist()
+
+
+def body_of(
+    query: Query, path: str, model: str, extra: Mapping[str, Any], *, usage: bool = True
+) -> bytes:
+    """JSON of a streamed request to a completions route or a chat route.
+
+    ``usage``: whether the stream is to end with token counts. Raises ``BenchError`` for token ids
+    in a chat.
+    """
+    body: dict[str, Any] = {"model": model, "max_tokens": query.max_tokens, "stream": True}
+    if usage:
+        body["stream_options"] = {"include_usage": True}
+    if path.endswith("/chat/completions"):
+        if not isinstance(query.prompt, str):
+            raise BenchError("a chat takes text; use --dataset-name custom or sharegpt with it")
+        body["messages"] = [{"role": "user", "content": query.prompt}]
+    else:
+        body["prompt"] = query.prompt
+    return msgspec.json.encode({**body, **extra})
+
+
+def fingerprint(queries: Sequence[Query], times: Sequence[float]) -> str:
+    """SHA-256 of requests and the times at which they are sent."""
+    digest = hashlib.sha256()
+    for query, when in zip(queries, times, strict=True):
+        digest.update(msgspec.json.encode((query.prompt, query.max_tokens, f"{when:.6f}")))
+    return digest.hexdigest()

@@ -1,0 +1,77 @@
+"""Command R and R7B (Cohere and Cohere 2): parallel blocks that share a LayerNorm without bias.
+
+Heads rotate by adjacent components; in Cohere 2 only layers with a window rotate. Logits are
+multiplied by a constant. Norms of heads, which Command R+ has, are refused.
+
+Source: ``modeling_cohere`` and ``modeling_cohere2`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    GQA_IGNORED_TENSORS,
+    NormSources,
+    gqa_config,
+    gqa_param_specs,
+    sliding_window,
+    windows_by_layer,
+)
+from jaxinfer.nn.decoder_config import DecoderSpec
+
+# transformers' defaults
+_SCALE, _PATTERN = 0.0625, 4
+_NORMS = NormSources(names=("input_layernorm",))
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.supported_only(config, "use_qk_norm", False)
+    bias, rotates = hf.flag(config, "attention_bias", False), None
+    if "Cohere2ForCausalLM" in config.get("architectures", ()):
+        windows = _windows(config)
+        rotates = [window is not None for window in windows]
+    else:
+        windows = windows_by_layer(config, None)
+    return gqa_config(
+        config,
+        dtype,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=None,
+        windows=windows,
+        rotates=rotates,
+        norms="shared",
+        norm="layer_weight",
+        parallel=True,
+        tied=True,
+        logit_scale=hf.positive_float(config, "logit_scale", _SCALE),
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The window of each layer; by default every fourth layer has none."""
+    hf.supported_only(config, "use_gated_activation", True)
+    hf.supported_only(config, "use_parallel_block", True)
+    hf.supported_only(config, "position_embedding_type", "rope_gptj")
+    window = sliding_window(config)
+    pattern = hf.positive_int(config, "sliding_window_pattern", _PATTERN)
+    if config.get("layer_types") is not None:
+        return windows_by_layer(config, window)
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
+
+
+FAMILY = ModelFamily(
+    name="cohere",
+    config_from_hf=config_from_hf,
+    param_specs=partial(gqa_param_specs, norms=_NORMS, interleaved=True),
+    ignored_tensors=GQA_IGNORED_TENSORS,
+)

@@ -1,0 +1,31 @@
+"""The names of a decoder's checkpoint tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TensorNames(NamedTuple):
+    """The names of tensors without ".weight" and ".bias"; Llama's by default.
+
+    ``layer`` is the start of a layer's names, {} is its number; ``qkv`` to ``qk_norms`` come behind
+    it. One name in ``qkv`` is of a tensor with queries, keys and values, and one in ``into`` of a
+    tensor with gate and up, or of a network without a gate. With ``packed`` the rows of the one
+    tensor in ``qkv`` are those of a KV head's queries, its key and its value, then of the next.
+    """
+
+    embed: str = "model.embed_tokens"
+    positions: str = ""
+    layer: str = "model.layers.{}."
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    into: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    packed: bool = False
+
+
+LLAMA = TensorNames()
+PLAIN = TensorNames(into=("mlp.up_proj",))  # without a gate

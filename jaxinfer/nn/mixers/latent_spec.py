@@ -1,0 +1,81 @@
+"""The spec of multi-head latent attention; its module is in ``nn.mixers.latent``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jaxinfer.nn.block import BlockSpec, part
+from jaxinfer.nn.rope import RopeConfig
+from jaxinfer.nn.state import Entry, LayerState, PagedKind
+
+if TYPE_CHECKING:
+    import flax.linen as nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig(BlockSpec):
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434).
+
+    A key has ``nope_dim`` components of each head, and ``rope_dim`` that all heads share and that
+    ``rope`` rotates, if it is not None. ``rank`` and ``query_rank`` are the widths of the latents
+    of keys and values and of queries (None: queries have no latent), ``norm_eps`` is the epsilon of
+    the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
+    rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
+    residual stream have biases, but for queries without a latent.
+    """
+
+    num_heads: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rank: int
+    query_rank: int | None
+    scale: float
+    rope: RopeConfig | None
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+    bias: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """The width of queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def entry_dim(self) -> int:
+        """The width of a token's entry in the pages: its latent and its rotated key."""
+        return self.rank + self.rope_dim
+
+    @property
+    def bias_dim(self) -> int:
+        """The width of the bias of the projection from the residual stream."""
+        return (self.query_rank or 0) + self.entry_dim
+
+    def for_context(self, length: int) -> LatentAttentionConfig:
+        """See ``MixerSpec``."""
+        return replace(self, rope=self.rope and self.rope.for_context(length))
+
+    def share(self, devices: int) -> LatentAttentionConfig:
+        """See ``MixerSpec``; every device has the whole latents."""
+        return replace(self, num_heads=part(self.num_heads, devices, "heads"))
+
+    def state(self, dtype: jnp.dtype) -> LayerState:
+        """See ``MixerSpec``; all heads share the entries, so they are not divided."""
+        return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
+
+    def points(self) -> Mapping[str, tuple[int, ...]]:
+        """See ``MixerSpec``."""
+        return {"z": (self.num_heads, self.value_dim)}
+
+    def words(self) -> str:
+        """See ``MixerSpec``."""
+        return f"{self.num_heads} heads over latents of {self.rank}"
+
+    def module(self) -> nn.Module:
+        """See ``MixerSpec``."""
+        return import_module("jaxinfer.nn.mixers.latent").LatentAttention(self)
