@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from starlette.routing import Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.ray.forwarded import Forwarded
@@ -65,6 +66,9 @@ class Forwarder:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # no route is a WebSocket
+            await WebSocketClose()(scope, receive, send)
+            return
         request = Forwarded.of(scope, await self._body(receive))
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
         if (scope["method"], path) == ("GET", METRICS):

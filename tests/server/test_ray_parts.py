@@ -165,6 +165,11 @@ def test_only_so_much_of_a_body_is_read_that_it_is_refused() -> None:
     assert len(request.body) == 120
 
 
+def test_websockets_are_closed() -> None:
+    sent, asked = forwarded([], type="websocket")
+    assert sent[0]["type"] == "websocket.close" and not asked
+
+
 def test_metrics_of_all_replicas() -> None:
     first, other = Metrics("m", LIMITS), Metrics("m", LIMITS)
     first.http_response("/v1/models", "GET", 200, 0.1)
