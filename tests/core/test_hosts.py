@@ -68,10 +68,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def connected(port: int) -> socket.socket:
     """A connection to host 0, which may not listen yet."""
-    while True:
+    for _ in range(500):
         with suppress(ConnectionRefusedError):
             return socket.create_connection(("127.0.0.1", port), timeout=5)
         time.sleep(0.01)
+    raise AssertionError("host 0 does not listen")
 
 
 def running[T](function: Callable[[], T]) -> Future[T]:
@@ -168,9 +169,9 @@ def test_a_rank_that_is_taken() -> None:
 def test_a_connection_of_another_program_is_passed_over() -> None:
     port = free_ports()
     first = running(lambda: accept(some(2, 0, port)))
-    other = running(lambda: connect(some(2, 1, port)))
-    with connected(port) as end:
+    with connected(port) as end:  # host 0 listens until the other host is there
         end.sendall(b"\x03\0\0\0GET")
+    other = running(lambda: connect(some(2, 1, port)))
     assert len(first.result(5)) == 1 and other.result(5).name == "host 0 (127.0.0.1)"
 
 
