@@ -27,6 +27,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = ("sh", "python", "text", "toml")
 NOT_RUN = "# Not run by the tests: "
 REASONS = (
+    "needs two machines.",
     "needs an NVIDIA GPU.",
     "needs the network.",
     "needs the program of another project.",

@@ -78,10 +78,6 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
         raise ConfigError(
             "kv_offloading_size is for one device so far; leave it out, or tensor_parallel_size"
         )
-    if config.record is not None:
-        raise ConfigError(
-            "a recording has no events of tiers so far; leave out record, or kv_offloading_size"
-        )
     if len(program.limits.groups) > SNAPSHOTS:
         raise ConfigError(f"kv_offloading_size is for {SNAPSHOTS} groups of layers; leave it out")
     largest = max(form.num_bytes for form in forms_of(program).values())
