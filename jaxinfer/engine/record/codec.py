@@ -37,6 +37,7 @@ from jaxinfer.core.step import (
     StepPlan,
     StepResult,
 )
+from jaxinfer.core.tiers import Loaded, TierChanged
 from jaxinfer.engine.record.states import RECORDED, request_of, state_of, tupled
 from jaxinfer.sched.schedule import SchedulerState
 from jaxinfer.sched.state import Sequence as SchedSequence
@@ -186,6 +187,8 @@ def _event(event: Event) -> tuple[Any, ...]:
             return ("reset",)
         case Hold():
             return ("hold",)
+        case TierChanged() | Loaded():  # ``check_tiers`` refuses such an engine
+            raise NotImplementedError("a recording has no form for events of tiers")
 
 
 def _request(request: Request) -> Request:
