@@ -1,4 +1,4 @@
-"""Simulates a level of ``jaxinfer bench serve`` without a device, with the real scheduler and buckets.
+"""Simulates a level of a served sweep without a device, with the real scheduler and buckets.
 
 Run from the repository root; the last level of the sweep, and one below saturation:
 

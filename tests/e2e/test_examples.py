@@ -22,17 +22,14 @@ EXPECTED = {
     "head_ablation": " 0.6 ",
     "linear_probe": "layers.6.resid_post    100.0%",
     "grpo_tunix": "mean reward",
-    "own_connector": "engine 1 reused 1",
     "ray_serve": "Paris",
+    "own_connector": "engine 1 reused 1",
 }
 OF_EXTRAS = {"grpo_tunix": "tunix", "ray_serve": "ray"}  # which the tests do not install
 
 
 # 10 to 30 s each on two cores: nightly
-SLOW = (
-    *("finetune", "linear_probe", "head_ablation", "patching"),
-    *("own_connector", "ray_serve"),
-)
+SLOW = ("finetune", "linear_probe", "head_ablation", "patching", "ray_serve", "own_connector")
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ class Engine:
         start: EngineStats | None = None,
         weights: Weights | None = None,
         later: LaterBuckets | None = None,
-        tiers: Tiers | None = None,
         observers: Sequence[Observer] = (),
+        tiers: Tiers | None = None,
     ) -> None:
         self.limits = limits
         self.facts = facts
@@ -64,7 +64,7 @@ class Engine:
         first = None if later is None else later.first
         self._observers = tuple(observers)
         self._loop = EngineLoop(
-            executor, limits, overlap=overlap, buckets=first, tiers=tiers, observers=observers
+            executor, limits, overlap=overlap, buckets=first, observers=observers, tiers=tiers
         )
         self._later = later
         of_model = (tokenizer, facts.vocab_size, facts.eos_token_ids)
@@ -290,10 +290,10 @@ class Engine:
     def close(self) -> None:
         """End work in the background; the engine is not used again."""
         self.constraints.close()
-        if self._tiers is not None:
-            self._tiers.close()
         for observer in self._observers:
             observer.close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._later is not None:
             self._later.close()
 

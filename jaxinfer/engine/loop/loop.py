@@ -79,12 +79,12 @@ class EngineLoop[Handle]:
         *,
         overlap: bool = True,
         buckets: Sequence[Bucket] | None = None,
-        tiers: Tiers | None = None,
         observers: Sequence[Observer] = (),
+        tiers: Tiers | None = None,
     ) -> None:
         """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
-        self._tiers, self._observers = tiers, tuple(observers)
+        self._observers, self._tiers = tuple(observers), tiers
         self._state = initial_state(limits, buckets, None if tiers is None else tiers.policy)
         self._depth = OVERLAP_DEPTH if overlap else 1
         self._in_flight: deque[tuple[StepPlan, Handle]] = deque()

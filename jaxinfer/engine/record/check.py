@@ -79,7 +79,7 @@ class Unknown:
         for seq in running:
             for group, pages in zip(state.limits.groups, seq.pages, strict=True):
                 self._pages |= {(group.pool, page) for page in pages.ids}
-        self._snapshots = {known.row for known in state.snapshots.by_hash.values()}
+        self._snapshots = {own.row for own in state.snapshots.by_hash.values()}
         self._begun: set[int] = set(self._epochs)
 
     def follow(self, row: ScheduledSeq) -> bool:

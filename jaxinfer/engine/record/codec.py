@@ -187,8 +187,8 @@ def _event(event: Event) -> tuple[Any, ...]:
             return ("reset",)
         case Hold():
             return ("hold",)
-        case TierChanged() | Loaded():  # ``check_tiers`` refuses such an engine
-            raise NotImplementedError("a recording has no form for events of tiers")
+        case TierChanged() | Loaded():
+            raise AssertionError("an engine with tiers is not recorded: see ``check_tiers``")
 
 
 def _request(request: Request) -> Request:

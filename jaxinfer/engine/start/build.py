@@ -265,8 +265,8 @@ def build_engine(
         start=start_stats,
         weights=EngineWeights(plan, executor),
         later=later,
-        tiers=begin_tiers(plan, executor, disk, progress),
         observers=observers,
+        tiers=begin_tiers(plan, executor, disk, progress),
     )
     if executables.later is not None:
         executables.later.begin_others()
