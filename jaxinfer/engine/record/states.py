@@ -17,7 +17,7 @@ from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, SlotAdmission, StepPlan
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.schedule import SchedulerState
-from jaxinfer.sched.snapshots import Snapshot, SnapshotPool
+from jaxinfer.sched.snapshots import SnapshotPool
 from jaxinfer.sched.state import Sequence as SchedSequence
 
 
@@ -120,7 +120,7 @@ def _snapshots(values: dict[str, Any]) -> SnapshotPool:
     return _made(
         SnapshotPool,
         values,
-        by_hash=lambda known: Map({key: Snapshot(*value) for key, value in known.items()}),
+        by_hash=lambda known: Map({key: tuple(value) for key, value in known.items()}),
     )
 
 
@@ -138,6 +138,5 @@ def state_of(values: dict[str, Any], limits: Limits) -> SchedulerState:
         orders=lambda known: Map({key: tuple(value) for key, value in known.items()}),
         pools=_each(_pool),
         snapshots=_snapshots,
-        tier_keys=Map,
         in_flight=_each(_plan),
     )

@@ -64,11 +64,6 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
         )
-    if config.record is not None:
-        raise ConfigError(
-            "a recording has no tiers so far, and could not be replayed; leave out record or "
-            "kv_offloading_size"
-        )
     if program.platform != "cpu":
         raise ConfigError(
             "kv_offloading_size is for a CPU so far, as pages of a GPU have no copies of their own "
