@@ -171,16 +171,9 @@ def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     hf.supported_only(config, "moe_layer_freq", 1)
     first = hf.layer_index(config, "first_k_dense_replace", 1)
     kinds = hf.layer_kinds(config, "mlp_layer_types", num_layers, (_DENSE, _SPARSE))
-    listed = [i >= first for i in range(num_layers)]
     if kinds is None:
-        return listed
-    sparse = [kind == _SPARSE for kind in kinds]
-    if config.get("first_k_dense_replace") is not None and sparse != listed:
-        raise ConfigError(
-            f"config key 'mlp_layer_types' differs from 'first_k_dense_replace' {first}; correct "
-            "one of them"
-        )
-    return sparse
+        return [i >= first for i in range(num_layers)]
+    return [kind == _SPARSE for kind in kinds]  # as transformers, which saves the other key, too
 
 
 FAMILY = ModelFamily(

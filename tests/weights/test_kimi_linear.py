@@ -226,10 +226,6 @@ LISTS = "must have each of the 3 layers, counted from 1, in one of its lists"
             {"layer_types": ["full_attention", *["linear_attention"] * 2]},
             "'layer_types' differs from the lists of 'linear_attn_config'",
         ),
-        (
-            {"mlp_layer_types": ["sparse"] * 3},
-            "'mlp_layer_types' differs from 'first_k_dense_replace' 1",
-        ),
         ({"mlp_layer_types": ["dense"] * 4}, "'mlp_layer_types' must hold 'dense' or 'sparse'"),
         ({"mla_use_nope": False}, "'mla_use_nope' is False, and this family supports only True"),
         ({"rope_scaling": {"type": "yarn"}}, "'rope_scaling' is"),

@@ -144,7 +144,9 @@ class EngineLoop[Handle]:
         self.wait_until_launchable()
         if self._ended is not None:
             events, self._ended = (*events, self._ended), None
-        news, launched = self._advance((*self._of_tiers(events), *events))
+        if self._tiers is not None:
+            events = (*self._of_tiers(events), *events)
+        news, launched = self._advance(events)
         while not launched and not news:
             # nothing can be planned before the device answers, or a tier
             ended = self._of_tiers()

@@ -45,7 +45,7 @@ class DeviceArrays:
         # XLA runs what is queued for a CPU's devices in as many threads as there are cores. Queued
         # steps of one device could take all of them, and wait for another device for ever.
         hosts, on_cpu = program.placement.num_hosts, program.platform == "cpu"
-        self._ended = jax.block_until_ready if hosts > 1 and on_cpu else _unchanged
+        self._waits = hosts > 1 and on_cpu
         self.replace_weights(params)
 
     def replace_weights(self, params: Params | None) -> None:
@@ -85,10 +85,14 @@ class DeviceArrays:
         if TAPS in bucket.variants:
             arguments = (self.weights, self.state, self.slots, staged, self.own[STEER.name])
             self.state, self.slots, output = step(*arguments)
-            return self._ended(output)  # type: ignore[no-any-return]
+            if self._waits:
+                jax.block_until_ready(output)
+            return output  # type: ignore[no-any-return]
         if bucket not in self._split:
             self.state, self.slots, output = step(self.weights, self.state, self.slots, staged)
-            return self._ended(output)  # type: ignore[no-any-return]
+            if self._waits:
+                jax.block_until_ready(output)
+            return output  # type: ignore[no-any-return]
         first = self.executables[bucket.name + FIRST]
         (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
         arrays, stream = first(of_first, self._some(one.arrays), self.slots, staged)
@@ -96,14 +100,18 @@ class DeviceArrays:
         arguments = (of_second, self._some(two.arrays), self.slots, staged, stream)
         arrays, self.slots, output = step(*arguments)
         self._replace(two.arrays, arrays)
-        return self._ended(output)  # type: ignore[no-any-return]
+        if self._waits:
+            jax.block_until_ready(output)
+        return output  # type: ignore[no-any-return]
 
     def call(self, launch: Launch, output: StepOutput | None = None) -> Any:
         """Launch a call; ``output`` is that of its step. Returns its result, if it has one."""
         call = launch.call
         given = [self._read(call, name, output) for name in call.reads]
         executable = self.executables[call.executable(launch.size)]
-        made = self._ended(executable(*given, *launch.arguments))
+        made = executable(*given, *launch.arguments)
+        if self._waits:
+            jax.block_until_ready(made)
         if call.donates is None:
             return made
         new, result = made if call.has_result else (made, None)
@@ -138,7 +146,3 @@ class DeviceArrays:
         for i, array in zip(indices, arrays, strict=True):
             state[i] = array
         self.state = tuple(state)
-
-
-def _unchanged(arrays: Any) -> Any:
-    return arrays
