@@ -174,8 +174,8 @@ class Program(EngineShape):
     def _has_collectives(self, bucket: Bucket) -> bool:
         """True if a step with prompts on several devices adds their results by NCCL.
 
-        XLA would make a graph of the kernels between each two sums. On two H200s the first steps
-        after a change of memory then took about 0.25 s (Qwen3-8B, 73 sums).
+        XLA would make a graph of the kernels between each two sums. On two H200s answers of 2 to 8
+        rows then took about 0.25 s longer (Qwen3-8B, 73 sums): probably to make these graphs.
         """
         values = bucket.num_tokens * self.model.config.stream_width
         own = self.num_peers > 0 and values <= MAX_VALUES
