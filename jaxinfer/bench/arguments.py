@@ -106,7 +106,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """What is reported, and where."""
+    """The options of the report: its content and its place."""
     report = parser.add_argument_group("report")
     report.add_argument("--percentile-metrics", type=_names, default=list(TITLES))
     report.add_argument("--metric-percentiles", type=percents, default=[50.0, 90.0, 99.0])

@@ -27,7 +27,7 @@ class Gate:
     peer: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether a figure or a ratio meets the bound."""
+        """True if a figure or a ratio meets the bound."""
         match self.sign:
             case "<":
                 return value < self.bound
@@ -78,7 +78,7 @@ def worst(gate: Gate, figures: Iterable[Mapping[str, float]]) -> float | None:
 def verdict(
     gate: Gate, own: Sequence[Mapping[str, float]], ratios: Sequence[Mapping[str, Any]]
 ) -> dict[str, object]:
-    """Whether a gate holds, its value, and why there is none.
+    """The verdict of a gate, its value, and why there is none.
 
     ``own``: the figures of our series. ``ratios``: those to each peer at each rate; a gate must
     hold at every rate.

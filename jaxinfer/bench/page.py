@@ -75,7 +75,7 @@ def _inline(text: str) -> str:
 def _plots(
     run: Run, result: Mapping[str, Any], records: Mapping[str, Sequence[Record]]
 ) -> Iterator[str]:
-    """Of each metric its distribution in every series, and its percentiles by rate."""
+    """Each metric's distribution in every series, and its percentiles by rate."""
     shown = [one for one in run.series if one.state != MISSING]
     rates = sorted({one.rate for one in shown if one.rate is not None})
     for metric in run.metrics:

@@ -125,7 +125,7 @@ def is_compared(figure: str) -> bool:
 
 
 def is_worse(figure: str, ratio: float) -> bool:
-    """Whether our figure, divided by a peer's, is on the slower side of 1."""
+    """True if our figure, divided by a peer's, is on the slower side of 1."""
     return ratio < 1 if figure.endswith("throughput") else ratio > 1
 
 
@@ -148,7 +148,7 @@ def count_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
 
 
 def level_meets(run: Run, series: Series, figures: Figures) -> bool:
-    """Whether a level of a sweep is complete, without failures, and within all limits."""
+    """True if a level of a sweep is complete, without failures, and within all limits."""
     own = figures[series.name]
     if series.state != COMPLETE or own.get("failed") or not own.get("completed"):
         return False

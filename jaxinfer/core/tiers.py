@@ -88,7 +88,7 @@ class CostModel(msgspec.Struct, frozen=True):
 
 
 class TierPolicy(msgspec.Struct, frozen=True):
-    """What the scheduler knows of tiers besides their keys; a constant of an engine."""
+    """The scheduler's settings of tiers; a constant of an engine."""
 
     cost: CostModel = CostModel()
     unit_bytes: tuple[int, ...] = ()  # of a page of each group

@@ -26,7 +26,7 @@ def _unfused(args: MlpArgs) -> jax.Array:
 
 
 def _definition(args: MlpArgs) -> jax.Array:
-    """That of ``_unfused``."""
+    """The definition of ``_unfused``."""
     impl = args.pins.of("quantised_gemm")
     return in_turn(args, lambda gemm: chosen_definition(gemm, impl))
 

@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def executor(self) -> StepExecutor[Any]:
-        """What runs the steps; a replay drives it without the loop."""
+        """The object that runs the steps; a replay drives it without the loop."""
         return self._loop.executor
 
     @property

@@ -93,7 +93,7 @@ class EngineLoop[Handle]:
 
     @property
     def executor(self) -> StepExecutor[Handle]:
-        """What runs the steps."""
+        """The object that runs the steps."""
         return self._executor
 
     @property

@@ -59,7 +59,7 @@ class OutputDigest(msgspec.Struct, frozen=True):
 
 
 class Summary(NamedTuple):
-    """What a call of the scheduler has decided, so that another run can be compared with it."""
+    """The decisions of a call of the scheduler, so that another run can be compared with it."""
 
     step_id: int = -1  # -1: no step was planned
     bucket: str = ""
@@ -90,7 +90,7 @@ class Checkpoint(NamedTuple):
 
 
 class Note(NamedTuple):
-    """What happened to the engine before call ``number``, in which the scheduler has no part."""
+    """An event of the engine before call ``number``, in which the scheduler has no part."""
 
     number: int
     kind: str  # "weights"

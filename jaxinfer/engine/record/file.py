@@ -33,7 +33,7 @@ _LONGEST_BODY = 1 << 31
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What was recorded, and where."""
+    """The engine that was recorded, and its machine."""
 
     run: str  # a random name of the engine's run, which the files of a ring share
     number: int  # of the file in the run, from 0

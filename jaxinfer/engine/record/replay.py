@@ -57,7 +57,7 @@ class Follower(Protocol):
         ...
 
     def note(self, note: Note) -> None:
-        """What happened to the engine before the next call."""
+        """The notes of the engine before the next call."""
         ...
 
     def events(self, call: Call, state: SchedulerState) -> Difference | None:

@@ -118,7 +118,7 @@ class Executor:
         self._arrays.make()
 
     def read_pages(self, ids: Sequence[Sequence[int]]) -> dict[str, tuple[int, np.ndarray]]:
-        """What pages of each group have, by array: see ``page_contents``."""
+        """The contents of each group's pages, by array: see ``page_contents``."""
         return page_contents(self._program.model.state, self._arrays.state, ids)
 
     @property

@@ -25,7 +25,7 @@ SUFFIX, PARTIAL = ".unit", ".partial"
 
 
 class UnitName(NamedTuple):
-    """What the name of a file says."""
+    """The parts of a file's name."""
 
     key: bytes
     version: bytes
@@ -42,7 +42,7 @@ def path_of(folder: Path, key: bytes, version: bytes) -> Path:
 
 
 def parsed_name(name: str) -> UnitName | None:
-    """What a file's name says; None if it is no unit's."""
+    """The parts of a file's name; None if it is no unit's."""
     if not name.endswith(SUFFIX):
         return None
     words, _, version = name.removesuffix(SUFFIX).partition(".")
