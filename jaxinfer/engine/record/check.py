@@ -67,7 +67,7 @@ class Found:
 
 
 class Unknown:
-    """The parts that depend on memory from before the recording: epochs, pages of pools, and snapshots."""
+    """The parts made before the recording: epochs, pages of pools, and snapshots."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._limits = state.limits

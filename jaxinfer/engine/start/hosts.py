@@ -40,7 +40,7 @@ class Missing(msgspec.Struct, frozen=True, array_like=True):
 
 
 def described(plan: EnginePlan) -> dict[str, dict[str, str]]:
-    """The facts that have to be alike on all hosts: executables, weights, and seeds of random ones."""
+    """Facts that must be alike on all hosts: executables, weights, and seeds of random ones."""
     sizes = (f"{file.name}:{file.stat().st_size}" for file in plan.source.files)
     weights = {
         "weight files": hashlib.sha256("\n".join(sorted(sizes)).encode()).hexdigest(),

@@ -115,7 +115,7 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def identity_of(plan: EnginePlan) -> Mapping[str, str]:
-    """The facts that units of a disk tier depend on: engines that differ cannot read each other's."""
+    """Facts that units of a disk tier depend on: engines that differ cannot read each other's."""
     program, source = plan.program, plan.source
     limits, config = program.limits, program.model.config
     counts = {group: Counter(form.arrays) for group, form in sorted(forms_of(program).items())}
