@@ -28,8 +28,9 @@ NO_BUCKET = Bucket(0)
 
 def choose_step(draft: Draft) -> StepPlan | None:
     """Plan one step and count its tokens as computed; None if no row can run."""
+    preempted = draft.has_windows and _first_prefill_gets_pages(draft)
     only_prefills = _only_prefills(draft)
-    decodes, preempted = ([], False) if only_prefills else _decode_rows(draft)
+    decodes, preempted = ([], preempted) if only_prefills else _decode_rows(draft, preempted)
     query_tokens = _most_query_tokens(decodes, draft.limits)
     budget = Budget(draft, len(decodes), query_tokens, _variants(draft, decodes))
     prefills: list[ScheduledSeq] = []
@@ -42,7 +43,7 @@ def choose_step(draft: Draft) -> StepPlan | None:
         prefills += new_prefills
         admissions += new_admissions
     if only_prefills and not prefills:  # no waiting request can be admitted
-        decodes, _ = _decode_rows(draft)
+        decodes, _ = _decode_rows(draft, preempted)
         query_tokens = _most_query_tokens(decodes, draft.limits)
         budget.variants = _variants(draft, decodes)
     if not decodes and not prefills:
@@ -122,8 +123,26 @@ def _only_prefills(draft: Draft) -> bool:
     return bool(prompts_left) and all_fit(draft)
 
 
-def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
-    """A row for every decoding sequence, in order, and whether a sequence was preempted.
+def _first_prefill_gets_pages(draft: Draft) -> bool:
+    """Take pages for the first sequence, if it prefills; True if others were preempted for them.
+
+    Others may share pages that have left its windows. It would wait for them while they decode.
+    """
+    first, preempted = next(iter(draft.running.values()), None), False
+    if first is None or not first.is_prefilling or first.is_waiting_for_load:
+        return False
+    limits = draft.limits
+    end = _chunk_end(first, limits.max_num_batched_tokens, limits)
+    while True:
+        first = _with_pages_of_chunk(draft, first, limits.max_num_batched_tokens)
+        if len(draft.running) == 1 or not any(num_missing_pages(first.pages, end, limits)):
+            return preempted
+        draft.preempt_last()
+        preempted = True
+
+
+def _decode_rows(draft: Draft, preempted: bool) -> tuple[list[ScheduledSeq], bool]:
+    """A row for every decoding sequence, in order, and whether a sequence was ``preempted``.
 
     A sequence gets no further row if its tokens or drafts in flight may reach its last position.
     When no page is left, the last sequence in order is preempted. Rows that exist by then belong to
@@ -132,7 +151,6 @@ def _decode_rows(draft: Draft) -> tuple[list[ScheduledSeq], bool]:
     limits, running, pages = draft.limits, draft.running, draft.pages
     page_size, has_windows = limits.page_size, draft.has_windows
     rows: list[ScheduledSeq] = []
-    preempted = False
     for request_id, seq in tuple(running.items()):
         if preempted and request_id not in running:
             break  # this sequence and all later ones are preempted

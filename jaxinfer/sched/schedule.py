@@ -13,6 +13,10 @@ is the largest chunk of a single prefill row next to decodes of all other slots,
 number than running ones does not preempt them for admission, but no other request is admitted
 before it: for it, the requests that run at its arrival also count as earlier ones.
 
+With drafts the rest is in flight where the drafts may reach its end, and often they do not. Each
+row among the last ``query_tokens * depth`` tokens may then delay the next one by the other steps in
+flight, which adds ``(depth - 1) * min(max_tokens, query_tokens * depth)`` steps a request.
+
 With tiers the first request may also wait for a load, once (``Sequence.may_restore``); steps of
 others are planned in the meantime, so the bound counts only steps that are planned after the load
 has ended. A tier must report the end of each load, and only the loads of a request delay it.

@@ -228,7 +228,8 @@ def test_a_full_disk_stops_saving_with_one_warning(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk_module, "write_unit", full)
-    assert all(save(tier, number) for number in (1, 2, 3))
+    with tier._lock:  # pyright: ignore[reportPrivateUsage]  # so that none is written in between
+        assert all([save(tier, number) for number in (1, 2, 3)])
     wait(tier, lambda polled: len(polled.saved) == 3)
     assert not save(tier, 4)
     assert load(tier, 1, 1, 2) == [True, False]
@@ -291,7 +292,7 @@ def test_a_kill_during_a_write_leaves_whole_units(tmp_path: Path, num_kills: int
         command = [sys.executable, "-c", WRITER, str(tmp_path), tests]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
-            for _ in range(200 * run + 20):
+            for _ in range(200 * run + MAX_WRITES + 20):  # at least 20 are written by the last
                 process.stdout.readline()
             time.sleep(draw.uniform(0, 0.02))
             os.kill(process.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.core.steering import Steering
-from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, StepPlan
+from jaxinfer.core.step import Abort, Arrive, Bucket, BucketsLoaded, PageGroup, StepPlan
 from jaxinfer.sched.schedule import initial_state, schedule
 from kit.drive import POINT, Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
@@ -262,6 +262,28 @@ def test_preemption(
     assert (running(drive), waiting(drive)) == (kept, preempted)
     drive.finish()
     assert drive.tokens() == {r.request_id: expected_tokens(r, 64) for r in requests}
+
+
+def test_the_first_prompt_does_not_wait_for_pages_of_its_windows_that_others_share() -> None:
+    """The second request takes a page that the first returned, and decodes for 20 tokens."""
+    limits = make_limits(
+        page_size=4,
+        num_pages=(41, 6),
+        max_num_batched_tokens=7,
+        align=4,
+        groups=(PageGroup(), PageGroup(window=6, pool=1)),
+    )
+    prompt = list(range(29))
+    drive = Drive(limits, depth=1)
+    drive.arrive(make_request("first", prompt, max_tokens=8))
+    drive.tick()
+    drive.tick()
+    output = drive.arrive(make_request("other", [*prompt[:4], 50], arrival=1, max_tokens=20))
+    while drive.state.num_unfinished:
+        if "first" in running(drive) and output.step is not None:
+            assert "first" in {row.request_id for row in output.step.rows}
+        output = drive.tick()
+    assert drive.state.num_preemptions == 1
 
 
 def test_a_preempted_sequence_prefills_its_output_and_reports_its_first_admission() -> None:

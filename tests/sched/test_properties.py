@@ -367,6 +367,9 @@ def test_no_request_starves(trace: Trace) -> None:
     bound = sum(most_chunks) if trace.prefill_first else 0
     for (_, request), num_chunks in zip(trace.requests, most_chunks, strict=True):
         bound += num_chunks + request.max_tokens + trace.depth
+        if trace.query_tokens > 1:
+            near_end = min(request.max_tokens, trace.query_tokens * trace.depth)
+            bound += (trace.depth - 1) * near_end
         assert planned[request.request_id] <= bound
 
 
