@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.bench.arguments import (
@@ -217,6 +217,8 @@ class Comparison:
         """The requests as this server takes them."""
         given, fields = self.given, peer.fields(request_fields(self.given))
         usage = "stream_options" not in peer.backend.omitted
+        if not peer.backend.streams_usage and any(query.continues for query in queries):
+            raise NotReady("its streams have no token counts, and these turns cannot be sent again")
         bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
         return Load(queries, bodies, times)
 
@@ -256,7 +258,7 @@ def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
     """The prompts as texts, for servers that take no token ids; raises ``BenchError`` without a
     tokenizer.
     """
-    if all(isinstance(query.prompt, str) for query in queries):
+    if all(query.messages is not None for query in queries):
         return list(queries)
     if tokenizer is None:
         raise BenchError(
@@ -271,7 +273,7 @@ def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
     source = resolve_source(tokenizer, cache_dir=cache_root(), progress=NO_PROGRESS)
     decode = load_tokenizer(source.tokenizer_spec()).decode
     return [
-        query if isinstance(query.prompt, str) else Query(decode(query.prompt), query.max_tokens)
+        query if query.messages is not None else replace(query, prompt=decode(query.prompt))
         for query in queries
     ]
 

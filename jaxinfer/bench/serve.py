@@ -29,10 +29,18 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.offer import Outcome, in_loop, offer, rate_of, wait_until_ready
+from jaxinfer.bench.offer import (
+    Outcome,
+    in_loop,
+    offer,
+    offer_sessions,
+    rate_of,
+    wait_until_ready,
+)
 from jaxinfer.bench.process_tree import tree_memory
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
-from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
+from jaxinfer.bench.requests import TRACES, Load, Requests
+from jaxinfer.bench.sessions import has_sessions
 from jaxinfer.core.errors import BenchError
 
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
@@ -75,14 +83,20 @@ class Target:
         self, load: Load, series: Series, max_concurrency: int | None, texts: bool = False
     ) -> list[Record]:
         """Offer a load, and complete the description of its series."""
-        outcome = await offer(self.client, self.endpoint, load.bodies, load.times, max_concurrency)
+        outcome = await self._offered(load, max_concurrency)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
         failure = next((answer.error for answer in outcome.answers if answer.error), "")
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
-        return records_of(outcome.answers, outcome.start, texts=texts)
+        return records_of(outcome.answers, outcome.start, load.turns, texts=texts)
+
+    async def _offered(self, load: Load, max_concurrency: int | None) -> Outcome:
+        if any(query.session for query in load.queries):
+            sessions = load.sessions
+            return await offer_sessions(self.client, self.endpoint, *sessions, max_concurrency)
+        return await offer(self.client, self.endpoint, load.bodies, load.times, max_concurrency)
 
     def memory(self) -> dict[str, float]:
         """Memory of the server's process tree in MB; empty without its process id."""
@@ -117,7 +131,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
     )
     async with target_of(given) as target:
         environment = await environment_of(target, given.device)
-        first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+        first = requests.warm_up_load(target.model)
         with finished(Folder.create(path, described, environment)) as folder:
             await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
             idle = {f"idle_{name}": value for name, value in target.memory().items()}
@@ -147,7 +161,8 @@ async def environment_of(target: Target, device: str | None) -> dict[str, str]:
 
 
 def _offered(given: argparse.Namespace, rate: float) -> float | None:
-    return None if math.isinf(rate) or given.dataset_name in TRACES else rate
+    has_times = given.dataset_name in TRACES or given.ramp_up_strategy
+    return None if math.isinf(rate) or has_times else rate
 
 
 def rates_of(text: str) -> list[float]:
@@ -210,11 +225,12 @@ def main(arguments: list[str]) -> int:
 def replay(arguments: list[str]) -> int:
     """The same with the requests and times of a trace; the exit code."""
     made = parser("replay")
-    made.add_argument("trace", type=Path, help="of Mooncake's or Azure's form; or .gz")
+    made.add_argument("trace", type=Path, help="of Mooncake's, Azure's or AIPerf's form; or .gz")
     given = made.parse_args(arguments)
     if given.sweep:
         raise BenchError("a trace has times of its own; use several --time-scale, not --sweep")
-    given.dataset_name, given.dataset_path = TRACES[0], given.trace
+    given.dataset_path = given.trace
+    given.dataset_name = "sessions" if has_sessions(given.trace) else TRACES[0]
     return _measured(given, "replay")
 
 
