@@ -20,7 +20,10 @@ DATASETS = (
 )
 # Flags that say where files go or what is shown; they do not belong to what was measured.
 NOT_MEASURED = frozenset(
-    ("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate")
+    (
+        *("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate"),
+        "disable_tqdm",
+    )
 )
 
 
@@ -82,7 +85,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--prefix-repetition-num-prefixes", type=count, default=10)
     load.add_argument("--prefix-repetition-output-len", type=count, default=128)
     load.add_argument("--output-len", type=count, help="of every answer, in every dataset")
-    load.add_argument("--time-scale", type=positive, default=1.0, help="of a file's times and pauses")
+    load.add_argument(
+        "--time-scale", type=positive, default=1.0, help="of a file's times and pauses"
+    )
     load.add_argument("--max-input-len", type=count, help="of a trace's prompts; cut to it")
     load.add_argument("--max-output-len", type=count, help="of a trace's answers; cut to it")
     load.add_argument(
@@ -116,6 +121,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--metric-percentiles", type=percents, default=[50.0, 90.0, 99.0])
     report.add_argument("--goodput", nargs="*", type=_limit, metavar="METRIC:MS")
     report.add_argument("--save-detailed", action="store_true", help="records with their texts")
+    report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_output(report)
 
 

@@ -111,7 +111,7 @@ def _ns(seconds: float) -> int:
     return round(1e9 * seconds)
 
 
-def as_lines(records: Sequence[Record]) -> bytes:
+def as_lines(records: Sequence[msgspec.Struct]) -> bytes:
     """One JSON object a line."""
     return b"".join(_encode(record) + b"\n" for record in records)
 

@@ -151,9 +151,7 @@ class Requests:
         queries, fields = self.warm_up(), request_fields(self.given)
         return Load(queries, [body_of(queries[0], self.given.endpoint, model, fields)], [0.0])
 
-    def _times(
-        self, queries: Sequence[Query], count: int, rate: float, round_: int
-    ) -> list[float]:
+    def _times(self, queries: Sequence[Query], count: int, rate: float, round_: int) -> list[float]:
         given, seed = self.given, self.given.seed + round_
         if given.dataset_name in TRACES:
             trace = read_trace(given.dataset_path, count)

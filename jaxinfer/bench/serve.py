@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
+from jaxinfer.bench.monitor import Sample, answers_bar, summary, watched
 from jaxinfer.bench.offer import (
     Outcome,
     in_loop,
@@ -69,8 +70,18 @@ def parser(command: str) -> Parser:
 class Target:
     """A running server, its model, and what the flags say of both."""
 
-    def __init__(self, client: Client, model: str, endpoint: str, pid: int | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        endpoint: str,
+        pid: int | None = None,
+        *,
+        shows_progress: bool = True,
+    ) -> None:
         self.client, self.model, self.endpoint, self.pid = client, model, endpoint, pid
+        self.shows_progress = shows_progress
+        self.samples: list[Sample] = []  # of the last series
 
     async def warm_up(self, load: Load, count: int, seconds: float) -> None:
         """Wait until the first request succeeds, then send it ``count`` times more."""
@@ -83,20 +94,27 @@ class Target:
         self, load: Load, series: Series, max_concurrency: int | None, texts: bool = False
     ) -> list[Record]:
         """Offer a load, and complete the description of its series."""
-        outcome = await self._offered(load, max_concurrency)
+        with (
+            watched(self.pid) as self.samples,
+            answers_bar(len(load.bodies), self.shows_progress) as on_answer,
+        ):
+            outcome = await self._offered(load, max_concurrency, on_answer)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
+        series.facts |= summary(self.samples)
         failure = next((answer.error for answer in outcome.answers if answer.error), "")
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
         return records_of(outcome.answers, outcome.start, load.turns, texts=texts)
 
-    async def _offered(self, load: Load, max_concurrency: int | None) -> Outcome:
+    async def _offered(
+        self, load: Load, limit: int | None, on_answer: Callable[[], None]
+    ) -> Outcome:
+        client, path = self.client, self.endpoint
         if any(query.session for query in load.queries):
-            sessions = load.sessions
-            return await offer_sessions(self.client, self.endpoint, *sessions, max_concurrency)
-        return await offer(self.client, self.endpoint, load.bodies, load.times, max_concurrency)
+            return await offer_sessions(client, path, *load.sessions, limit, on_answer)
+        return await offer(client, path, load.bodies, load.times, limit, on_answer)
 
     def memory(self) -> dict[str, float]:
         """Memory of the server's process tree in MB; empty without its process id."""
@@ -118,7 +136,10 @@ async def target_of(given: argparse.Namespace) -> AsyncGenerator[Target]:
     url = given.base_url or f"http://{given.host}:{given.port}"
     with closing(Client(url, headers_of(given.header))) as client:
         model = given.model or await first_model(client, given.ready_check_timeout_sec)
-        yield Target(client, model, given.endpoint, given.server_pid)
+        yield Target(
+            *(client, model, given.endpoint, given.server_pid),
+            shows_progress=not given.disable_tqdm,
+        )
 
 
 async def run(given: argparse.Namespace, command: str) -> Folder:
@@ -147,7 +168,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                 records = await target.measure(
                     load, series, given.max_concurrency, texts=given.save_detailed
                 )
-                folder.add(series, records)
+                folder.add(series, records, target.samples)
                 if series.state != COMPLETE:
                     break
     return folder

@@ -1,4 +1,4 @@
-"""Sessions: requests that are sent one after the other, each after the answer before it and a pause.
+"""Sessions: requests of which each is sent after the answer before it and a pause.
 
 Agents and chats are such: a turn repeats what was before it, which a prefix cache finds. A file has
 a JSON object a line, in one of AIPerf's forms:

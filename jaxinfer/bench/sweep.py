@@ -88,7 +88,7 @@ async def _level(
     """Measure one level; whether it meets the limits. Its prompts are new: no prefix is cached."""
     series = Series(name=f"rate-{rate:.4g}", backend="server", rate=rate)
     records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
-    folder.add(series, records)
+    folder.add(series, records, target.samples)
     figures = results_of(folder.run, folder.records())["series"]
     meets = level_meets(folder.run, series, figures)
     verdict = "within" if meets else "exceeds"

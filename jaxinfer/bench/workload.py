@@ -20,7 +20,6 @@ import numpy as np
 
 from jaxinfer.core.errors import BenchError
 
-
 type Messages = list[dict[str, Any]]
 
 
