@@ -96,10 +96,10 @@ class DeviceArrays:
         first = self.executables[bucket.name + FIRST]
         (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
         arrays, stream = first(of_first, self._some(one.arrays), self.slots, staged)
-        self._replace(one.arrays, arrays)
+        self.replace(one.arrays, arrays)
         arguments = (of_second, self._some(two.arrays), self.slots, staged, stream)
         arrays, self.slots, output = step(*arguments)
-        self._replace(two.arrays, arrays)
+        self.replace(two.arrays, arrays)
         if self._waits:
             jax.block_until_ready(output)
         return output  # type: ignore[no-any-return]
@@ -118,7 +118,7 @@ class DeviceArrays:
         if call.donates == "slots":
             self.slots = new
         elif call.donates == "state":
-            self._replace(call.state_arrays(self._program.model.state), new)
+            self.replace(call.state_arrays(self._program.model.state), new)
         else:
             self.own[call.donates] = new
         return result
@@ -140,7 +140,7 @@ class DeviceArrays:
     def _some(self, indices: Sequence[int]) -> State:
         return tuple(self.state[i] for i in indices)
 
-    def _replace(self, indices: Sequence[int], arrays: State) -> None:
+    def replace(self, indices: Sequence[int], arrays: State) -> None:
         """Replace some arrays of the layers' state, which a call has consumed."""
         state = list(self.state)
         for i, array in zip(indices, arrays, strict=True):
