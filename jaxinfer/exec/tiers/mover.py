@@ -76,7 +76,7 @@ class PageMover(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for all copies to and from host memory."""
+        """Wait for all copies to and from host memory; keep no memory of the device for others."""
         ...
 
 
@@ -111,9 +111,11 @@ class Pools:
 
     def rows(self, pool: int | None, places: Sequence[int], width: int) -> np.ndarray:
         """The rows of a pool's arrays: int32[width], padded with those for padding."""
-        ids = np.full(width, SINK, np.int32)
+        if pool is None:
+            places = [place + self._first_snapshot for place in places]
+        ids = np.full(width, self._first_snapshot - 1 if pool is None else SINK, np.int32)
         ids[: len(places)] = places
-        return ids + self._first_snapshot if pool is None else ids
+        return ids
 
 
 class ArrayMover:

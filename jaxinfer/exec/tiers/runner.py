@@ -130,6 +130,10 @@ class TierRunner:
             self._version = secrets.token_bytes(16)
         self._connector.clear(self._version)
 
+    def settle(self) -> None:
+        """Wait for copies under way, before the device's arrays are freed."""
+        self._mover.settle()
+
     def close(self) -> None:
         """Save what has been copied, and end the connector's threads."""
         self.poll()
