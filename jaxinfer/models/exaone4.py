@@ -29,8 +29,7 @@ _NORMS = NormSources(names=("post_attention_layernorm", "post_feedforward_layern
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    windows = _windows(config)
-    has_windows = config.get("sliding_window", _PATTERN) is not None
+    windows, rotates = exaone_windows(config)
     return gqa_config(
         config,
         dtype,
@@ -38,9 +37,17 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=False,
         qk_norm="head",
         windows=windows,
-        rotates=[window is not None or not has_windows for window in windows],
+        rotates=rotates,
         norms="after",
     )
+
+
+def exaone_windows(config: Mapping[str, Any]) -> tuple[tuple[int | None, ...], list[bool]]:
+    """The window of each layer, and whether it rotates: of a model with windows the others do
+    not.
+    """
+    windows, has_windows = _windows(config), config.get("sliding_window", _PATTERN) is not None
+    return windows, [window is not None or not has_windows for window in windows]
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -127,6 +127,29 @@ _GEMMA4 = MappingProxyType(
     }
 )
 
+_BIASED_EXPERTS = MappingProxyType(
+    {
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    }
+)
+_COUNTED_EXPERTS = MappingProxyType(
+    {
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+)
+_YOUTU = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
+    *("num_hidden_layers", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -445,6 +468,126 @@ CONFIGS = MappingProxyType(
                 "short_conv_kernel_size": 4,
             },
         },
+        "dots1": {
+            **_DECODER,
+            **_BIASED_EXPERTS,
+            "architectures": ["Dots1ForCausalLM"],
+            "head_dim": 16,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        "minimax_m2": {
+            **_DECODER,
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "glm4_moe_lite": {
+            **_LATENT,
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 7,
+        },
+        "exaone_moe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["ExaoneMoeForCausalLM"],
+            "sliding_window": 7,
+            "sliding_window_pattern": "LG",
+        },
+        "solar_open": {
+            **_DECODER,
+            **_BIASED_EXPERTS,
+            "architectures": ["SolarOpenForCausalLM"],
+            "head_dim": 16,
+            "attention_bias": True,
+        },
+        "afmoe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["AfmoeForCausalLM"],
+            "head_dim": 16,
+            "num_dense_layers": 1,
+            "route_scale": 1.5,
+            "sliding_window": 7,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+        },
+        "flex_olmo": {
+            **_DECODER,
+            "architectures": ["FlexOlmoForCausalLM"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "cohere2_moe": {
+            **_LAYER_NORM,
+            "architectures": ["Cohere2MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "logit_scale": 0.5,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 40,
+        },
+        "hy_v3": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["HYV3ForCausalLM"],
+            "head_dim": 16,
+        },
+        "granite_moe_shared": {
+            **_DECODER,
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            "residual_multiplier": 0.5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+        "mistral4": {
+            **_LATENT,
+            "architectures": ["Mistral4ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 7,
+            "rope_scaling": {**_LATENT["rope_scaling"], "llama_4_scaling_beta": 0.3},
+        },
+        "sarvam_moe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["SarvamMoEForCausalLM"],
+            "head_dim": 16,
+        },
+        "sarvam_mla": {
+            **_LATENT,
+            "architectures": ["SarvamMLAForCausalLM"],
+            "head_dim": 24,
+            "num_experts": 7,
+            "rope_scaling": {**_LATENT["rope_scaling"], "type": "deepseek_yarn"},
+        },
+        "youtu": {
+            **{key: _LATENT[key] for key in _YOUTU},
+            "architectures": ["YoutuForCausalLM"],
+            "q_lora_rank": 20,
+        },
+        "mellum": {
+            **_DECODER,
+            "architectures": ["MellumForCausalLM"],
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -464,6 +607,9 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
+    *("dots1", "minimax_m2", "glm4_moe_lite", "exaone_moe", "solar_open", "afmoe", "flex_olmo"),
+    *("cohere2_moe", "hy_v3", "granite_moe_shared", "mistral4", "sarvam_moe", "sarvam_mla"),
+    *("youtu", "mellum"),
 )
 OF_EACH_KIND = (
     "qwen3",
