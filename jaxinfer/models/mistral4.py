@@ -42,4 +42,5 @@ FAMILY = ModelFamily(
     config_from_hf=config_from_hf,
     param_specs=latent_param_specs,
     ignored_tensors=LATENT_IGNORED_TENSORS,
+    stacked_experts=True,
 )

@@ -28,7 +28,7 @@ _INTERVAL, _THETA = 4, 2e6  # transformers' defaults
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    bias, rotates = hf.flag(config, "attention_bias", False), _rotates(config)
+    bias, rotates = hf.flag(config, "attention_bias", False), rotating_layers(config)
     window = sliding_window(config, None)
     if not hf.flag(config, "use_sliding_window", False):
         window = None
@@ -49,7 +49,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     )
 
 
-def _rotates(config: Mapping[str, Any]) -> list[bool]:
+def rotating_layers(config: Mapping[str, Any]) -> list[bool]:
     """Which layers rotate: by ``no_rope_layers``, or else by ``no_rope_layer_interval``."""
     given, num_layers = config.get("no_rope_layers"), hf.positive_int(config, "num_hidden_layers")
     interval = hf.positive_int(config, "no_rope_layer_interval", _INTERVAL)

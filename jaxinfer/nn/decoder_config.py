@@ -73,11 +73,11 @@ class AttentionConfig(BlockSpec):
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head ("rotated_plain": without weights). With ``sinks`` each head has a logit beside its
-    scores that takes part in the softmax. With ``gate`` the output of each head is multiplied by
-    the sigmoid of a projection of the token. ``values`` says how values are made. Queries, keys and
-    values are limited to ``clip`` and its negative, and queries grow with the position. Scores x
-    become c tanh(x / c) with a ``cap`` c.
+    heads together, or that of each "rotated" head ("rotated_plain": without weights). With
+    ``sinks`` each head has a logit beside its scores that takes part in the softmax. With ``gate``
+    the output of each head is multiplied by the sigmoid of a projection of the token. ``values``
+    says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
+    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c.
     """
 
     num_heads: int

@@ -46,6 +46,7 @@ from transformers import (
     FalconConfig,
     FlexOlmoConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -54,6 +55,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    Glm4vConfig,
     GlmConfig,
     GPT2Config,
     GPTJConfig,
@@ -68,13 +70,15 @@ from transformers import (
     HYV3Config,
     Jais2Config,
     KimiLinearConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
     MellumConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
-    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -85,7 +89,9 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5Config,
@@ -95,6 +101,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
     SarvamMLAConfig,
     SarvamMoEConfig,
     SeedOssConfig,
@@ -252,8 +259,16 @@ GEMMA4_VISION = {
 }
 # norms multiply by 1 + weight
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
-STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
+# published files have other names
+RENAMED = (
+    *("gpt_neox", "gpt_neox_sequential", "llava", "qwen2_5_vl", "qwen3_vl"),
+    *("gemma3_multimodal", "glm4v", "mistral4"),
+)
+STACKED = (
+    "qwen3_5_moe_multimodal",
+    "llama4",
+    "llama4_plain",
+)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
 DERIVED = {
@@ -262,6 +277,40 @@ DERIVED = {
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
     )
 }
+PHIMOE_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 8 for i in range(4)],
+    "long_factor": [1.0 + i for i in range(4)],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 48,
+}
+MINICPM3_ROPE = {key: PHIMOE_ROPE[key] for key in PHIMOE_ROPE if not key.endswith("mscale")}
+LLAMA4 = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+    "attention_chunk_size": 40,
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN2_VL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+GLM4V_ROPE = {**QWEN2_VL_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 OF_EXPERTS = {"num_experts_per_tok", "first_k_dense_replace"}
 BIASED_EXPERTS = {
     "n_routed_experts": 5,
@@ -891,14 +940,77 @@ def cases() -> dict[str, PreTrainedConfig]:
             shared_intermediate_size=20,
             **NO_TOKENS,
         ),
-        "mistral4": Mistral4Config(
-            **own_latent,
-            **BIASED_EXPERTS | {"n_routed_experts": 8},
-            first_k_dense_replace=1,
-            n_group=4,
-            topk_group=2,
-            rope_parameters={**MINISTRAL3_ROPE, "beta_fast": 4.0},
+        "mistral4": Mistral3Config(
+            text_config={
+                "model_type": "mistral4",
+                **own_latent,
+                **BIASED_EXPERTS,
+                "n_routed_experts": 8,
+                "first_k_dense_replace": 1,
+                "n_group": 4,
+                "topk_group": 2,
+                "rope_parameters": {**MINISTRAL3_ROPE, "beta_fast": 4.0},
+                **NO_TOKENS,
+            },
+            vision_config=PIXTRAL,
+            tie_word_embeddings=False,
+        ),
+        "phimoe": PhimoeConfig(
+            **SIZES,
+            num_local_experts=5,
+            router_jitter_noise=0.2,
+            attention_bias=True,
+            lm_head_bias=True,
+            rope_parameters=PHIMOE_ROPE,
             **NO_TOKENS,
+        ),
+        "llama4": Llama4TextConfig(**LLAMA4, **NO_TOKENS),
+        "llama4_plain": Llama4TextConfig(
+            **LLAMA4
+            | {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True}
+            | {"moe_layers": [0], "no_rope_layers": [0, 1, 1], "tie_word_embeddings": True},
+            **NO_TOKENS,
+        ),
+        "minicpm3": MiniCPM3Config(
+            **own_latent,
+            scale_emb=3.0,
+            scale_depth=0.7,
+            dim_model_base=16,
+            rope_parameters=MINICPM3_ROPE,
+            **NO_TOKENS,
+        ),
+        "llava": LlavaConfig(
+            text_config={"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+            vision_config=CLIP,
+            tie_word_embeddings=True,
+        ),
+        "qwen2_5_vl": Qwen2_5_VLConfig(
+            text_config={**SIZES, "rope_parameters": QWEN2_VL_ROPE}, vision_config=VISION
+        ),
+        "qwen3_vl": Qwen3VLConfig(
+            text_config={
+                **SIZES,
+                "head_dim": 16,
+                "rope_parameters": {**QWEN2_VL_ROPE, "mrope_interleaved": True},
+                "tie_word_embeddings": True,
+            },
+            vision_config={**VISION, "deepstack_visual_indexes": [0]},
+            tie_word_embeddings=True,
+        ),
+        "gemma3_multimodal": Gemma3Config(
+            text_config={
+                **SIZES,
+                "num_hidden_layers": 3,
+                "head_dim": 16,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "query_pre_attn_scalar": 24,
+            },
+            vision_config={**CLIP, "model_type": "siglip_vision_model"},
+        ),
+        "glm4v": Glm4vConfig(
+            text_config={**SIZES, "rope_parameters": GLM4V_ROPE},
+            vision_config={**VISION, "image_size": 4},
         ),
         "sarvam_moe": SarvamMoEConfig(
             **SIZES, **BIASED_EXPERTS, head_dim=16, attention_bias=True, **NO_TOKENS

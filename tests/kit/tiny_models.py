@@ -154,16 +154,33 @@ CONFIGS = MappingProxyType(
     {
         "llama": {
             **_DECODER,
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [
+                "LlamaForCausalLM",
+                "LlavaForConditionalGeneration",
+                "LlavaNextForConditionalGeneration",
+            ],
             "rope_scaling": _LLAMA3_ROPE,
             "tie_word_embeddings": True,
         },
         "mistral": {**_DECODER, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
-        "qwen2": {**_DECODER, **_WINDOW, "architectures": ["Qwen2ForCausalLM"]},
-        "qwen3": {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        "qwen2": {
+            **_DECODER,
+            **_WINDOW,
+            "architectures": [
+                "Qwen2ForCausalLM",
+                "InternVLForConditionalGeneration",
+                "Qwen2VLForConditionalGeneration",
+                "Qwen2_5_VLForConditionalGeneration",
+            ],
+        },
+        "qwen3": {
+            **_DECODER,
+            "architectures": ["Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"],
+            "head_dim": 16,
+        },
         "gemma3": {
             **_DECODER,
-            "architectures": ["Gemma3ForCausalLM"],
+            "architectures": ["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "num_hidden_layers": 5,
@@ -203,7 +220,11 @@ CONFIGS = MappingProxyType(
             "tie_word_embeddings": True,
         },
         "glm": {**_DECODER, "architectures": ["GlmForCausalLM"], "head_dim": 16},
-        "glm4": {**_DECODER, "architectures": ["Glm4ForCausalLM"], "head_dim": 16},
+        "glm4": {
+            **_DECODER,
+            "architectures": ["Glm4ForCausalLM", "Glm4vForConditionalGeneration"],
+            "head_dim": 16,
+        },
         "stablelm": {
             **{key: value for key, value in _DECODER.items() if key != "rms_norm_eps"},
             "architectures": ["StableLmForCausalLM"],
@@ -254,7 +275,11 @@ CONFIGS = MappingProxyType(
         },
         "cohere2": {
             **_LAYER_NORM,
-            "architectures": ["Cohere2ForCausalLM"],
+            "architectures": [
+                "Cohere2ForCausalLM",
+                "AyaVisionForConditionalGeneration",
+                "Cohere2VisionForConditionalGeneration",
+            ],
             "num_hidden_layers": 3,
             "logit_scale": 0.5,
             "sliding_window": 7,
@@ -329,7 +354,7 @@ CONFIGS = MappingProxyType(
         },
         "glm4_moe": {
             **_DECODER,
-            "architectures": ["Glm4MoeForCausalLM"],
+            "architectures": ["Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"],
             "head_dim": 16,
             "use_qk_norm": True,
             "attention_bias": True,
@@ -500,7 +525,7 @@ CONFIGS = MappingProxyType(
             "sliding_window_pattern": "LG",
         },
         "solar_open": {
-            **_DECODER,
+            **{key: value for key, value in _DECODER.items() if key != "intermediate_size"},
             **_BIASED_EXPERTS,
             "architectures": ["SolarOpenForCausalLM"],
             "head_dim": 16,
@@ -553,7 +578,7 @@ CONFIGS = MappingProxyType(
             "shared_intermediate_size": 24,
         },
         "mistral4": {
-            **_LATENT,
+            **{key: value for key, value in _LATENT.items() if key != "intermediate_size"},
             "architectures": ["Mistral4ForCausalLM"],
             "q_lora_rank": 20,
             "n_routed_experts": 7,
@@ -576,6 +601,41 @@ CONFIGS = MappingProxyType(
             **{key: _LATENT[key] for key in _YOUTU},
             "architectures": ["YoutuForCausalLM"],
             "q_lora_rank": 20,
+        },
+        "phimoe": {
+            **_DECODER,
+            "architectures": ["PhimoeForCausalLM", "PhiMoEForCausalLM"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "lm_head_bias": True,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        "llama4": {
+            **_DECODER,
+            "architectures": ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 5,
+            "attention_chunk_size": MAX_LEN,
+        },
+        "minicpm3": {
+            **{key: _LATENT[key] for key in _YOUTU},
+            "architectures": ["MiniCPM3ForCausalLM"],
+            "q_lora_rank": 20,
+            "scale_emb": 3,
+            "scale_depth": 0.7,
+            "dim_model_base": 16,
         },
         "mellum": {
             **_DECODER,
@@ -609,7 +669,7 @@ LIKE_OTHERS = (
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *("dots1", "minimax_m2", "glm4_moe_lite", "exaone_moe", "solar_open", "afmoe", "flex_olmo"),
     *("cohere2_moe", "hy_v3", "granite_moe_shared", "mistral4", "sarvam_moe", "sarvam_mla"),
-    *("youtu", "mellum"),
+    *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
 )
 OF_EACH_KIND = (
     "qwen3",

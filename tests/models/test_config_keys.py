@@ -109,6 +109,8 @@ READ_BY = {
     "sarvam_moe": {*_COUNTS, "moe_intermediate_size", "use_qk_norm", "use_bias"},
     "sarvam_mla": {*_COUNTS, "moe_intermediate_size"},
     "mellum": {*_COUNTS, "moe_intermediate_size"},
+    "phimoe": {"num_local_experts"},
+    "llama4": {"num_local_experts", "use_qk_norm", "attention_chunk_size"},
 }
 
 
