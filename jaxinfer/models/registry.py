@@ -136,7 +136,9 @@ _TEXT_MODELS = (
     ("qwen3_vl_text", "Qwen3ForCausalLM"),
 )
 _PREFIXES = ("model.language_model.", "language_model.")
-_OF_IMAGES = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*"
+_OF_IMAGES = (
+    r"(model\.)?(image_newline|(visual|vision_tower|vision_model|multi_modal_projector)\..*)"
+)
 
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = (
@@ -153,6 +155,11 @@ _OF_THE_WHOLE = (*QUANTIZATION_KEYS, "tie_word_embeddings")
 def known_architectures() -> tuple[str, ...]:
     """The names that ``architectures`` in a config.json may hold."""
     return (*(architecture for architecture, _ in _MODULES), *_WRAPPERS)
+
+
+def wrapping_architectures() -> tuple[str, ...]:
+    """Those of models of text and images, whose family is that of their text decoder."""
+    return _WRAPPERS
 
 
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
