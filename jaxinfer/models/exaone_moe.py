@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.exaone4 import exaone_windows
 from jaxinfer.models.experts import (
     ExpertTensors,
     biased_experts,
@@ -20,6 +19,7 @@ from jaxinfer.models.experts import (
     networks_by_layer,
 )
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import exaone_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _TENSORS = ExpertTensors(choice_bias="mlp.e_score_correction_bias")

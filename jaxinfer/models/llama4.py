@@ -25,10 +25,10 @@ from jaxinfer.models.experts import (
     router_specs,
 )
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import rotating_layers
 from jaxinfer.models.linears import dense_linears, linear_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, transposed
-from jaxinfer.models.smollm3 import rotating_layers
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.block import QueryGrowth
 from jaxinfer.nn.decoder_config import (
