@@ -32,7 +32,6 @@ from pallas_kernels.residual_norm.api import OP
 from pallas_kernels.residual_norm.ref import NormArgs, residual_norm
 
 
-
 class Call(NamedTuple):
     """``partials``: 0 for a result in the dtype, else split-K partials in float32. With ``fused``
     it is one of all_reduce_norm.
