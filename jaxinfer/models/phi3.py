@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _POSITIONS = "max_position_embeddings"
+# transformers' default, which wins over the rope section's value
+_ORIGINAL = MappingProxyType({"original_max_position_embeddings": 4096})
 _NAMES = TensorNames(qkv=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 
 
@@ -35,7 +38,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if window is not None and window >= longest:  # 262,144 in files with 131,072 positions
         window = None
     return gqa_config(
-        config,
+        hf.with_defaults(config, _ORIGINAL),
         dtype,
         qkv_bias=False,
         o_bias=False,

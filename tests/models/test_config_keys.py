@@ -213,8 +213,9 @@ KEYS: dict[str, dict[str, list[str]]] = json.loads(
     gzip.decompress((GOLDEN / "config_keys.json.gz").read_bytes())
 )
 NAMED = re.compile("(config|rope) key|rope (type|section|scaling)|experts")
-# Null is absent here, and false for transformers where it does not check the type of a key.
-NULLS = {("kimi_linear_groups", "moe_renormalize=None")}
+ROUNDING = {"reorder_and_upcast_attn=True"}  # of GPT-2: another order of the same products
+# Angles at the default's bounds are those of the sequences here.
+NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing")
 
 
 def golden_config(case: str) -> dict[str, Any]:
@@ -244,9 +245,9 @@ def test_a_changed_key_is_honoured_or_refused(case: str) -> None:
             assert "\n" not in str(error) and len(str(error)) < 400, name
             assert NAMED.search(str(error)), name
             continue
-        if name in changed:
+        if name in changed - ROUNDING:
             assert model != plain, f"{name} changes what transformers computes"
-        elif name in refused or (case, name) in NULLS or not re.search(r"missing$|=None$", name):
+        elif name in refused or not name.endswith(" missing") or NOT_FELT.fullmatch(name):
             continue  # others may change sizes that a short sequence does not feel
         elif shapes(model) == shapes(plain):
             lengths = replace(model.config, lengths=plain.config.lengths)
