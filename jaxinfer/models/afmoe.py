@@ -31,7 +31,7 @@ from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
-_HEAD_DIM, _WINDOW, _EVERY = 128, 1024, 4
+_HEAD_DIM, _WINDOW, _EVERY, _SHARED = 128, 1024, 4, 2
 _TENSORS = ExpertTensors(router="mlp.router.gate", choice_bias="mlp.expert_bias")
 _NAMES = TensorNames(gate="self_attn.gate_proj")
 _NORMS = NormSources(
@@ -52,7 +52,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "num_limited_groups", 1)
     bias, windows = hf.flag(config, "attention_bias", False), _windows(config)
     scale = {"routed_scaling_factor": hf.positive_float(config, "route_scale", 1.0)}
-    own = hf.with_values(config, scale)
+    own = hf.with_defaults(hf.with_values(config, scale), {"num_shared_experts": _SHARED})
     experts = biased_experts(own, count="num_experts", shared="num_shared_experts")
     factor = None
     if hf.flag(config, "mup_enabled", False):

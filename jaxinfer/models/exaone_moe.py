@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import (
     ExpertTensors,
@@ -22,13 +23,15 @@ from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import exaone_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
 
+_SCALE = 2.5  # transformers' default
 _TENSORS = ExpertTensors(choice_bias="mlp.e_score_correction_bias")
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     windows, rotates = exaone_windows(config)
-    experts = biased_experts(config, count="num_experts", shared="num_shared_experts")
+    own = hf.with_defaults(config, {"routed_scaling_factor": _SCALE})
+    experts = biased_experts(own, count="num_experts", shared="num_shared_experts")
     return gqa_config(
         config,
         dtype,

@@ -16,15 +16,16 @@ from jaxinfer.models.experts import biased_experts, networks_by_layer
 from jaxinfer.models.latent import LATENT_IGNORED_TENSORS, latent_config, latent_param_specs
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_SCALE = 1.8  # transformers' default
+_SCALE, _QUERY_RANK = 1.8, 768  # transformers' defaults
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    scale = hf.positive_float(config, "routed_scaling_factor", _SCALE)
-    experts = biased_experts(hf.with_values(config, {"routed_scaling_factor": scale}))
+    given = {"q_lora_rank": config.get("q_lora_rank", _QUERY_RANK)}
+    own = hf.with_defaults(hf.with_values(config, given), {"routed_scaling_factor": _SCALE})
+    experts = biased_experts(own)
     return latent_config(
-        config,
+        own,
         dtype,
         interleaved=hf.flag(config, "rope_interleave", True),
         ffns=networks_by_layer(config, experts, first=1),
