@@ -19,14 +19,14 @@ from jaxinfer.core.step import StepPlan
 
 # The context of a row of bench.step's "tpot" b1 to b256: 1,024 tokens of prompt, half of 64 drawn
 STEP_CONTEXT = 1056
-ROUNDS = 1000  # of the fit
+ROUNDS = 1000  # of a fit, at most
+REWEIGHTED = 8  # fits, each relative to the times of the one before
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes. ``context``: entries that decode rows attend to, all together.
-
-    ``pairs``: of a query and a key in prompts. ``tokens``: of prompts.
+    """What a step computes: rows and prompt tokens with the padding of its bucket; the entries that
+    decode rows attend to, all together (``context``), and pairs of a query and a key in prompts.
     """
 
     decodes: int = 0
@@ -38,14 +38,14 @@ class Work:
 
 def work_of(plan: StepPlan) -> Work:
     """The work of a planned step."""
-    tokens = context = pairs = 0
+    bucket, context, pairs = plan.bucket, 0, 0
     for row in plan.prefills:
         count = row.num_scheduled_tokens
-        tokens += count
         pairs += count * row.num_computed_tokens + count * (count + 1) // 2
     for row in plan.decodes:
         context += row.num_computed_tokens + row.num_scheduled_tokens
-    return Work(len(plan.decodes), context, len(plan.prefills), tokens, pairs)
+    rows = bucket.num_decode_tokens, bucket.num_prefills
+    return Work(rows[0], context, rows[1], bucket.num_prefill_tokens, pairs)
 
 
 class StepCosts(Protocol):
@@ -97,18 +97,22 @@ def _features(work: Work) -> tuple[int, int, int, int, int]:
 
 
 def fitted(samples: Iterable[tuple[Work, float]]) -> LinearCosts:
-    """The costs, none below zero, with the least squares of relative errors over measured steps.
+    """The costs, none below zero, with the least squares of errors relative to the fitted time.
 
-    Raises ``BenchError`` without samples.
+    Relative to the measured time, steps that something else delayed would count least and the fit
+    would be too short. Raises ``BenchError`` without samples.
     """
     given = [(work, seconds) for work, seconds in samples if seconds > 0]
     if not given:
         raise BenchError("no measured step to fit costs to; give --cost, or a file with steps")
     rows = np.array([_features(work) for work, _ in given], np.float64)
     seconds = np.array([seconds for _, seconds in given])
-    scaled = rows / seconds[:, None]
-    scales = np.maximum(np.sqrt((scaled**2).sum(axis=0)), 1e-300)
-    found = _least_squares(scaled / scales, np.ones(len(given))) / scales
+    expected, found = seconds, np.zeros(rows.shape[1])
+    for _ in range(REWEIGHTED):
+        scaled = rows / expected[:, None]
+        scales = np.maximum(np.sqrt((scaled**2).sum(axis=0)), 1e-300)
+        found = _least_squares(scaled / scales, seconds / expected) / scales
+        expected = np.maximum(rows @ found, seconds.min())
     return LinearCosts(*found.tolist())
 
 

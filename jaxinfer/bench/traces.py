@@ -28,12 +28,20 @@ BLOCK = 512  # tokens of a hash id
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace; ``when`` is in seconds since the first one."""
+    """One request of a trace; ``when`` is in seconds since the first one, ``block`` the tokens of
+    each of ``blocks``.
+    """
 
     when: float
     input_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
+    block: int = BLOCK
+
+    def scaled(self, factor: int) -> Arrival:
+        """The request with lengths and blocks divided by ``factor``."""
+        lengths = [max(1, length // factor) for length in (self.input_len, self.output_len)]
+        return Arrival(self.when, *lengths, self.blocks, self.block // factor)
 
 
 def read_trace(path: Path, count: int | None = None) -> list[Arrival]:
@@ -105,7 +113,7 @@ def prompt_of(
     """The prompt of the request of this number in a trace; see ``queries_of``."""
     length = cut(one.input_len, max_input_len)
     streams = [[seed, 4, block] for block in one.blocks] or [[seed, 5, index]]
-    size = BLOCK if one.blocks else length
+    size = one.block if one.blocks else length
     parts, num_drawn = list[Ids](), 0
     for stream in streams:
         if num_drawn < length:
@@ -134,13 +142,13 @@ def most_reused(trace: Sequence[Arrival], max_input_len: int | None = None) -> l
     for one in trace:
         length, node, reused, is_known = cut(one.input_len, max_input_len), 0, 0, True
         for number, block in enumerate(one.blocks):
-            own = min(BLOCK, length - number * BLOCK)
+            own = min(one.block, length - number * one.block)
             if own <= 0:
                 break
             after, most = seen.get((node, block), (len(seen) + 1, 0))
             if is_known:
                 reused += min(own, most)
-                is_known = own == BLOCK <= most
+                is_known = own == one.block <= most
             seen[node, block] = after, max(own, most)
             node = after
         found.append(min(reused, length - 1))
