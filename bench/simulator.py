@@ -4,10 +4,11 @@ Run from the repository root:
 
     .venv/bin/python -m bench.simulator TRACE [--output bench/results/cpu/simulator.json]
 
-Lengths of prompts, answers and blocks are divided by ``--factor``, times by ``--time-scale``. A tiny
-model with random weights first computes other prompts, to whose steps the costs are fitted; then it
-answers the requests as they arrive, in real time, and the simulator answers them with those costs.
-Exits with 1 if the hit rates differ by more than two points.
+Lengths of prompts, answers and blocks are divided by ``--factor``, times by ``--time-scale``. A
+tiny model with random weights first computes other prompts, to whose steps the costs are fitted;
+then it answers the requests as they arrive, in real time, with each number of pages, and the
+simulator answers them with those costs. Exits with 1 if the hit rates differ by more than two
+points.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from jaxinfer.bench.circumstances import host_circumstances
 from jaxinfer.bench.cluster import Offered, Outcome
 from jaxinfer.bench.numbers import percentile
-from jaxinfer.bench.simulate import bound_of, hit_rate, offered, result_of, simulated
-from jaxinfer.bench.step_costs import Work, error_of, fitted, work_of
+from jaxinfer.bench.simulate import bound_of, hit_rate, offered, simulated
+from jaxinfer.bench.step_costs import LinearCosts, Work, error_of, fitted, work_of
 from jaxinfer.bench.traces import Arrival, read_trace
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
@@ -40,6 +42,7 @@ from jaxinfer.engine.start.build import build_engine, plan_engine
 
 MOST_POINTS = 2.0  # by which the hit rates may differ
 VOCAB = 50_000
+CALIBRATION = "requests before, and the most tokens of their prompts"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -137,13 +140,13 @@ def tiny_engine(folder: Path, sizes: dict[str, Any]) -> tuple[StepExecutor[Any],
     return engine.executor, engine.limits
 
 
-def calibration(count: int, longest: int, seed: int) -> list[Offered]:
+def calibration(count: int, longest: int, seed: int, vocab_size: int) -> list[Offered]:
     """Prompts and answers of all lengths, some at once; none shares its beginning."""
     draw = np.random.default_rng([seed, 9])
     found, when = list[Offered](), 0.0
     for _ in range(count):
         when += float(draw.exponential(0.03))
-        prompt = draw.integers(0, VOCAB, int(draw.integers(8, longest)))
+        prompt = draw.integers(0, vocab_size, int(draw.integers(8, longest)))
         found.append(Offered(when, IntLog(prompt.astype(np.int32)), int(draw.integers(1, 40))))
     return found
 
@@ -151,20 +154,50 @@ def calibration(count: int, longest: int, seed: int) -> list[Offered]:
 def compared(
     executor: StepExecutor[Any], limits: Limits, trace: Sequence[Arrival], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Engine and simulator on the same requests."""
+    """Engine and simulator on the same requests, with each number of pages.
+
+    Raises ``ValueError`` for more pages than the executables have: they would write elsewhere.
+    """
+    if max(given["num_pages"]) > limits.num_pages[0]:
+        raise ValueError(f"the engine has {limits.num_pages[0]} pages; name at most so many")
     timed = Timed(executor)
-    answered(EngineLoop(timed, limits), calibration(given["calibration"], 1000, given["seed"]))
+    others = calibration(*given["calibration"], given["seed"], given["vocab_size"])
+    answered(EngineLoop(timed, limits), others)
     costs = fitted(timed.samples)
     error = error_of(costs, timed.samples)
     timed.samples.clear()
-    offers = list(offered(trace, given))
+    offers, bound = list(offered(trace, given)), bound_of(trace, given["max_input_len"])
+    runs = [
+        _compared(timed, replace(limits, num_pages=(pages,)), offers, costs, bound)
+        for pages in given["num_pages"]
+    ]
+    return {
+        "requests": len(trace),
+        "bound": bound,
+        "points_apart": max(run["points_apart"] for run in runs),
+        "costs": asdict(costs),
+        "mean_error_of_fit": error,
+        "page_size": limits.page_size,
+        "runs": runs,
+    }
+
+
+def _compared(
+    timed: Timed,
+    limits: Limits,
+    offers: Sequence[Offered],
+    costs: LinearCosts,
+    bound: float,
+) -> dict[str, Any]:
+    """Both with so many pages, which may be fewer than the executables have."""
     loop = EngineLoop(timed, limits)
     real = answered(loop, offers)
     cluster = simulated(iter(offers), limits, costs)
-    bound = bound_of(trace, given["max_input_len"])
+    error = error_of(costs, timed.samples)
+    timed.samples.clear()
     points = 100 * abs(hit_rate(real) - hit_rate(cluster.outcomes))
     return {
-        "requests": len(trace),
+        "num_pages": sum(limits.num_pages),
         "bound": bound,
         "hit_rate_engine": hit_rate(real),
         "hit_rate_simulator": hit_rate(cluster.outcomes),
@@ -176,12 +209,8 @@ def compared(
         "preemptions_engine": loop.state.num_preemptions,
         "engine_ms": _times(real),
         "simulator_ms": _times(cluster.outcomes),
-        "simulator": result_of(cluster, bound, (50, 90, 99), None),
-        "costs": asdict(costs),
-        "mean_error_of_fit": error,
-        "mean_error_of_costs": error_of(costs, timed.samples),
-        "num_pages": sum(limits.num_pages),
-        "page_size": limits.page_size,
+        "preemptions_simulator": sum(one.state.num_preemptions for one in cluster.replicas),
+        "mean_error_of_costs": error,
     }
 
 
@@ -206,8 +235,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=500)
     made.add_argument("--factor", type=int, default=64)
     made.add_argument("--time-scale", type=float, default=4.0)
-    made.add_argument("--num-pages", type=int, default=3000)
-    made.add_argument("--calibration", type=int, default=150, help="requests before")
+    made.add_argument("--num-pages", type=int, nargs="+", default=[600, 2000, 6000])
+    made.add_argument("--calibration", type=int, nargs=2, default=[150, 1000], help=CALIBRATION)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--output", type=Path)
     return made
@@ -219,13 +248,13 @@ def main() -> int:
     trace = [one.scaled(given.factor) for one in read_trace(given.trace, given.requests)]
     sizes = {
         "page_size": 8,
-        "num_pages": given.num_pages,
+        "num_pages": max(given.num_pages),
         "max_model_len": 2048,
-        "max_num_seqs": 16,
+        "max_num_seqs": 24,
         "max_num_batched_tokens": 512,
         "prefill_first": False,
     }
-    options = vars(given) | {"max_input_len": None, "max_output_len": None}
+    options = vars(given) | {"max_input_len": None, "max_output_len": None, "vocab_size": VOCAB}
     with tempfile.TemporaryDirectory() as folder:
         executor, limits = tiny_engine(Path(folder), sizes)
         found = compared(executor, limits, trace, options)

@@ -165,4 +165,3 @@ class Cluster:
             outcome.error = event.error if event.finish_reason is FinishReason.ERROR else ""
             tokens = outcome.num_prompt_tokens if len(self.replicas) > 1 else 0
             self.router.ended(outcome.rank, tokens)
-

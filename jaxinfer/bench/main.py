@@ -25,10 +25,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "replay": ("serve", "replay"),
         "compare": ("compare", "main"),
         "plan": ("plan", "main"),
+        "simulate": ("simulate", "main"),
         "verify": ("verify", "main"),
     }
 )
-OF_ENGINES = frozenset(("throughput", "latency", "plan"))  # whose other flags are the engine's
+# whose other flags are the engine's
+OF_ENGINES = frozenset(("throughput", "latency", "plan", "simulate"))
 
 
 def presets() -> list[str]:

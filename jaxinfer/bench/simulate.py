@@ -28,7 +28,13 @@ from jaxinfer.bench.plan import DEVICES, REACHED_TPOT, REACHED_TTFT, config_of, 
 from jaxinfer.bench.plot import curves_plot
 from jaxinfer.bench.records import Record
 from jaxinfer.bench.report import number, table
-from jaxinfer.bench.step_costs import EstimatedCosts, StepCosts, costs_of_text, read_costs
+from jaxinfer.bench.step_costs import (
+    EstimatedCosts,
+    LinearCosts,
+    StepCosts,
+    costs_of_text,
+    read_costs,
+)
 from jaxinfer.bench.traces import Arrival, cut, most_reused, prompt_of, read_trace
 from jaxinfer.core.errors import BenchError
 from jaxinfer.core.intlog import IntLog
@@ -46,9 +52,10 @@ MORE_COLUMNS = ("p99", "goodput", "preempted", "busy")
 def offered(trace: Sequence[Arrival], given: Mapping[str, Any]) -> Iterator[Offered]:
     """The requests of a trace, each with its prompt once it is asked for.
 
-    ``given``: ``seed``, ``time_scale``, ``max_input_len`` and ``max_output_len``.
+    ``given``: ``seed``, ``time_scale``, ``max_input_len``, ``max_output_len`` and, unless it is
+    ``VOCAB``, ``vocab_size``.
     """
-    ids = np.arange(VOCAB)
+    ids = np.arange(given.get("vocab_size", VOCAB))
     for index, one in enumerate(trace):
         prompt = prompt_of(one, index, ids, given["seed"], given["max_input_len"])
         most = cut(one.output_len, given["max_output_len"])
@@ -73,7 +80,8 @@ def simulated(
 def hit_rate(outcomes: Sequence[Outcome]) -> float:
     """The share of the prompts' tokens that was reused, of requests that were answered."""
     done = [one for one in outcomes if not one.error]
-    return sum(one.num_cached_tokens for one in done) / max(1, sum(o.num_prompt_tokens for o in done))
+    total = sum(one.num_prompt_tokens for one in done)
+    return sum(one.num_cached_tokens for one in done) / max(1, total)
 
 
 def result_of(
@@ -106,7 +114,8 @@ def _record(one: Outcome) -> Record:
     """A request as a client would have seen it; chunks after the first one count as one."""
     start = round(one.arrived * NS)
     if one.error or not math.isfinite(one.ended):
-        return Record(start_ns=start, prompt_tokens=one.num_prompt_tokens, error=one.error or "open")
+        error = one.error or "open"
+        return Record(start_ns=start, prompt_tokens=one.num_prompt_tokens, error=error)
     first, last = round(one.first_token * NS) - start, round(one.ended * NS) - start
     return Record(
         start_ns=start,
@@ -140,8 +149,8 @@ def lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     return [
         *table([*COLUMNS, *MORE_COLUMNS], rows),
-        "hits: share of the prompts' tokens that was reused; bound: what one cache without limits",
-        "would reuse. TTFT and TPOT in ms; goodput in requests a second; busy: share of the time in",
+        "hits: share of the prompts' tokens that was reused; bound: what a cache without limits",
+        "would reuse. TTFT and TPOT in ms; goodput in requests a second; busy: share of time in",
         "which a replica runs a step.",
     ]
 
@@ -164,7 +173,6 @@ def plots(results: Sequence[Mapping[str, Any]]) -> str:
 def parser() -> Parser:
     """The command line; other flags are the engine's."""
     made = Parser("simulate", (__doc__ or "").splitlines()[0])
-    made.prog = "jaxinfer simulate"
     made.add_argument("config", help="a config.json, its folder, or any form of MODEL")
     made.add_argument("--trace", type=Path, required=True, help="of Mooncake's or Azure's form")
     made.add_argument("--device", choices=list(DEVICES), required=True)
@@ -194,17 +202,16 @@ def main(arguments: list[str], read_settings: Callable[[list[str]], dict[str, An
     device = DEVICES[given.device]
     plan = plan_on(config_of(given.config, read_settings(more)), device)
     floor = Floor(costs_of(plan.program.model), device.ceiling)
-    costs: StepCosts = EstimatedCosts(floor, REACHED_TPOT, REACHED_TTFT)
-    source = f"estimate for {device.name}"
+    measured: LinearCosts | None = given.cost
+    source = f"estimate for {device.name}" if measured is None else "--cost"
     if given.costs is not None:
-        costs, source = read_costs(given.costs), str(given.costs)
-    elif given.cost is not None:
-        costs, source = given.cost, "--cost"
+        measured, source = read_costs(given.costs), str(given.costs)
+    costs = measured or EstimatedCosts(floor, REACHED_TPOT, REACHED_TTFT)
     found = _all(given, trace, plan.program.limits, costs)
     if given.plot is not None:
         given.plot.write_text(plots(found))
     if given.json:
-        own = None if isinstance(costs, EstimatedCosts) else asdict(given.cost or costs)
+        own = None if measured is None else asdict(measured)
         print(json.dumps({"costs": own, "costs_of": source, "results": found}))
     else:
         print("\n".join([f"{len(trace)} requests; costs: {source}", "", *lines(found)]))
@@ -228,7 +235,7 @@ def _all(
     return found
 
 
-def _costs(text: str) -> StepCosts:
+def _costs(text: str) -> LinearCosts:
     try:
         return costs_of_text(text)
     except BenchError as error:

@@ -40,7 +40,7 @@ class Arrival:
 
     def scaled(self, factor: int) -> Arrival:
         """The request with lengths and blocks divided by ``factor``."""
-        lengths = [max(1, length // factor) for length in (self.input_len, self.output_len)]
+        lengths = max(1, self.input_len // factor), max(1, self.output_len // factor)
         return Arrival(self.when, *lengths, self.blocks, self.block // factor)
 
 

@@ -8,17 +8,22 @@ from jaxinfer.cli.bench import engine_settings
 
 
 @click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    }
 )
+@click.argument("config")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def simulate(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+def simulate(ctx: click.Context, config: str, arguments: tuple[str, ...]) -> None:
     """Answer a trace on simulated engines: hit rate, TTFT, TPOT, goodput.
 
-    The scheduler and the router are those that serve; a step takes what was measured
-    or what the device allows. `jaxinfer simulate --help` shows the flags.
+    The scheduler and the router are those that serve; a step takes what was measured or what the
+    device allows. CONFIG is a config.json, its folder, or any form of MODEL.
+    `jaxinfer bench simulate --help` shows the flags.
     """
-    from jaxinfer.bench.simulate import main
+    from jaxinfer.bench.main import run
 
-    ctx.exit(main(list(arguments), engine_settings))
+    ctx.exit(run(["simulate", config, *arguments], engine_settings))

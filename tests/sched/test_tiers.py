@@ -18,7 +18,7 @@ from kit.fake_executor import expected_tokens
 from kit.fake_tiers import Unreliable
 from kit.tier_traces import COMPUTES, PAGE_SIZE, TierTrace
 
-DAILY, NIGHTLY = 200, 100_000
+DAILY, NIGHTLY = 150, 100_000
 PAGE_BYTES = 32
 PROMPT = tuple(range(40))  # 9 pages that can be reused, and a token
 OTHER = tuple(49 - i for i in range(40))
