@@ -41,6 +41,7 @@ FULL = 0.97  # the share of live pages, in the median, of a pool that counts as 
 SHARE_THAT_LEAVES = 0.05
 SHARE_IN_COMMON = 0.3  # of the prompts: these share their beginnings
 KIB = 1024
+SAMPLES = 60  # of a report, at most
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -203,6 +204,7 @@ def main() -> int:
         "faults": faults(found),
         **found,
     }
+    report["samples"] = found["samples"][:: 1 + len(shares) // SAMPLES]
     if given.output:
         write_report(given.output, report)
     del report["samples"]

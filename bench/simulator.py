@@ -30,7 +30,7 @@ from jaxinfer.bench.circumstances import host_circumstances
 from jaxinfer.bench.cluster import Offered, Outcome
 from jaxinfer.bench.numbers import percentile
 from jaxinfer.bench.simulate import bound_of, hit_rate, offered, simulated
-from jaxinfer.bench.step_costs import LinearCosts, Work, error_of, fitted, work_of
+from jaxinfer.bench.step_costs import LinearCosts, Work, fitted, work_of
 from jaxinfer.bench.traces import Arrival, read_trace
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.intlog import IntLog
@@ -164,7 +164,7 @@ def compared(
     others = calibration(*given["calibration"], given["seed"], given["vocab_size"])
     answered(EngineLoop(timed, limits), others)
     costs = fitted(timed.samples)
-    error = error_of(costs, timed.samples)
+    ratio = _ratio(costs, timed.samples)
     timed.samples.clear()
     offers, bound = list(offered(trace, given)), bound_of(trace, given["max_input_len"])
     runs = [
@@ -176,7 +176,7 @@ def compared(
         "bound": bound,
         "points_apart": max(run["points_apart"] for run in runs),
         "costs": asdict(costs),
-        "mean_error_of_fit": error,
+        "fitted_over_measured": ratio,
         "page_size": limits.page_size,
         "runs": runs,
     }
@@ -193,7 +193,7 @@ def _compared(
     loop = EngineLoop(timed, limits)
     real = answered(loop, offers)
     cluster = simulated(iter(offers), limits, costs)
-    error = error_of(costs, timed.samples)
+    ratio = _ratio(costs, timed.samples)
     timed.samples.clear()
     points = 100 * abs(hit_rate(real) - hit_rate(cluster.outcomes))
     return {
@@ -210,8 +210,13 @@ def _compared(
         "engine_ms": _times(real),
         "simulator_ms": _times(cluster.outcomes),
         "preemptions_simulator": sum(one.state.num_preemptions for one in cluster.replicas),
-        "mean_error_of_costs": error,
+        "fitted_over_measured": ratio,
     }
+
+
+def _ratio(costs: LinearCosts, samples: Sequence[tuple[Work, float]]) -> float:
+    """The time of all steps by their costs over the measured time."""
+    return sum(costs.seconds(work) for work, _ in samples) / sum(one for _, one in samples)
 
 
 def _times(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ Owns: the measure of a step's work, the fit, and the forms in which costs are gi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,12 +138,6 @@ def _least_squares(rows: np.ndarray[Any, Any], goal: np.ndarray[Any, Any]) -> np
             is_free &= x > 1e-15
             x[~is_free] = 0.0
     return x
-
-
-def error_of(costs: StepCosts, samples: Sequence[tuple[Work, float]]) -> float:
-    """The mean relative error of costs over measured steps."""
-    errors = [abs(costs.seconds(work) - seconds) / seconds for work, seconds in samples]
-    return sum(errors) / max(1, len(errors))
 
 
 def costs_of_text(text: str) -> LinearCosts:

@@ -148,7 +148,7 @@ def most_reused(trace: Sequence[Arrival], max_input_len: int | None = None) -> l
             after, most = seen.get((node, block), (len(seen) + 1, 0))
             if is_known:
                 reused += min(own, most)
-                is_known = own == one.block <= most
+                is_known = own == one.block  # a block after one that is not whole is unknown
             seen[node, block] = after, max(own, most)
             node = after
         found.append(min(reused, length - 1))
