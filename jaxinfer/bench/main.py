@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "compare": ("compare", "main"),
         "plan": ("plan", "main"),
         "simulate": ("simulate", "main"),
+        "plot": ("draw", "main"),
         "verify": ("verify", "main"),
     }
 )

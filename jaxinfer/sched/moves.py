@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from immutables import Map
 
-from jaxinfer.core.tiers import SNAPSHOTS, Load, Restore, TierOrders, TierUnit, key_in
+from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierUnit, key_in
 
 
 class Moves:
@@ -17,7 +17,6 @@ class Moves:
         self.saves: list[TierUnit] = []
         self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
-        self.restores: list[Restore] = []
         self.dropped: list[int] = []
 
     def save(self, units: Iterable[TierUnit]) -> None:
@@ -44,10 +43,8 @@ class Moves:
 
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
-        self.dropped += [restore.ticket for restore in self.restores]
         self.saves.clear()
         self.offloads.clear()
-        self.restores.clear()
         self.loads.clear()
         if not keeps_keys:
             self.keys = Map()
@@ -55,7 +52,6 @@ class Moves:
     def orders(self, most_saves: int) -> TierOrders:
         """The orders: all offloads, and up to ``most_saves`` of the other saves."""
         return TierOrders(
-            tuple(self.restores),
             (*self.offloads.values(), *self.saves[:most_saves]),
             tuple(self.loads),
             tuple(self.dropped),
