@@ -12,7 +12,15 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.numerics import Values, heads_of_new_token
-from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
+from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.shapes import (
+    Heads,
+    PagedCase,
+    as_floats,
+    paged_arrays,
+    poison,
+    sinks_of,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class DecodeCase(PagedCase):
     appends: bool = True
 
 
-_FP8 = "float8_e4m3fn"
+_FP8 = str(BITS)
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
 
@@ -294,8 +302,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     seq_lens[:real] = case.seq_lens
     for row in np.flatnonzero(seq_lens) if case.appends else ():
         page, offset = divmod(seq_lens[row] - 1, case.page_size)
-        for pool in (arrays.k_pages, arrays.v_pages):
-            pool[arrays.page_table[row, page], offset] = np.nan
+        poison(arrays.pools, (arrays.page_table[row, page], offset))
     new = heads_of_new_token(case.values) * heads.num_kv_heads if case.appends else 0
     qkv = rng.standard_normal((rows, heads.num_heads + new, h), np.float32)
     qkv[seq_lens == 0] = np.nan
@@ -313,6 +320,8 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "seq_lens": seq_lens,
         "arrivals": arrivals,
         "sinks": sinks_of(case, rng),
+        "k_scales": arrays.k_scales,
+        "v_scales": arrays.v_scales,
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
@@ -321,7 +330,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
 def observable(outputs: Any) -> Any:
     """All but page 0. Unwritten slots, NaN, become 0, so that a stray write is a difference."""
     out, *pools = outputs
-    return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in pools))
+    return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in map(as_floats, pools)))
 
 
 def cost(case: DecodeCase) -> Cost:
@@ -334,8 +343,9 @@ def cost(case: DecodeCase) -> Cost:
     keys = sum(case.touched_keys(row) for row in range(rows))
     # The new token is counted among the keys: its slots are written, the others read.
     pages = 2 * keys * heads.num_kv_heads * kv_item
+    scales = 2 * keys * heads.num_kv_heads * 4 if case.kv_dtype == _FP8 else 0
     tokens = rows * (2 * (heads.num_heads + heads.num_kv_heads) * item + 4)
     return Cost(
-        bytes=(pages + tokens) * heads.head_dim,
+        bytes=(pages + tokens) * heads.head_dim + scales,
         flops=4 * keys * heads.num_heads * heads.head_dim,
     )

@@ -9,12 +9,13 @@ import numpy as np
 
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
+from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
-_FP8 = "float8_e4m3fn"
+_FP8 = str(BITS)
 
 
 def _prompts_with_sinks() -> tuple[PagedCase, ...]:
@@ -216,6 +217,8 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "seq_lens": np.asarray(case.seq_lens, np.int32),
         "query_start_loc": starts,
         "sinks": sinks_of(case, rng),
+        "k_scales": arrays.k_scales,
+        "v_scales": arrays.v_scales,
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))
@@ -227,8 +230,9 @@ def cost(case: PagedCase) -> Cost:
     item = jnp.dtype(case.dtype).itemsize
     kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     keys = sum(case.touched_keys(row) for row in rows)
+    scales = keys * heads.num_kv_heads * 4 if case.kv_dtype == _FP8 else 0
     components = keys * heads.num_kv_heads * kv_item + sum(case.query_lens) * heads.num_heads * item
     return Cost(
-        bytes=2 * components * heads.head_dim,
+        bytes=2 * (components * heads.head_dim + scales),
         flops=4 * sum(map(case.visible_keys, rows)) * heads.num_heads * heads.head_dim,
     )

@@ -30,7 +30,6 @@ TASK_ALIASES = MappingProxyType({"embedding": "embed", "pooling": "embed"})
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size for several devices"),
     ("data_parallel_size", (1,), "use tensor_parallel_size, or jaxinfer serve, which has it"),
-    ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
     ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),
     ("convert", (None, "auto", "none", "embed"), "embeddings and scores are made by --task"),
