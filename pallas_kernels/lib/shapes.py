@@ -220,7 +220,7 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
             pool[table[row, slots // size], slots % size] = tokens
             values = np.roll(values, -length * width)
         for pool in scales:
-            drawn = rng.uniform(0.2, 2.0, (length, shape[2])).astype(np.float32)
+            drawn = rng.uniform(0.1, 1.0, (length, shape[2])).astype(np.float32)
             pool[table[row, slots // size], slots % size] = drawn
     if not is_scaled:
         return PagedArrays(k_pages, v_pages, table)
