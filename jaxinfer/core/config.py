@@ -24,7 +24,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 CHOICES = MappingProxyType(
     {
         "dtype": ("auto", "float32", "bfloat16", "float16"),
-        "kv_cache_dtype": ("auto", "bfloat16", "fp8", "fp8_e4m3"),
+        "kv_cache_dtype": ("auto", "bfloat16", "fp8"),
         "load_format": ("auto", "safetensors", "gguf", "dummy"),
         "dummy_routing": ("auto", "uniform", "same"),
         "generation_config": ("auto", "vllm"),
@@ -81,8 +81,8 @@ class EngineConfig:
     behind it for ``kv_offloading_disk_size`` GiB, which later engines of the same model read.
     ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
     takes the arrays of units and returns a ``core.connector.Connector``.
-    ``kv_cache_dtype``: "fp8" or "fp8_e4m3" keeps keys and values in 8 bits, with a scale for each
-    token and head; "bfloat16" in 16 bits. "auto" keeps them in ``dtype``.
+    ``kv_cache_dtype``: "fp8" keeps keys and values in 8 bits (e4m3), with a scale for each token
+    and head, "bfloat16" in 16 bits; "auto" keeps them in ``dtype``.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.

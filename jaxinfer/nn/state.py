@@ -34,6 +34,8 @@ from pallas_kernels.lib.page_scales import BITS
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
 type LayerArrays = dict[str, jax.Array]  # the arrays of one layer, by name
 
+SCALE = "_scale"  # the end of the name of an entry of scales, behind that of their values
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -145,7 +147,7 @@ def keys_and_values(
     entries = (Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes))
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
-        entries += (Entry("k_scale", *scales), Entry("v_scale", *scales))
+        entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
     return LayerState((PagedKind(entries, window),))
 
 

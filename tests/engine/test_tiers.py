@@ -36,7 +36,7 @@ from kit.engines import compiled_for, engine_of, run, tiny_limits
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
 # all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
-NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5")
+NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5", "qwen3_5/fp8")
 LENGTH, TURN, ANSWER = 150, 20, 6
 DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=5, ignore_eos=True)
 RESTORES = CostModel(token_seconds=1.0)  # of this model it always takes less time

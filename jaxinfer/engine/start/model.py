@@ -21,7 +21,7 @@ from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.native.library import variants
 from pallas_kernels.quantised_gemm.native import misfit_of
 
-PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS, "fp8_e4m3": BITS})
+PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS})
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.choose import Forms
