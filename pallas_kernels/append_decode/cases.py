@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class DecodeCase(PagedCase):
 
 _FP8 = str(BITS)
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
-_SMOL_TP3 = shapes.SMOLLM2_135M_TP3
+_SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
 
 
 def _odd_groups() -> tuple[DecodeCase, ...]:
@@ -90,7 +90,8 @@ def _decode_steps() -> tuple[DecodeCase, ...]:
     shapes_of_steps = (
         *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
         (64, 1056, 64, ""),
-        (64, 1056, 16, _FP8),
+        *((rows, 1056, 16, _FP8) for rows in (1, 8, 64, 256)),
+        *((rows, 16416, 16, _FP8) for rows in (1, 8)),
         (1, 16416, 16, ""),
         (8, 16416, 16, ""),
     )
@@ -177,6 +178,26 @@ def _steps_of_wide_heads() -> tuple[DecodeCase, ...]:
         )
         for name, heads, window, values in layers
         for rows, context in ((1, 1056), (8, 1056), (64, 1056), (1, 16416))
+    )
+
+
+def _fp8() -> tuple[DecodeCase, ...]:
+    """Pages of 8 bits with each other field of a case; wide heads only as a GPU serves them."""
+    full, few = shapes.GEMMA4_E2B_FULL, Heads(2, 1, 256)
+    common: dict[str, Any] = {"kv_dtype": _FP8, "padding": 1}
+    wide: dict[str, Any] = {"norms": True, "dtype": "bfloat16", **common}
+    narrow = (
+        DecodeCase("smollm2_tp3_fp8", _SMOL_TP3, (1, 16, 17, 0, 200), **common),
+        DecodeCase("gpt2_fp8_no_rope", Heads(2, 2, 64), (3, 64), rotary=False, **common),
+        DecodeCase("gpt_oss_tp8_fp8", _GPT_OSS, (300, 3), window=128, sinks=True, **common),
+        DecodeCase("smollm2_tp3_fp8_cap", _SMOL_TP3, (40,), cap=0.5, **common),
+    )
+    return (
+        *narrow,
+        *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in narrow),
+        DecodeCase("gemma4_fp8_keys", full, (70, 3), values="keys", **wide),
+        DecodeCase("gemma4_fp8_window", few, (70,), window=32, values="normalised", **wide),
+        DecodeCase("gemma4_fp8_shared", few, (33, 0, 1), appends=False, **wide),
     )
 
 
@@ -287,6 +308,7 @@ CASES = (
         tags=("full",),
     ),
     *_steps_of_wide_heads(),
+    *_fp8(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
 )

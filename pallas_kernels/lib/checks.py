@@ -12,6 +12,7 @@ from pallas_kernels.lib.page_scales import BITS
 
 NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
+WIDEST_FLOAT32 = 128
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert 8-bit floats of ``lib.page_scales``
 
 
@@ -85,6 +86,13 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
     if page_dtype != value_dtype:
         return f"the pages are {page_dtype}, neither {value_dtype} nor 8-bit floats"
     return without_triton()
+
+
+def unfit_scales(queries: jax.Array, pages: jax.Array) -> str | None:
+    """Why no Triton kernel attends to 8-bit pages of these heads, or None."""
+    if pages.dtype == BITS and str(queries.dtype) == "float32" and pages.shape[3] > WIDEST_FLOAT32:
+        return f"8-bit pages of heads of {pages.shape[3]} as float32 exceed the registers"
+    return None
 
 
 def without_fp8() -> str | None:

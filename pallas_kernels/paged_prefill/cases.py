@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -70,6 +71,27 @@ def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ..
             tags=("bench", "gpu"),
         )
         for name, rows, queries, context, size in steps
+    )
+
+
+def _fp8() -> tuple[PagedCase, ...]:
+    """Pages of 8 bits with each other field of a case, in float32 and as a GPU serves them."""
+    gpt_oss, wide = shapes.GPT_OSS_20B_TP8, shapes.GEMMA4_E2B_FULL
+    fp8: dict[str, Any] = {"kv_dtype": _FP8, "padding": 2}
+    cases = (
+        PagedCase("smollm2_tp3_fp8", _SMOL_TP3, (70, 0, 150), (66, 0, 3), **fp8),
+        PagedCase("gpt_oss_tp8_fp8", gpt_oss, (300,), (40,), window=128, sinks=True, **fp8),
+        PagedCase("smollm2_tp3_fp8_cap", _SMOL_TP3, (70,), (9,), cap=0.5, **fp8),
+    )
+    steps = _prompt_steps(
+        *(("t8192_ctx8192", 1, 8192, 8192, 16), ("t8192_32x256", 32, 256, 256, 16)),
+        ("t512_ctx512", 1, 512, 512, 16),
+    )
+    return (
+        *cases,
+        *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase("gemma4_fp8", wide, (90,), (9,), dtype="bfloat16", tags=("full",), **fp8),
+        *(replace(x, name=f"{x.name}_fp8", kv_dtype=_FP8) for x in steps),
     )
 
 
@@ -192,6 +214,7 @@ CASES = (
     ),
     *_prompts_with_sinks(),
     *_prompts_of_gemma4(),
+    *_fp8(),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),

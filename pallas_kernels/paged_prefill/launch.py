@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.harness import tuned
-from pallas_kernels.lib.checks import not_hopper, unfit_for_triton
+from pallas_kernels.lib.checks import not_hopper, unfit_for_triton, unfit_scales
 from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill.cases import CASES
@@ -122,7 +122,7 @@ def triton_supports(args: PrefillArgs) -> str | None:
         return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
     if args.scale <= 0.0:
         return f"scale {args.scale} is not positive"
-    return unfit_for_triton(args.q, args.k_pages)
+    return unfit_scales(args.q, args.k_pages) or unfit_for_triton(args.q, args.k_pages)
 
 
 def heuristic_config(q: jax.Array) -> TritonConfig:  # [T, N, H]

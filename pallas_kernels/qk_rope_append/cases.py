@@ -52,6 +52,8 @@ CASES = (
     RopeCase("qwen3_0_6b", shapes.QWEN3_0_6B, 4, norms=True, padding=1),
     RopeCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 20, 3, True, 64, 8, "bfloat16"),
     RopeCase("qwen3_4b_fp8_pages", shapes.QWEN3_4B, 4, 0, True, 16, 8, "bfloat16", _FP8),
+    RopeCase("gemma4_keys_fp8", Heads(4, 2, 256), 3, 1, True, kv_dtype=_FP8, values="keys"),
+    RopeCase("phi3_head96_fp8", shapes.PHI3_MINI, 2, padding=1, kv_dtype=_FP8),
     RopeCase("phi3_head96_bf16", shapes.PHI3_MINI, 4, padding=1, dtype="bfloat16"),
     RopeCase("gemma3_head256", shapes.GEMMA3_4B, 5, norms=True, padding=3),
     RopeCase("gemma4_keys", shapes.GEMMA4_E2B_FULL, 3, norms=True, padding=1, values="keys"),
@@ -60,7 +62,7 @@ CASES = (
     RopeCase("qwen3_0_6b_chunk512", shapes.QWEN3_0_6B, 512, 0, True, 16, 4096, tags=("bench",)),
     *(_decode_step(rows) for rows in (1, 8, 32, 64, 128, 256)),
     _decode_step(64, page_size=64),
-    _decode_step(64, kv_dtype=_FP8),
+    *(_decode_step(rows, kv_dtype=_FP8) for rows in (1, 64, 256)),
     RopeCase(
         "qwen3_4b_chunk4096",
         shapes.QWEN3_4B,
