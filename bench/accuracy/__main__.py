@@ -63,11 +63,8 @@ XLA = ",".join(f"{op}={impl}" for op, impl in ALL_XLA.pairs)
 QUANTIZED = ("int4", "int8", "fp8")
 FP8_PAGES = "fp8-pages"
 VARIANTS = ("no-overlap", "bundle", "xla", "float32", *QUANTIZED, FP8_PAGES)
-WITH_LOGPROBS = (
-    "float32",
-    *QUANTIZED,
-    FP8_PAGES,
-)  # these change the values, others only the kernels
+# these change the values, others only the kernels
+WITH_LOGPROBS = ("float32", *QUANTIZED, FP8_PAGES)
 LLAMA_CPP = Path(__file__).parents[1] / "peers" / "llama_cpp_logprobs.py"
 
 

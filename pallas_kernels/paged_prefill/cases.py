@@ -90,7 +90,7 @@ def _fp8() -> tuple[PagedCase, ...]:
     return (
         *cases,
         *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
-        PagedCase("gemma4_fp8", wide, (90,), (9,), dtype="bfloat16", tags=("full",), **fp8),
+        PagedCase("gemma4_fp8", wide, (90,), (9,), dtype="bfloat16", **fp8),
         *(replace(x, name=f"{x.name}_fp8", kv_dtype=_FP8) for x in steps),
     )
 
