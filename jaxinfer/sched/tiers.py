@@ -23,7 +23,6 @@ from jaxinfer.core.tiers import (
     SNAPSHOTS,
     Load,
     Loaded,
-    Restore,
     TierPolicy,
     TierUnit,
     group_of,
@@ -86,7 +85,8 @@ class Continued(NamedTuple):
 def continued_in_tiers(
     draft: Draft, seq: Sequence, page_hashes: Items[bytes], hit: PrefixHit
 ) -> Continued | None:
-    """The longer prefix that tiers have, if it takes less time to restore than to compute.
+    """The longer prefix that tiers have, if it takes less time to restore than to compute, or
+    belongs to a sequence that was offloaded.
 
     ``hit``: the prefix that the device has.
     """
@@ -103,7 +103,9 @@ def continued_in_tiers(
     num_bytes = 0 if state_key is None else policy.state_bytes
     for group, ids in enumerate(far.ids):
         num_bytes += ids.count(IN_TIER) * policy.unit_bytes[group]
-    start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
+    start: int | None = hit.num_pages
+    if not (policy.offloads and seq.was_offloaded):
+        start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
     if start is None:
         return None
     return Continued(_from(far, hit, start, limits), hit.num_pages, start, state_key)
@@ -146,14 +148,14 @@ def restoring_of(
             for i, (key, page_id, page) in triples
             if page_id == IN_TIER and i >= start
         ]
-    draft.moves.loads.append(Load(ticket, tuple([unit.key for unit in units])))
+    draft.moves.loads.append(Load(ticket, tuple(units)))
     size = limits.page_size
     start = found.start * size
     return Restoring(ticket, found.known * size, start, end * size, tuple(units), row)
 
 
 def commit_load(draft: Draft, event: Loaded) -> None:
-    """Restore the units of a finished load; after a failure its sequence is computed."""
+    """Continue the sequence of a finished load; after a failure it is computed."""
     with_ticket = (
         seq
         for seq in draft.running.values()
@@ -166,7 +168,6 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         draft.moves.change((), event.failed)
         draft.requeue(replace(seq, may_restore=False))
         return
-    draft.moves.restores.append(Restore(event.ticket, own.units))
     reads = seq.reads
     for unit in own.units:
         if (group := group_of(unit.key)) != SNAPSHOTS:

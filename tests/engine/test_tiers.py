@@ -26,20 +26,25 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.tiers import device_mover as device_module
 from jaxinfer.exec.tiers.chain import Chain
+from jaxinfer.exec.tiers.device_mover import DeviceMover
 from jaxinfer.exec.tiers.disk import UNITS, DiskTier
 from jaxinfer.exec.tiers.disk_folder import opened
 from jaxinfer.exec.tiers.host import HostTier
-from jaxinfer.exec.tiers.mover import ArrayMover
+from jaxinfer.exec.tiers.mover import ArrayMover, PageMover, forms_of
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
-from kit.engines import compiled_for, engine_of, run, tiny_limits
+from kit.copy_streams import LateStream, allocate
+from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
 # all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
 NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5", "qwen3_5/fp8")
 LENGTH, TURN, ANSWER = 150, 20, 6
+LONGEST = LENGTH + TURN + 2 * ANSWER
 DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=5, ignore_eos=True)
 RESTORES = CostModel(token_seconds=1.0)  # of this model it always takes less time
+COMPUTES = CostModel(token_seconds=1e-9, bytes_per_second=1.0)
 PLENTY = 1 << 26
 
 type Make = Callable[[Forms], Connector]
@@ -78,18 +83,40 @@ class Served(NamedTuple):
         return output.outputs[0].token_ids, logits, output.num_cached_tokens
 
 
-def served(name: str, make: Make | None = None, cost: CostModel = RESTORES) -> Served:
-    """An engine with few pages and the connector that ``make`` returns, or one with many pages."""
+def array_mover(program: Program, executor: Executor) -> PageMover:
+    return ArrayMover(program, executor.arrays)
+
+
+def device_mover(program: Program, executor: Executor) -> DeviceMover:
+    """A GPU's mover, with streams whose copies end late."""
+    return DeviceMover(program, executor.arrays, (LateStream(), LateStream()), allocate)
+
+
+def served(
+    name: str,
+    make: Make | None = None,
+    cost: CostModel = RESTORES,
+    mover_of: Callable[[Program, Executor], PageMover] = array_mover,
+    *,
+    offloads: bool = False,
+    chunk: int = 128,
+    num_snapshots: int = 2,
+) -> Served:
+    """An engine with few pages and the connector that ``make`` returns, or one with many pages.
+
+    With smaller chunks of prompts a sequence needs fewer pages of windows at once.
+    """
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
     if make is None:
         return Served(engine_of(executor, program.limits), executor)
-    mover = ArrayMover(program, executor.arrays)
-    tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost))
+    mover = mover_of(program, executor)
+    tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost, offloads=offloads))
+    limits = replace(program.limits, max_num_batched_tokens=chunk)
     limits = replace(  # executables are for more pages than the scheduler uses
-        program.limits,
-        num_pages=tuple(1 + n for n in program.limits.pages_needed(LENGTH + TURN + 2 * ANSWER)),
-        num_snapshots=min(2, program.limits.num_snapshots),
+        limits,
+        num_pages=tuple(1 + n for n in limits.pages_needed(LONGEST)),
+        num_snapshots=min(num_snapshots, limits.num_snapshots),
     )
     return Served(engine_of(executor, limits, tiers=tiers), executor)
 
@@ -133,6 +160,33 @@ def test_a_second_turn_from_the_host_equals_one_on_the_device(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_through_a_gpus_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few units, so that a load takes more than the ring has."""
+    page = max(forms_of(executables(name)[0])[0].num_bytes, 1)
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 2 * page)
+    one = served(name, host, mover_of=device_mover)
+    assert min(check_equal(one, served(name))) >= 128
+    stats = one.engine.stats().tiers
+    assert stats.num_restored > 0 == stats.num_failed
+    one.engine.sleep()
+    one.engine.wake_up()
+    assert one.answer(prompt_of(1))[2] >= 128
+    one.engine.close()
+
+
+def test_a_gpus_loads_next_to_others_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 4096)
+    one, expected = served("llama", host, mover_of=device_mover), served("llama")
+    prompts = [prompt_of(seed, length) for seed, length in ((1, 150), (2, 90), (3, 120), (4, 40))]
+    for prompt in prompts:
+        one.answer(prompt)
+    for _ in range(3):
+        found = [output.outputs[0].token_ids for output in run(one.engine, prompts, DRAWN)]
+        assert found == [expected.answer(prompt)[0] for prompt in prompts]
+    assert one.engine.stats().tiers.num_restored > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_second_turn_from_the_disk_equals_one_on_the_device(name: str, tmp_path: Path) -> None:
     """The first turns are of an engine that has ended."""
     one, expected = served(name, disk_in(tmp_path)), served(name)
@@ -167,7 +221,7 @@ def test_a_damaged_page_is_computed_again_and_counted(tmp_path: Path) -> None:
 
 
 def test_copies_that_take_longer_than_computing_are_not_made() -> None:
-    one = served("llama", host, CostModel(token_seconds=1e-9, bytes_per_second=1.0))
+    one = served("llama", host, COMPUTES)
     assert [found[2] for found in conversations(one, (1, 2, 3))][3:] == [0, 0, 0]
     stats = one.engine.stats().tiers
     assert stats.num_saved > 0 == stats.num_restored
@@ -183,6 +237,32 @@ def test_many_requests_at_once_restore_while_others_decode() -> None:
         found = [output.outputs[0].token_ids for output in run(one.engine, prompts, DRAWN)]
         assert found == [expected.answer(prompt)[0] for prompt in prompts]
     assert one.engine.stats().tiers.num_restored > 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_times_as_many_tokens_as_the_pool_holds(name: str, preemption: str) -> None:
+    """All requests arrive at once; their tokens are those of an engine in which each is alone.
+
+    Computing takes less time than restoring, so nothing is restored but what is offloaded.
+    """
+    offloads = preemption == "offload"
+    chunk = max(16, executables(name)[0].limits.align)
+    one = served(name, host, COMPUTES, offloads=offloads, chunk=chunk, num_snapshots=12)
+    prompts = [prompt_of(seed, 10 + 7 * (seed % 5)) for seed in range(12)]
+    drawn = [
+        replace(DRAWN, seed=seed, max_tokens=LONGEST - len(prompt))
+        for seed, prompt in enumerate(prompts)
+    ]
+    limits = one.engine.limits
+    needed = sum(limits.pages_needed(LONGEST)) * len(prompts)
+    assert needed >= 10 * sum(limits.num_pages)
+    found = run(one.engine, prompts, drawn)
+    assert tokens(found) == tokens(run(served(name).engine, prompts, drawn, together=False))
+    stats = one.engine.stats()
+    assert stats.num_preemptions > 3
+    assert (stats.tiers.num_restored > 0) == offloads
+    assert stats.tiers.num_failed == 0
 
 
 def test_reset_prefix_cache_empties_all_tiers(tmp_path: Path) -> None:
@@ -217,8 +297,11 @@ def test_tiers_outlive_sleep_but_not_weights(keeps: bool, tmp_path: Path) -> Non
     later.engine.close()
 
 
-def test_costs_are_measured() -> None:
+def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 4096)
     one = served("llama")
     cost = fitted_costs(one.executor, ArrayMover(executables("llama")[0], one.executor.arrays))
     assert cost.token_seconds > 0 <= cost.step_seconds and not cost.overlaps
     assert 1e3 < cost.bytes_per_second < 1e13
+    cost = fitted_costs(one.executor, device_mover(executables("llama")[0], one.executor))
+    assert cost.overlaps and 1e3 < cost.bytes_per_second < 1e13
