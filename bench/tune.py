@@ -70,7 +70,16 @@ def _prefill_starts(case: Any, args: Sequence[Any]) -> Sequence[paged_prefill_la
     """Small and large tiles, since the best number of warps depends on them."""
     tiles = ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3))
     choices = (paged_prefill_launch.TritonConfig(*tile) for tile in tiles)
-    return tuple(dict.fromkeys((paged_prefill_launch.heuristic_config(args[0].q), *choices)))
+    return tuple(
+        dict.fromkeys(
+            (
+                paged_prefill_launch.heuristic_config(
+                    args[0].q, is_scaled=args[0].k_scales is not None
+                ),
+                *choices,
+            )
+        )
+    )
 
 
 def _gemm_starts(case: Any, args: Sequence[Any]) -> Sequence[skinny_gemm_launch.GemmConfig]:

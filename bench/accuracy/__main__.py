@@ -61,8 +61,10 @@ from pallas_kernels.harness.pins import ALL_XLA
 
 XLA = ",".join(f"{op}={impl}" for op, impl in ALL_XLA.pairs)
 QUANTIZED = ("int4", "int8", "fp8")
-VARIANTS = ("no-overlap", "bundle", "xla", "float32", *QUANTIZED)
-WITH_LOGPROBS = ("float32", *QUANTIZED)  # these change the values, others only the kernels
+FP8_PAGES = "fp8-pages"
+VARIANTS = ("no-overlap", "bundle", "xla", "float32", *QUANTIZED, FP8_PAGES)
+# these change the values, others only the kernels
+WITH_LOGPROBS = ("float32", *QUANTIZED, FP8_PAGES)
 LLAMA_CPP = Path(__file__).parents[1] / "peers" / "llama_cpp_logprobs.py"
 
 
@@ -154,6 +156,8 @@ def variant_settings(name: str, settings: Mapping[str, Any], folder: Path) -> di
             return {**settings, "cpu_weights": "float32"}
         case "int4" | "int8" | "fp8":
             return {**settings, "quantization": name, "cpu_weights": "auto"}
+        case "fp8-pages":
+            return {**settings, "kv_cache_dtype": "fp8"}
         case _:
             return {**settings, "overlap": False}
 

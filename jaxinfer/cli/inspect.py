@@ -119,6 +119,7 @@ def describe_model(plan: EnginePlan) -> Report:
         "checkpoint_bytes": _checkpoint_bytes(plan),
         "sampling": {name: value for one in places.values() for name, value in one.items()},
         "sampling_from": places,
+        "kv_cache_dtype": plan.config.kv_cache_dtype,
         "kv_bytes_per_token": model.state.bytes_per_token,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
@@ -190,7 +191,11 @@ def model_lines(report: Report) -> Lines:
             "sampling",
             sampling_text(report["sampling_from"]) or "the model has no defaults of its own",
         ),
-        ("KV cache", f"{format_bytes(report['kv_bytes_per_token'])} per token{each}"),
+        (
+            "KV cache",
+            f"{format_bytes(report['kv_bytes_per_token'])} per token{each}"
+            + ("" if report["kv_cache_dtype"] == "auto" else f", {report['kv_cache_dtype']}"),
+        ),
         (
             "pages",
             f"{report['num_pages']} of {report['page_size']} tokens: {tokens} tokens in "

@@ -163,7 +163,6 @@ GROUPS = (
         "Accepted because scripts for vLLM give them",
         (
             Setting("pipeline_parallel_size", integer, "Only 1.", ("-pp",)),
-            Setting("kv_cache_dtype", text, "Only auto: as the model."),
             Setting("convert", text, "auto, none or embed; no effect beside --task."),
             Setting("enable_chunked_prefill", boolean, "Always on."),
             Setting("scheduling_policy", text, "fcfs or priority; no effect."),

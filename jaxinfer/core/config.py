@@ -24,6 +24,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 CHOICES = MappingProxyType(
     {
         "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "kv_cache_dtype": ("auto", "bfloat16", "fp8"),
         "load_format": ("auto", "safetensors", "gguf", "dummy"),
         "dummy_routing": ("auto", "uniform", "same"),
         "generation_config": ("auto", "vllm"),
@@ -81,6 +82,8 @@ class EngineConfig:
     behind it for ``kv_offloading_disk_size`` GiB, which later engines of the same model read.
     ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
     takes the arrays of units and returns a ``core.connector.Connector``.
+    ``kv_cache_dtype``: "fp8" keeps keys and values in 8 bits (e4m3), with a scale for each token
+    and head, "bfloat16" in 16 bits; "auto" keeps them in ``dtype``.
     ``preemption``: when no page is left, the last request in order gives up its pages. "recompute"
     computes them again, unless a tier happens to have them and is faster; "offload" saves its full
     pages and its last saved state in the tier before, and always restores them.
@@ -153,6 +156,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     kernels: str | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_offloading_size: float | None = None
     kv_offloading_disk: str | None = None
@@ -211,7 +215,7 @@ SIZES = tuple(
 COMPILED = (
     *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),
     *("gpu_memory_utilization", "kernels", "tap_points", "task", "pooling"),
-    "enable_expert_parallel",
+    *("enable_expert_parallel", "kv_cache_dtype"),
 )
 TRUST_CACHE = "JAXINFER_TRUST_CACHE"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
+from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
 from jaxinfer.nn.rope import RopeConfig
@@ -47,6 +48,11 @@ class MixerSpec(BlockSpec, Protocol):
         """The layer state."""
         ...
 
+    def with_pages(self, dtype: jnp.dtype) -> Self | None:
+        """The mixer with pages of ``dtype``. The default is None: they have no other form."""
+        del dtype
+        return None
+
 
 class FeedForwardSpec(BlockSpec, Protocol):
     """The feed-forward network of a layer; its module is called like ``FeedForward``."""
@@ -77,7 +83,8 @@ class AttentionConfig(BlockSpec):
     ``sinks`` each head has a logit beside its scores that takes part in the softmax. With ``gate``
     the output of each head is multiplied by the sigmoid of a projection of the token. ``values``
     says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
-    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c.
+    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c. ``page_dtype``
+    is that of pages (None: the decoder's).
     """
 
     num_heads: int
@@ -95,6 +102,7 @@ class AttentionConfig(BlockSpec):
     clip: float | None = None
     cap: float | None = None
     growth: QueryGrowth | None = None
+    page_dtype: jnp.dtype | None = None
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -107,7 +115,12 @@ class AttentionConfig(BlockSpec):
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
-        return keys_and_values(self.num_kv_heads, self.head_dim, dtype, self.window)
+        pages = self.page_dtype or dtype
+        return keys_and_values(self.num_kv_heads, self.head_dim, pages, self.window)
+
+    def with_pages(self, dtype: jnp.dtype) -> AttentionConfig:
+        """See ``MixerSpec``."""
+        return replace(self, page_dtype=dtype)
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
@@ -272,6 +285,18 @@ class LayerSpec:
         return replace(self, mixer=self.mixer.share(devices), ffn=self.ffn.share(devices))
 
 
+def _with_pages(layer: LayerSpec, own: jnp.dtype, dtype: jnp.dtype) -> LayerSpec:
+    """The layer with pages of ``dtype`` in place of its ``own``; without any it stays as it is."""
+    if not layer.mixer.state(own).paged:
+        return layer
+    if (mixer := layer.mixer.with_pages(dtype)) is None:
+        raise ConfigError(
+            f"the pages of {layer.mixer.words() or type(layer.mixer).__name__} have no form in "
+            f"{dtype.name}; leave out kv_cache_dtype"
+        )
+    return replace(layer, mixer=mixer)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A decoder.
@@ -307,6 +332,16 @@ class DecoderSpec:
         """The decoder for an engine with context length ``length``, on which some ropes depend."""
         layers = (replace(layer, mixer=layer.mixer.for_context(length)) for layer in self.layers)
         return replace(self, layers=tuple(layers))
+
+    def with_pages(self, dtype: jnp.dtype) -> DecoderSpec:
+        """The decoder with pages of ``dtype``.
+
+        Raises ``ConfigError`` if a layer has other pages, or if no layer has any.
+        """
+        layers = tuple(_with_pages(layer, self.dtype, dtype) for layer in self.layers)
+        if layers == self.layers:
+            raise ConfigError("the model has no pages of keys and values; leave out kv_cache_dtype")
+        return replace(self, layers=layers)
 
     def share(self, devices: int) -> DecoderSpec:
         """One device's part of the decoder: see ``MixerSpec``.

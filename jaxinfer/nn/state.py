@@ -29,9 +29,12 @@ from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.step import PageGroup
 from jaxinfer.nn.context import Rows
 from jaxinfer.nn.placement import Axes, Fused, Placement, is_divided, positions
+from pallas_kernels.lib.page_scales import BITS
 
 type State = tuple[jax.Array, ...]  # in the order of ``StateLayout.arrays``; donated to each step
 type LayerArrays = dict[str, jax.Array]  # the arrays of one layer, by name
+
+SCALE = "_scale"  # the end of the name of an entry of scales, behind that of their values
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,15 @@ def stored_states(
 def keys_and_values(
     num_kv_heads: int, head_dim: int, dtype: jnp.dtype, window: int | None = None
 ) -> LayerState:
-    """The state of an attention layer: K and V of each token."""
+    """The state of an attention layer: K and V of each token, of 8 bits with a scale of each head
+    (``pallas_kernels.lib.page_scales``).
+    """
     heads = (num_kv_heads,)
     shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
     entries = (Entry("k", shape, dtype, axes), Entry("v", shape, dtype, axes))
+    if dtype == BITS:
+        scales = (heads, jnp.dtype(jnp.float32), axes[:1])
+        entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
     return LayerState((PagedKind(entries, window),))
 
 

@@ -11,6 +11,7 @@ from pallas_kernels.append_decode import cases, launch, mosaic_launch, ref, xla
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.checks import check_paged
+from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
@@ -51,15 +52,15 @@ OP = KernelOp(
     # Of attention and of appended keys, which are rounded after the norm and after the rotation.
     tolerance={"float32": 4e-6, "bfloat16": 2e-2, "float16": 3e-3, "float8_e4m3fn": 0.1},
     observable=cases.observable,
-    donate=(4, 5),
-    feeds=((4, 1), (5, 2)),
+    donate=(4, 5, 10, 11),
+    feeds=((4, 1), (5, 2), (10, 3), (11, 4)),
     refs=(8,),
 )
 
 
 def append_decode(
     args: DecodeArgs, impl: str | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """Attention of each row's newest token, and the pools with that token in them.
 
     The same as ``qk_rope_append`` (``kv_append`` where ``cos`` and ``sin`` are None) at the last
@@ -79,6 +80,7 @@ def append_decode(
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {args.k_pages.shape}")
     context = args.page_table, args.seq_lens, args.window, args.sinks
     check_paged("append_decode", args.queries, args.k_pages, args.v_pages, *context)
+    check_scales("append_decode", args)
     cos, sin, qk_norms, arrivals = args.cos, args.sin, args.qk_norms, args.arrivals
     if not args.appends and args.values != "projected":
         raise ValueError(f"append_decode: without appends there are no values to be {args.values}")

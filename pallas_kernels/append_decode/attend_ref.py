@@ -7,14 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.page_scales import Pools, values_of
 from pallas_kernels.lib.softmax import capped
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "cap"))
 def attend(
     q: jax.Array,  # [B, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
+    pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     sinks: jax.Array | None = None,  # [N]
@@ -29,11 +29,12 @@ def attend(
     lies in page ``page_table[b, p // S]`` at offset p % S; entries past the row's pages may be
     junk, and slots past its length may hold anything, NaN included. A row of length 0 is padding
     and yields zeros. N is a multiple of K; query head n reads kv head n // (N // K). Sums are in
-    float32; the result has q's dtype, and the pages that or a narrower one. ``sinks`` are logits of
+    float32; the result has q's dtype, and the pages that or a narrower one, with scales if it has 8
+    bits (``lib.page_scales``). ``sinks`` are logits of
     each head beside its scores: they take part in the softmax and have no value (Xiao et al., 2023,
     arXiv:2309.17453; gpt-oss learns them). ``cap`` is that of ``softmax.capped``.
     """
-    _, page_size, num_kv_heads, head_dim = k_pages.shape
+    _, page_size, num_kv_heads, head_dim = pools[0].shape
 
     def attend_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, page_ids, length = row
@@ -42,12 +43,15 @@ def attend(
         if window is not None:
             seen &= position >= length - window
 
-        def read(pages: jax.Array) -> jax.Array:  # float32[keys, K, H]
-            rows = pages.at[page_ids].get(mode="clip").reshape(-1, num_kv_heads, head_dim)
-            return jnp.where(seen[:, None, None], rows.astype(jnp.float32), 0.0)
+        def read(of: int) -> jax.Array:  # float32[keys, K, H]
+            found = [pool.at[page_ids].get(mode="clip") for pool in pools[of::2]]
+            rows = values_of(found[0].reshape(-1, num_kv_heads, head_dim))
+            for scales in found[1:]:
+                rows *= scales.reshape(-1, num_kv_heads, 1)
+            return jnp.where(seen[:, None, None], rows, 0.0)
 
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
-        scores = jnp.einsum("KGH,SKH->KGS", grouped, read(k_pages), precision="highest") * scale
+        scores = jnp.einsum("KGH,SKH->KGS", grouped, read(0), precision="highest") * scale
         scores = capped(scores, cap)
         if sinks is None:
             weights = jax.nn.softmax(scores, axis=-1, where=seen)
@@ -55,7 +59,7 @@ def attend(
             beside = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1)  # [K, G, 1]
             both = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), beside], axis=-1)
             weights = jax.nn.softmax(both, axis=-1)[..., :-1]
-        out = jnp.einsum("KGS,SKH->KGH", weights, read(v_pages), precision="highest")
+        out = jnp.einsum("KGS,SKH->KGH", weights, read(1), precision="highest")
         return jnp.where(length > 0, out.reshape(query.shape), 0.0).astype(q.dtype)
 
     return jax.lax.map(attend_row, (q, page_table, seq_lens))

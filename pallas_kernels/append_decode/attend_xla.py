@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib import softmax
+from pallas_kernels.lib.page_scales import Pools
 from pallas_kernels.lib.softmax import SoftmaxState
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "cap"))  # one trace serves every layer
 def attend(
     q: jax.Array,  # [B, N, H]
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
+    pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     sinks: jax.Array | None = None,  # [N]
@@ -32,7 +32,7 @@ def attend(
 ) -> jax.Array:  # [B, N, H]
     """See ``attend_ref``; a row's bits depend neither on the other rows nor on their number."""
     b, n, h = q.shape
-    page_size, num_kv_heads = k_pages.shape[1:3]
+    (page_size, num_kv_heads), scales = pools[0].shape[1:3], pools[2:] or (None, None)
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
@@ -47,12 +47,13 @@ def attend(
             ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
             position = i * block + jnp.arange(block)
             visible = ((position >= oldest) & (position < length))[:, None, None]
-            k = softmax.read_block(k_pages, ids)
+            k = softmax.read_block(pools[0], ids, scales[0])
             scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
             scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
             m_ij, alpha, p = softmax.block_weights(state, scores, 0)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
-            v = jnp.where(visible, softmax.read_block(v_pages, ids), 0.0)
+            v = softmax.read_block(pools[1], ids, scales[1])
+            v = jnp.where(visible, v, 0.0)
             pv = jnp.sum(p[..., None] * v[:, :, None], axis=0)
             l_i = state.l_i * alpha + jnp.sum(p, axis=0)
             return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +12,15 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.numerics import Values, heads_of_new_token
-from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
+from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.shapes import (
+    Heads,
+    PagedCase,
+    as_floats,
+    paged_arrays,
+    poison,
+    sinks_of,
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class DecodeCase(PagedCase):
     appends: bool = True
 
 
-_FP8 = "float8_e4m3fn"
+_FP8 = str(BITS)
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
-_SMOL_TP3 = shapes.SMOLLM2_135M_TP3
+_SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
 
 
 def _odd_groups() -> tuple[DecodeCase, ...]:
@@ -82,7 +90,8 @@ def _decode_steps() -> tuple[DecodeCase, ...]:
     shapes_of_steps = (
         *((rows, 1056, 16, "") for rows in (1, 8, 16, 32, 64, 128, 256, 512)),
         (64, 1056, 64, ""),
-        (64, 1056, 16, _FP8),
+        *((rows, 1056, 16, _FP8) for rows in (1, 8, 64, 256)),
+        *((rows, 16416, 16, _FP8) for rows in (1, 8)),
         (1, 16416, 16, ""),
         (8, 16416, 16, ""),
     )
@@ -169,6 +178,26 @@ def _steps_of_wide_heads() -> tuple[DecodeCase, ...]:
         )
         for name, heads, window, values in layers
         for rows, context in ((1, 1056), (8, 1056), (64, 1056), (1, 16416))
+    )
+
+
+def _fp8() -> tuple[DecodeCase, ...]:
+    """Pages of 8 bits with each other field of a case; wide heads only as a GPU serves them."""
+    full, few = shapes.GEMMA4_E2B_FULL, Heads(2, 1, 256)
+    common: dict[str, Any] = {"kv_dtype": _FP8, "padding": 1}
+    wide: dict[str, Any] = {"norms": True, "dtype": "bfloat16", **common}
+    narrow = (
+        DecodeCase("smollm2_tp3_fp8", _SMOL_TP3, (1, 16, 17, 0, 200), **common),
+        DecodeCase("gpt2_fp8_no_rope", Heads(2, 2, 64), (3, 64), rotary=False, **common),
+        DecodeCase("gpt_oss_tp8_fp8", _GPT_OSS, (300, 3), window=128, sinks=True, **common),
+        DecodeCase("smollm2_tp3_fp8_cap", _SMOL_TP3, (40,), cap=0.5, **common),
+    )
+    return (
+        *narrow,
+        *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in narrow),
+        DecodeCase("gemma4_fp8_keys", full, (70, 3), values="keys", **wide),
+        DecodeCase("gemma4_fp8_window", few, (70,), window=32, values="normalised", **wide),
+        DecodeCase("gemma4_fp8_shared", few, (33, 0, 1), appends=False, **wide),
     )
 
 
@@ -279,6 +308,7 @@ CASES = (
         tags=("full",),
     ),
     *_steps_of_wide_heads(),
+    *_fp8(),
     *_contexts("smollm2", _SMOL),
     *_contexts("qwen3_0_6b", _QWEN),
 )
@@ -294,8 +324,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
     seq_lens[:real] = case.seq_lens
     for row in np.flatnonzero(seq_lens) if case.appends else ():
         page, offset = divmod(seq_lens[row] - 1, case.page_size)
-        for pool in (arrays.k_pages, arrays.v_pages):
-            pool[arrays.page_table[row, page], offset] = np.nan
+        poison(arrays.pools, (arrays.page_table[row, page], offset))
     new = heads_of_new_token(case.values) * heads.num_kv_heads if case.appends else 0
     qkv = rng.standard_normal((rows, heads.num_heads + new, h), np.float32)
     qkv[seq_lens == 0] = np.nan
@@ -313,6 +342,8 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "seq_lens": seq_lens,
         "arrivals": arrivals,
         "sinks": sinks_of(case, rng),
+        "k_scales": arrays.k_scales,
+        "v_scales": arrays.v_scales,
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))
@@ -321,7 +352,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
 def observable(outputs: Any) -> Any:
     """All but page 0. Unwritten slots, NaN, become 0, so that a stray write is a difference."""
     out, *pools = outputs
-    return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in pools))
+    return (out, *(jnp.where(jnp.isnan(pool[1:]), 0, pool[1:]) for pool in map(as_floats, pools)))
 
 
 def cost(case: DecodeCase) -> Cost:
@@ -334,8 +365,9 @@ def cost(case: DecodeCase) -> Cost:
     keys = sum(case.touched_keys(row) for row in range(rows))
     # The new token is counted among the keys: its slots are written, the others read.
     pages = 2 * keys * heads.num_kv_heads * kv_item
+    scales = 2 * keys * heads.num_kv_heads * 4 if case.kv_dtype == _FP8 else 0
     tokens = rows * (2 * (heads.num_heads + heads.num_kv_heads) * item + 4)
     return Cost(
-        bytes=(pages + tokens) * heads.head_dim,
+        bytes=(pages + tokens) * heads.head_dim + scales,
         flops=4 * keys * heads.num_heads * heads.head_dim,
     )

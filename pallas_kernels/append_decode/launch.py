@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness import tuned
-from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.checks import unfit_for_triton, unfit_scales
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.shapes import PagedCase
 
@@ -73,7 +73,7 @@ def supports(args: DecodeArgs) -> str | None:
         return f"head_dim {h} is not between {HEAD_DIMS[0]} and {HEAD_DIMS[1]}"
     if n // num_kv_heads > MAX_GROUP:
         return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
-    return unfit_for_triton(args.qkv, args.k_pages)
+    return unfit_scales(args.qkv, args.k_pages) or unfit_for_triton(args.qkv, args.k_pages)
 
 
 def heuristic_config(args: DecodeArgs) -> TritonConfig:
@@ -90,12 +90,14 @@ def heuristic_config(args: DecodeArgs) -> TritonConfig:
         return TritonConfig(power_of_two(max(splits, 1) + 1) // 2, 2 * block, 8, 3, MIN_KEYS)
     # float32 does not use tensor cores. With the rotation of queries only the smallest block fits
     # in registers, and more than three stages would spill.
+    is_scaled = args.k_scales is not None
     on_tensor_cores = args.qkv.dtype.itemsize <= 2
     return TritonConfig(
         splits=power_of_two(max(splits, 1) + 1) // 2,
         block=block if on_tensor_cores else BLOCKS[0],
         # Five keep two blocks in flight, since the page ids of a block are a separate load.
-        num_stages=5 if on_tensor_cores else 3,
+        # Of 8-bit pages of wide heads five would spill.
+        num_stages=(5, 4)[is_scaled and h > 128] if on_tensor_cores else 3,
         min_keys=MIN_KEYS if h > WIDE_HEAD else 0,
     )
 

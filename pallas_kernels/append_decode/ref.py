@@ -20,6 +20,7 @@ from pallas_kernels.lib.numerics import (
     split_heads,
     with_values,
 )
+from pallas_kernels.lib.page_scales import pools_of
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs, qk_rope_append
 
 
@@ -49,6 +50,8 @@ class DecodeArgs:
     seq_lens: jax.Array  # int32[B]
     arrivals: jax.Ref | None = None  # int32[>= B * K]
     sinks: jax.Array | None = None  # [N]
+    k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
+    v_scales: jax.Array | None = None  # float32[P, S, K]
     scale: float = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
@@ -68,6 +71,12 @@ class DecodeArgs:
         rows, heads, head_dim = self.qkv.shape
         return jax.ShapeDtypeStruct((rows, heads - self.new_heads, head_dim), self.qkv.dtype)
 
+    @property
+    def pools_by_name(self) -> dict[str, Any]:
+        """The fields of the pools, in an op that appends, too."""
+        names = ("k_pages", "v_pages", "k_scales", "v_scales")
+        return {name: getattr(self, name) for name in names}
+
     def with_values(self) -> DecodeArgs:
         """The same call with values that are projected."""
         if self.values == "projected":
@@ -85,25 +94,24 @@ class DecodeArgs:
 
 def append_decode(
     args: DecodeArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
     static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     if not args.appends:
-        q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), (args.k_pages, args.v_pages)
-        return attend(q, *pools, args.page_table, lens, args.sinks, **static), *pools
+        q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), pools_of(args)
+        return attend(q, pools, args.page_table, lens, args.sinks, **static), *pools
     args = args.with_values()
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
     slots = jnp.asarray(np.where(lens > 0, page * page_size + last % page_size, 0))
-    new: Any = {"k_pages": args.k_pages, "v_pages": args.v_pages, "slot_mapping": slots}
+    new: dict[str, Any] = {**args.pools_by_name, "slot_mapping": slots}
     if args.cos is None or args.sin is None:
         q, k, v = split_heads(jnp.asarray(args.qkv), args.k_pages.shape[2])
-        k_pages, v_pages = kv_append(KvAppendArgs(k=k, v=v, **new))
+        pools = kv_append(KvAppendArgs(k=k, v=v, **new))
     else:
         rotated = RopeAppendArgs(
             qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
-        q, k_pages, v_pages = qk_rope_append(rotated)
-    out = attend(q, k_pages, v_pages, args.page_table, lens, args.sinks, **static)
-    return out, k_pages, v_pages
+        q, *pools = qk_rope_append(rotated)
+    return attend(q, (*pools,), args.page_table, lens, args.sinks, **static), *pools

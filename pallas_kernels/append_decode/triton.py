@@ -23,6 +23,14 @@ import triton.language as tl
 from pallas_kernels.append_decode import launch
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.page_scales import pools_of
+from pallas_kernels.lib.page_scales_triton import (
+    SMALLEST_SCALE,
+    in_units,
+    rounded,
+    scales_of,
+    values_of,
+)
 
 MIN_TILE = 16  # of tl.dot, in every dimension
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -154,6 +162,8 @@ def _append_and_attend(
     seq_lens,  # int32[B]
     arrivals,  # int32[>= B * K], zeros before and after; unused with one split
     sinks,  # [N]; unused without HAS_SINKS
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
     out,  # [B, N, H]
     accs,  # float32[B, K, SPLITS, G, H]; unused with one split
     m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i; unused with one split
@@ -162,6 +172,7 @@ def _append_and_attend(
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALED: tl.constexpr,  # pages are the bits of 8-bit floats, with scales
     ROTATE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: no window
     TABLE_WIDTH: tl.constexpr,
@@ -216,12 +227,13 @@ def _append_and_attend(
     query = _norm_and_rotate(
         at_heads, dims[None, :], in_group, cos, sin, qk_norms, 1, EPS, HAS_NORMS, ROTATE, HEAD_DIM
     )
-    if k_pages.dtype.element_ty.primitive_bitwidth == 8 and qkv.dtype.element_ty == tl.bfloat16:
+    if SCALED and qkv.dtype.element_ty == tl.bfloat16:
         query = query.to(tl.float16)  # see paged_prefill
 
     m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
+    unit = tl.full((), SMALLEST_SCALE, tl.float32)  # of acc: the largest scale of values so far
     if not APPENDS and HAS_SINKS and split == used - 1:
         at_sink = sinks + kv_head * GROUP + heads
         m_i = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
@@ -230,20 +242,33 @@ def _append_and_attend(
         at_key = at_row + (NUM_HEADS + kv_head) * HEAD_DIM
         key = _norm_and_rotate(
             at_key, dims, in_dim, cos, sin, qk_norms + HEAD_DIM, 0, EPS, HAS_NORMS, ROTATE, HEAD_DIM
-        ).to(k_pages.dtype.element_ty)
+        )
         at_value = at_row + (NUM_HEADS + (NEW - 1) * NUM_KV_HEADS + kv_head) * HEAD_DIM
         value = tl.load(at_value + dims, mask=in_dim, other=0.0)
         if NORM_VALUES:
             value32 = value.to(tl.float32)
             norm = tl.rsqrt(tl.sum(value32 * value32, 0) / HEAD_DIM + EPS)
             value = (value32 * norm).to(value.dtype)
-        value = value.to(v_pages.dtype.element_ty)
         page = tl.load(page_table + row * TABLE_WIDTH + last // PAGE_SIZE).to(tl.int64)
         slot = page * PAGE_SIZE + last % PAGE_SIZE
-        at_slot = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims
-        tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
-        tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
+        at_scale = slot * NUM_KV_HEADS + kv_head
+        at_slot = at_scale * HEAD_DIM + dims
+        if SCALED:
+            key_scale, value_scale = scales_of(key, 0), scales_of(value, 0)
+            key, value = rounded(key, key_scale), rounded(value, value_scale)
+            tl.store(k_scales + at_scale, key_scale, mask=is_row)
+            tl.store(v_scales + at_scale, value_scale, mask=is_row)
+            tl.store(k_pages + at_slot, key.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
+            tl.store(v_pages + at_slot, value.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
+            unit = value_scale
+        else:
+            key = key.to(k_pages.dtype.element_ty)
+            value = value.to(v_pages.dtype.element_ty)
+            tl.store(k_pages + at_slot, key, mask=in_dim & is_row)
+            tl.store(v_pages + at_slot, value, mask=in_dim & is_row)
         m_i = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+        if SCALED:
+            m_i = m_i * key_scale
         if CAP > 0:
             m_i = _capped(m_i, CAP)
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
@@ -266,8 +291,11 @@ def _append_and_attend(
         slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
         at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         readable = visible[:, None] & in_dim[None, :]
-        k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+        k = values_of(tl.load(k_pages + at_key, mask=readable, other=0), query.dtype, SCALED)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
+        if SCALED:
+            at_scale = slot * NUM_KV_HEADS + kv_head
+            scores *= tl.load(k_scales + at_scale, mask=visible, other=0.0)[None, :]
         if CAP > 0:
             scores = _capped(scores, CAP)
         # The first key of a block is always visible, so m_ij is never -inf.
@@ -275,12 +303,21 @@ def _append_and_attend(
         m_ij = tl.maximum(m_i, tl.max(scores, 1))
         alpha = tl.exp2(m_i - m_ij)
         p = tl.exp2(scores - m_ij[:, None])
-        v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
-        pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
-        acc = acc * alpha[:, None] + pv
+        v = values_of(tl.load(v_pages + at_key, mask=readable, other=0), query.dtype, SCALED)
+        if SCALED:
+            of_keys = tl.load(v_scales + at_scale, mask=visible, other=0.0)
+            unit, change, factors = in_units(unit, of_keys)
+            weights = (p * factors[None, :]).to(query.dtype)
+            acc = acc * (alpha * change)[:, None]
+            acc += tl.dot(weights, v, input_precision="ieee")
+        else:
+            pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
+            acc = acc * alpha[:, None] + pv
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_ij
 
+    if SCALED:
+        acc *= unit
     if SPLITS == 1:
         result = tl.where(is_row, acc / l_i[:, None], 0.0)
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_group)
@@ -318,14 +355,14 @@ def _append_and_attend(
 
 def append_decode(
     args: DecodeArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """See ``append_decode.api``."""
     return launch_with(launch.choose_config(args), args)
 
 
 def launch_with(
     config: launch.TritonConfig, args: DecodeArgs
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [B, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """``append_decode`` with a given configuration; the tuner calls it too."""
     (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
     group, splits, arrivals = n // num_kv_heads, config.splits, args.arrivals
@@ -333,19 +370,20 @@ def launch_with(
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
     unused = args.seq_lens  # placeholder for an array that the kernel does not read
     partials = (b, num_kv_heads, splits) if splits > 1 else (1, 1, 1)
-    pools: tuple[Any, Any] = (args.k_pages, args.v_pages)
+    pools: Any = pools_of(args)
     if args.appends:  # jax-triton updates a Ref in place
-        pools = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
+        pools = tuple(map(jax.new_ref, pools))
     out, _, _ = jt.triton_call(
         args.qkv,
         unused if args.cos is None else args.cos,
         unused if args.sin is None else args.sin,
         unused if args.qk_norms is None else args.qk_norms,
-        *pools,
+        *pools[:2],
         args.page_table,
         args.seq_lens,
         arrivals,
         unused if args.sinks is None else args.sinks,
+        *(pools[2:] or (unused, unused)),
         kernel=_append_and_attend,
         out_type=(
             jax.ShapeDtypeStruct((b, n, h), args.qkv.dtype),
@@ -360,6 +398,7 @@ def launch_with(
         EPS=args.eps,
         HAS_NORMS=args.qk_norms is not None,
         HAS_SINKS=args.sinks is not None,
+        SCALED=args.k_scales is not None,
         ROTATE=args.cos is not None,
         WINDOW=args.window or 0,
         TABLE_WIDTH=args.page_table.shape[1],
@@ -378,5 +417,5 @@ def launch_with(
         MERGE_TILE=power_of_two(group) if h > launch.WIDE_HEAD else 0,
     )
     if not args.appends:
-        return out, args.k_pages, args.v_pages
-    return out, jax.freeze(pools[0]), jax.freeze(pools[1])
+        return out, *pools
+    return out, *map(jax.freeze, pools)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.lib.page_scales import Pools, appended, pools_of
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +21,15 @@ class KvAppendArgs:
     k_pages: jax.Array  # [P, S, K, H]
     v_pages: jax.Array  # [P, S, K, H]
     slot_mapping: jax.Array  # int32[T]
+    k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
+    v_scales: jax.Array | None = None  # float32[P, S, K]
 
 
-def kv_append(args: KvAppendArgs) -> tuple[jax.Array, jax.Array]:
+def kv_append(args: KvAppendArgs) -> Pools:
     """Write token t to the slot that ``slot_mapping[t]`` names."""
-    slots = args.slot_mapping
-    return _written(args.k, args.k_pages, slots), _written(args.v, args.v_pages, slots)
+    pools = pools_of(args)
+    new = appended(jnp.asarray(args.k), jnp.asarray(args.v), pools)
+    return tuple(_written(*pair, args.slot_mapping) for pair in zip(new, pools, strict=True))
 
 
 def _written(values: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:

@@ -4,15 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_append.ref import KvAppendArgs
+from pallas_kernels.lib.page_scales import Pools, appended, pools_of
 
 
 @jax.jit  # one trace serves every layer of a step
-def kv_append(args: KvAppendArgs) -> tuple[jax.Array, jax.Array]:
+def kv_append(args: KvAppendArgs) -> Pools:
     """See ``kv_append.api``."""
-    slots = args.slot_mapping
+    pools = pools_of(args)
+    pairs = zip(pools, appended(args.k, args.v, pools), strict=True)
     # Without the barrier XLA may fuse the write into a reader, and then copies the pool for it.
-    pools = written(args.k_pages, args.k, slots), written(args.v_pages, args.v, slots)
-    return jax.lax.optimization_barrier(pools)
+    return jax.lax.optimization_barrier(
+        tuple(written(pages, x, args.slot_mapping) for pages, x in pairs)
+    )
 
 
 def written(

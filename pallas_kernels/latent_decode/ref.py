@@ -41,5 +41,5 @@ def latent_decode(args: LatentDecodeArgs) -> tuple[jax.Array, jax.Array]:  # [B,
         pool[page[row], last[row] % page_size] = entries[row]
     queries = jnp.concatenate((jnp.asarray(args.q_latent), jnp.asarray(args.q_rope)), axis=-1)
     heads = jnp.asarray(pool)[:, :, None]  # [P, S, 1, C + R]
-    out = attend(queries, heads, heads, args.page_table, lens, scale=args.scale)
+    out = attend(queries, (heads, heads), args.page_table, lens, scale=args.scale)
     return out[..., : args.q_latent.shape[-1]], jnp.asarray(pool)

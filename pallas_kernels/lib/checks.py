@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.page_scales import BITS
 
 NOT_INSTALLED = "jax-triton is not installed; install jaxinfer[cuda13] or jaxinfer[cuda12]"
 VALUE_DTYPES = ("bfloat16", "float16", "float32")
-NARROW_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # of pages, whatever the queries' dtype is
+WIDEST_FLOAT32 = 128
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert 8-bit floats of ``lib.page_scales``
 
 
 def check_paged(
@@ -79,9 +81,27 @@ def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
     value_dtype, page_dtype = str(values.dtype), str(pages.dtype)
     if value_dtype not in VALUE_DTYPES:
         return f"the arguments are {value_dtype}, not one of {', '.join(VALUE_DTYPES)}"
-    if page_dtype not in (value_dtype, *NARROW_DTYPES):
-        return f"the pages are {page_dtype}, neither {value_dtype} nor an 8-bit float"
+    if pages.dtype == BITS:
+        return without_fp8() or without_triton()
+    if page_dtype != value_dtype:
+        return f"the pages are {page_dtype}, neither {value_dtype} nor 8-bit floats"
     return without_triton()
+
+
+def unfit_scales(queries: jax.Array, pages: jax.Array) -> str | None:
+    """Why no Triton kernel attends to 8-bit pages of these heads, or None."""
+    if pages.dtype == BITS and str(queries.dtype) == "float32" and pages.shape[3] > WIDEST_FLOAT32:
+        return f"8-bit pages of heads of {pages.shape[3]} as float32 exceed the registers"
+    return None
+
+
+def without_fp8() -> str | None:
+    """Why the current device cannot convert 8-bit floats, or None."""
+    device = current_device()
+    numbers = device.compute_capability.split(".")
+    if not numbers[0].isdigit() or tuple(map(int, numbers)) >= FP8_CAPABILITY:
+        return None
+    return f"{device.kind} has compute capability {device.compute_capability}, below 8.9"
 
 
 def without_triton() -> str | None:

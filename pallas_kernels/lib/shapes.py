@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.lib.page_scales import BITS, VALUES
 
 # Values of a larger array repeat after this many: drawing a GB of them takes seconds. A prime, so
 # that no two tokens are equal.
@@ -156,16 +159,50 @@ class PagedArrays:
     k_pages: np.ndarray  # [P, S, K, H]
     v_pages: np.ndarray  # [P, S, K, H]
     page_table: np.ndarray  # int32[R, M]
+    k_scales: np.ndarray | None = None  # float32[P, S, K]: of 8-bit pages
+    v_scales: np.ndarray | None = None  # float32[P, S, K]
+
+    @property
+    def pools(self) -> tuple[np.ndarray, ...]:
+        """All pools, with those of scales."""
+        own = (self.k_pages, self.v_pages, self.k_scales, self.v_scales)
+        return tuple(pool for pool in own if pool is not None)
+
+
+def as_floats(pool: Any) -> Any:
+    """A pool as numbers that can be compared: the bits of 8-bit floats become such floats."""
+    return np.asarray(pool).view(VALUES) if pool.dtype == BITS else pool
+
+
+def poison(pools: tuple[np.ndarray, ...], at: Any) -> None:
+    """Write NaN there into each pool."""
+    for pool in pools:
+        as_floats(pool)[at] = np.nan
+
+
+def random_pools(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator
+) -> tuple[np.ndarray, ...]:
+    """Pools of K and V with random values, of 8 bits with scales."""
+    is_scaled = dtype == str(BITS)
+    own = VALUES if is_scaled else jnp.dtype(dtype)
+    pools = tuple(rng.standard_normal(shape, np.float32).astype(own) for _ in range(2))
+    if not is_scaled:
+        return pools
+    scales = (rng.uniform(0.5, 2.0, shape[:-1]).astype(np.float32) for _ in range(2))
+    return (*(pool.view(BITS) for pool in pools), *scales)
 
 
 def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> PagedArrays:
     """A pool for the case in shuffled page order; rows past the rows of the case are padding."""
-    size, heads, dtype = case.page_size, case.heads, jnp.dtype(case.kv_dtype or case.dtype)
+    size, heads, is_scaled = case.page_size, case.heads, case.kv_dtype == str(BITS)
+    dtype = VALUES if is_scaled else jnp.dtype(case.kv_dtype or case.dtype)
     needed = [-(-length // size) for length in case.seq_lens]
     max_pages = max(case.max_pages, *needed, 1)
     num_pages = 1 + sum(needed) + 2  # the padding sink, the rows' pages, two unused ones
     shape = (num_pages, size, heads.num_kv_heads, heads.head_dim)
     k_pages, v_pages = np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype)
+    scales = [np.full(shape[:3], np.nan, np.float32) for _ in range(2 * is_scaled)]
     pages = rng.permutation(np.arange(1, num_pages - 1))
     free = iter((*pages[: max(sum(needed) - 1, 0)], num_pages - 1))
     junk = [0, pages[-1], num_pages + 7, -1]
@@ -182,4 +219,9 @@ def paged_arrays(case: PagedCase, num_rows: int, rng: np.random.Generator) -> Pa
             tokens = np.resize(values, (length, *shape[2:]))
             pool[table[row, slots // size], slots % size] = tokens
             values = np.roll(values, -length * width)
-    return PagedArrays(k_pages, v_pages, table)
+        for pool in scales:
+            drawn = rng.uniform(0.1, 1.0, (length, shape[2])).astype(np.float32)
+            pool[table[row, slots // size], slots % size] = drawn
+    if not is_scaled:
+        return PagedArrays(k_pages, v_pages, table)
+    return PagedArrays(k_pages.view(BITS), v_pages.view(BITS), table, *scales)

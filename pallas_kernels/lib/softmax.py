@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.page_scales import values_of
+
 # Keys per loop iteration. Fixed, so that the summation order of a row, and with it the row's bits,
 # depends on the row alone; decode and prefill share it for the same reason.
 KEYS_PER_BLOCK = 128
@@ -71,7 +73,11 @@ def pages_per_block(page_size: int) -> int:
 def read_block(
     pages: jax.Array,  # [P, S, ...]
     page_ids: jax.Array,  # int32[pages of the block]
+    scales: jax.Array | None = None,  # float32[P, S, K]: of 8-bit pages
 ) -> jax.Array:  # float32[keys, ...]
     """A block of keys, values or entries. Ids out of range are clipped; the caller masks those."""
     block = pages.at[page_ids].get(mode="clip")  # [pages of the block, S, K, H]
-    return block.reshape(-1, *pages.shape[2:]).astype(jnp.float32)
+    block = values_of(block.reshape(-1, *pages.shape[2:]))
+    if scales is None:
+        return block
+    return block * scales.at[page_ids].get(mode="clip").reshape(-1, scales.shape[2], 1)

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.checks import check_paged
+from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
 from pallas_kernels.paged_prefill import cases, launch, ref, xla
 from pallas_kernels.paged_prefill.ref import PrefillArgs
@@ -56,4 +57,5 @@ def paged_prefill(args: PrefillArgs, impl: str | None = None) -> jax.Array:  # [
             f"paged_prefill: query_start_loc {args.query_start_loc.shape} must hold one entry more "
             f"than the {args.seq_lens.shape[0]} rows"
         )
+    check_scales("paged_prefill", args)
     return dispatch(OP, (args,), {}, impl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import numpy as np
 
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
+from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
-_FP8 = "float8_e4m3fn"
+_FP8 = str(BITS)
 
 
 def _prompts_with_sinks() -> tuple[PagedCase, ...]:
@@ -69,6 +71,27 @@ def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ..
             tags=("bench", "gpu"),
         )
         for name, rows, queries, context, size in steps
+    )
+
+
+def _fp8() -> tuple[PagedCase, ...]:
+    """Pages of 8 bits with each other field of a case, in float32 and as a GPU serves them."""
+    gpt_oss, wide = shapes.GPT_OSS_20B_TP8, shapes.GEMMA4_E2B_FULL
+    fp8: dict[str, Any] = {"kv_dtype": _FP8, "padding": 2}
+    cases = (
+        PagedCase("smollm2_tp3_fp8", _SMOL_TP3, (70, 0, 150), (66, 0, 3), **fp8),
+        PagedCase("gpt_oss_tp8_fp8", gpt_oss, (300,), (40,), window=128, sinks=True, **fp8),
+        PagedCase("smollm2_tp3_fp8_cap", _SMOL_TP3, (70,), (9,), cap=0.5, **fp8),
+    )
+    steps = _prompt_steps(
+        *(("t8192_ctx8192", 1, 8192, 8192, 16), ("t8192_32x256", 32, 256, 256, 16)),
+        ("t512_ctx512", 1, 512, 512, 16),
+    )
+    return (
+        *cases,
+        *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase("gemma4_fp8", wide, (90,), (9,), dtype="bfloat16", **fp8),
+        *(replace(x, name=f"{x.name}_fp8", kv_dtype=_FP8) for x in steps),
     )
 
 
@@ -191,6 +214,7 @@ CASES = (
     ),
     *_prompts_with_sinks(),
     *_prompts_of_gemma4(),
+    *_fp8(),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),
@@ -216,6 +240,8 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "seq_lens": np.asarray(case.seq_lens, np.int32),
         "query_start_loc": starts,
         "sinks": sinks_of(case, rng),
+        "k_scales": arrays.k_scales,
+        "v_scales": arrays.v_scales,
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))
@@ -227,8 +253,9 @@ def cost(case: PagedCase) -> Cost:
     item = jnp.dtype(case.dtype).itemsize
     kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     keys = sum(case.touched_keys(row) for row in rows)
+    scales = keys * heads.num_kv_heads * 4 if case.kv_dtype == _FP8 else 0
     components = keys * heads.num_kv_heads * kv_item + sum(case.query_lens) * heads.num_heads * item
     return Cost(
-        bytes=2 * components * heads.head_dim,
+        bytes=2 * (components * heads.head_dim + scales),
         flops=4 * sum(map(case.visible_keys, rows)) * heads.num_heads * heads.head_dim,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.harness import tuned
-from pallas_kernels.lib.checks import not_hopper, unfit_for_triton
+from pallas_kernels.lib.checks import not_hopper, unfit_for_triton, unfit_scales
 from pallas_kernels.lib.device import current_device
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill.cases import CASES
@@ -122,10 +122,10 @@ def triton_supports(args: PrefillArgs) -> str | None:
         return f"{n // num_kv_heads} query heads share a kv head, at most {MAX_GROUP} may"
     if args.scale <= 0.0:
         return f"scale {args.scale} is not positive"
-    return unfit_for_triton(args.q, args.k_pages)
+    return unfit_scales(args.q, args.k_pages) or unfit_for_triton(args.q, args.k_pages)
 
 
-def heuristic_config(q: jax.Array) -> TritonConfig:  # [T, N, H]
+def heuristic_config(q: jax.Array, *, is_scaled: bool = False) -> TritonConfig:  # [T, N, H]
     """Tiles of 128 rows if these fill the GPU, else of 64.
 
     Chosen from the compiler's report; 367 to 403 TFLOP/s at 8,192 tokens on an H200.
@@ -134,6 +134,8 @@ def heuristic_config(q: jax.Array) -> TritonConfig:  # [T, N, H]
     value_columns = WIDE_HEAD if h > WIDE_HEAD else 0
     if q.dtype.itemsize > 2:  # without tensor cores larger tiles would spill registers
         return TritonConfig(16, 16, 4, 3, value_columns)
+    if h > WIDE_HEAD and is_scaled:  # all larger tiles spill; not timed
+        return TritonConfig(32, 32, 8, 2, value_columns)
     if h > WIDE_HEAD:
         # 8192 tokens of Gemma 4 26B-A4B on an H200, us: 4833; with two stages, which wait for page
         # ids, 5238; 64 rows with all columns 6115; 64 rows on four warps 10897.
@@ -161,4 +163,8 @@ def choose_config(args: PrefillArgs) -> TritonConfig:
     sizes = (t, args.seq_lens.shape[0], n, num_kv_heads, h, page_size)
     shapes = (*sizes, str(args.q.dtype), str(args.k_pages.dtype))
     choice = tuned.lookup("paged_prefill", CASES, shapes_of, shapes)
-    return TritonConfig(**choice) if choice else heuristic_config(args.q)
+    return (
+        TritonConfig(**choice)
+        if choice
+        else heuristic_config(args.q, is_scaled=args.k_scales is not None)
+    )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.append_decode.attend_ref import attend
 from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.page_scales import pools_of
 
 
 @jax.tree_util.register_dataclass
@@ -23,6 +24,8 @@ class PrefillArgs:
     seq_lens: jax.Array  # int32[R]
     query_start_loc: jax.Array  # int32[R + 1]
     sinks: jax.Array | None = None  # [N]
+    k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
+    v_scales: jax.Array | None = None  # float32[P, S, K]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
@@ -38,4 +41,4 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
     static = {"scale": args.scale, "window": args.window, "cap": args.cap}
-    return attend(args.q, args.k_pages, args.v_pages, table, seen, args.sinks, **static)
+    return attend(args.q, pools_of(args), table, seen, args.sinks, **static)

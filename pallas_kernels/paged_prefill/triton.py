@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.page_scales_triton import SMALLEST_SCALE, in_units, values_of
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
@@ -39,6 +40,9 @@ def _attend_blocks(
     acc,  # float32[ROWS, VALUE_TILE]: sum of exp2(score - m_i) * value
     k_pages,  # [P, S, K, H], of one kv head
     v_pages,  # [P, S, K, H], of one kv head
+    k_scales,  # float32[P, S, K], of one kv head; unused without SCALED
+    v_scales,  # float32[P, S, K], of one kv head; unused without SCALED
+    unit,  # of acc: the largest scale of values so far
     columns,  # int32[VALUE_TILE]: components of values
     page_ids,  # int32[M] of the row
     start,
@@ -46,13 +50,15 @@ def _attend_blocks(
     SCALE: tl.constexpr,  # of scores, times log2(e); positive
     CAP: tl.constexpr,  # of scores before they are scaled; 0: no cap
     WINDOW: tl.constexpr,  # 0: no window
-    SLOT_STRIDE: tl.constexpr,  # K * H
+    SCALED: tl.constexpr,  # pages are the bits of 8-bit floats, with scales
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,  # False: start to end are whole blocks that every query sees
 ):
+    SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     keys = tl.arange(0, BLOCK)
     dims = tl.arange(0, DIM_TILE)
     for first in range(start, end, BLOCK):
@@ -74,10 +80,15 @@ def _attend_blocks(
         at_key = (slot * SLOT_STRIDE)[:, None] + dims[None, :]
         at_value = (slot * SLOT_STRIDE)[:, None] + columns[None, :]
         if readable is None:
-            k = tl.load(k_pages + at_key).to(query.dtype)
+            k = values_of(tl.load(k_pages + at_key), query.dtype, SCALED)
         else:
-            k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+            entries = tl.load(k_pages + at_key, mask=readable, other=0)
+            k = values_of(entries, query.dtype, SCALED)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if SCALED:
+            in_context = position < end
+            at_scale = slot * NUM_KV_HEADS
+            scores *= tl.load(k_scales + at_scale, mask=in_context, other=0.0)[None, :]
         if CAP > 0:
             scores = _capped(scores, CAP)
         if MASKED:
@@ -93,14 +104,20 @@ def _attend_blocks(
         alpha = tl.exp2(m_i - base)
         p = tl.exp2(scores * SCALE - base[:, None])
         l_i = l_i * alpha + tl.sum(p, 1)
+        if SCALED:
+            of_keys = tl.load(v_scales + at_scale, mask=in_context, other=0.0)
+            unit, change, factors = in_units(unit, of_keys)
+            alpha *= change
+            p *= factors[None, :]
         acc = acc * alpha[:, None]
         if usable is None:
-            v = tl.load(v_pages + at_value).to(query.dtype)
+            v = values_of(tl.load(v_pages + at_value), query.dtype, SCALED)
         else:
-            v = tl.load(v_pages + at_value, mask=usable, other=0.0).to(query.dtype)
+            entries = tl.load(v_pages + at_value, mask=usable, other=0)
+            v = values_of(entries, query.dtype, SCALED)
         acc = tl.dot(p.to(query.dtype), v, acc, input_precision="ieee")
         m_i = m_ij
-    return m_i, l_i, acc
+    return m_i, l_i, acc, unit
 
 
 @triton.jit
@@ -112,6 +129,8 @@ def _attend_tile(
     seq_lens,  # int32[R]
     query_start_loc,  # int32[R + 1]
     sinks,  # [N]; unused without HAS_SINKS
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
     out,  # [T, N, H]
     num_tokens,  # T; this and the next two are not constexpr, so all buckets share a kernel
     num_starts,  # R + 1 instead of R, since jax-triton specialises on the integer 1
@@ -120,6 +139,7 @@ def _attend_tile(
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     STARTS_TILE: tl.constexpr,  # at least R + 1
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per kv head
@@ -162,7 +182,7 @@ def _attend_tile(
     in_tile = (token * (NUM_KV_HEADS * GROUP) + pair % GROUP) * HEAD_DIM
     at_query = in_tile[:, None] + dims[None, :]
     query = tl.load(q + at_tile + at_query, mask=inside, other=0.0)
-    if k_pages.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+    if SCALED and q.dtype.element_ty == tl.bfloat16:
         # float16 holds every 8-bit float. Hopper converts two to float16 in one instruction, but to
         # bfloat16 one by one, through float16. Queries above 65504 would overflow.
         query = query.to(tl.float16)
@@ -181,7 +201,7 @@ def _attend_tile(
     k_head = k_pages + kv_head * HEAD_DIM
     v_head = v_pages + kv_head * HEAD_DIM
     page_ids = page_table + row * table_width
-    SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    unit = tl.full((), SMALLEST_SCALE, tl.float32)
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
@@ -189,18 +209,23 @@ def _attend_tile(
         l_i += 1.0
     acc = tl.zeros((ROWS, VALUE_TILE), tl.float32)
     if WINDOW > 0:
-        m_i, l_i, acc = _attend_blocks(
-            query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, start, common,
-            SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
+        m_i, l_i, acc, unit = _attend_blocks(
+            query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
+        v_scales + kv_head, unit, columns, page_ids, start, common,
+            SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
         )  # fmt: skip
-    m_i, l_i, acc = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, common, diagonal,
-        SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
+    m_i, l_i, acc, unit = _attend_blocks(
+        query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
+        v_scales + kv_head, unit, columns, page_ids, common, diagonal,
+        SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
     )  # fmt: skip
-    m_i, l_i, acc = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, columns, page_ids, diagonal, end,
-        SCALE, CAP, WINDOW, SLOT_STRIDE, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
+    m_i, l_i, acc, unit = _attend_blocks(
+        query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
+        v_scales + kv_head, unit, columns, page_ids, diagonal, end,
+        SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
     )  # fmt: skip
+    if SCALED:
+        acc *= unit
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
     at_result = in_tile[:, None] + columns[None, :]
     inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -229,6 +254,8 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         args.seq_lens,
         args.query_start_loc,
         args.seq_lens if args.sinks is None else args.sinks,
+        args.seq_lens if args.k_scales is None else args.k_scales,
+        args.seq_lens if args.v_scales is None else args.v_scales,
         kernel=_attend_tile,
         out_type=args.q,
         grid=(num_kv_heads * (dim_tile // value_tile), t // tokens + num_starts),
@@ -238,6 +265,7 @@ def launch_with(config: launch.TritonConfig, args: PrefillArgs) -> jax.Array:  #
         CAP=(args.cap or 0.0) / args.scale,
         WINDOW=args.window or 0,
         HAS_SINKS=args.sinks is not None,
+        SCALED=args.k_scales is not None,
         num_tokens=t,
         num_starts=num_starts,
         table_width=table_width,

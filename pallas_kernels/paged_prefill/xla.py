@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib import softmax
+from pallas_kernels.lib.page_scales import Pools, pools_of
 from pallas_kernels.lib.softmax import SoftmaxState
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
@@ -53,7 +54,7 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
         grouped = (queries * args.scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
         result = _attend_tile(
-            grouped, args.k_pages, args.v_pages, table[row], tile, args.window, args.sinks, args.cap
+            grouped, pools_of(args), table[row], tile, args.window, args.sinks, args.cap
         )
         result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(args.q.dtype)
         # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
@@ -64,8 +65,7 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
 
 def _attend_tile(
     queries: jax.Array,  # float32[K, G, width, H], scaled
-    k_pages: jax.Array,  # [P, S, K, H]
-    v_pages: jax.Array,  # [P, S, K, H]
+    pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
     page_ids: jax.Array,  # int32[M], a whole number of blocks
     tile: _Tile,
     window: int | None,
@@ -74,8 +74,9 @@ def _attend_tile(
 ) -> jax.Array:  # float32[K, G, width, H]
     """Attention of one tile over the blocks that its queries see."""
     width = queries.shape[2]
-    block_pages = softmax.pages_per_block(k_pages.shape[1])
-    block = block_pages * k_pages.shape[1]
+    page_size, scales = pools[0].shape[1], pools[2:] or (None, None)
+    block_pages = softmax.pages_per_block(page_size)
+    block = block_pages * page_size
     index = jnp.arange(width)
     last_key = tile.position + index  # [width]: the last visible key of each query
     end = tile.position + tile.count  # keys from here on are not visible and may be unwritten
@@ -88,12 +89,13 @@ def _attend_tile(
         visible = (position <= last_key[:, None]) & in_row[:, None]  # [width, block]
         if window is not None:
             visible &= position > last_key[:, None] - window
-        k = softmax.read_block(k_pages, ids)
+        k = softmax.read_block(pools[0], ids, scales[0])
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
         scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
         m_ij, alpha, p = softmax.block_weights(state, scores, -1)
         # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
-        v = jnp.where((position < end)[:, None, None], softmax.read_block(v_pages, ids), 0.0)
+        v = softmax.read_block(pools[1], ids, scales[1])
+        v = jnp.where((position < end)[:, None, None], v, 0.0)
         pv = jnp.einsum("KGTS,SKH->KGTH", p, v, precision="highest")
         l_i = state.l_i * alpha + jnp.sum(p, axis=-1)
         return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.page_scales import check_scales
+from pallas_kernels.lib.shapes import as_floats
 from pallas_kernels.native import attention
 from pallas_kernels.qk_rope_append import cases, launch, ref, xla
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
@@ -29,15 +31,15 @@ OP = KernelOp(
     cost=cases.cost,
     # Heads are rounded after the norm and after the rotation; each rounding may differ by one step.
     tolerance={"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-3, "float8_e4m3fn": 0.1},
-    observable=lambda outputs: (outputs[0], outputs[1][1:], outputs[2][1:]),
-    donate=(4, 5),
-    feeds=((4, 1), (5, 2)),
+    observable=lambda outputs: (outputs[0], *(as_floats(pool)[1:] for pool in outputs[1:])),
+    donate=(4, 5, 7, 8),
+    feeds=((4, 1), (5, 2), (7, 3), (8, 4)),
 )
 
 
 def qk_rope_append(
     args: RopeAppendArgs, impl: str | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
     """Queries ready for attention, and the pools with the step's keys and values.
 
     ``qkv`` holds a token's heads: N of queries, K of keys, K of values; ``values`` may change
@@ -45,8 +47,8 @@ def qk_rope_append(
     normalised over H by their root mean square (``qk_norms``: weights of queries, of keys; None
     no norm; ``eps`` under the root), then components i and i + H/2 are rotated by the token's
     angles. Keys and values go to the slots of ``slot_mapping``, as in ``kv_append``, and
-    take the pools' dtype. In place when the caller donates the pools. ``impl`` pins an
-    implementation. Raises ValueError on arguments that do not fit together.
+    take the pools' dtype, with scales of 8-bit pages. In place when the caller donates the pools.
+    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
 
     Rotary embedding: Su et al., 2021 (arXiv:2104.09864); RMS norm: Zhang and Sennrich, 2019.
     """
@@ -69,4 +71,5 @@ def qk_rope_append(
         raise ValueError(
             f"qk_rope_append: qk_norms {args.qk_norms.shape} are not two of head_dim {head_dim}"
         )
+    check_scales("qk_rope_append", args)
     return dispatch(OP, (args,), {}, impl)

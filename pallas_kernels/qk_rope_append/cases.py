@@ -11,8 +11,11 @@ import numpy as np
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.numerics import Values, heads_of_new_token
-from pallas_kernels.lib.shapes import Heads
+from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.shapes import Heads, random_pools
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
+
+_FP8 = str(BITS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ CASES = (
     RopeCase("llama3_70b_tp8", shapes.LLAMA3_70B_TP8, 5),
     RopeCase("qwen3_0_6b", shapes.QWEN3_0_6B, 4, norms=True, padding=1),
     RopeCase("qwen3_4b_page64_bf16", shapes.QWEN3_4B, 20, 3, True, 64, 8, "bfloat16"),
-    RopeCase("qwen3_4b_fp8_pages", shapes.QWEN3_4B, 4, 0, True, 16, 8, "bfloat16", "float8_e4m3fn"),
+    RopeCase("qwen3_4b_fp8_pages", shapes.QWEN3_4B, 4, 0, True, 16, 8, "bfloat16", _FP8),
+    RopeCase("gemma4_keys_fp8", Heads(4, 2, 256), 3, 1, True, kv_dtype=_FP8, values="keys"),
+    RopeCase("phi3_head96_fp8", shapes.PHI3_MINI, 2, padding=1, kv_dtype=_FP8),
     RopeCase("phi3_head96_bf16", shapes.PHI3_MINI, 4, padding=1, dtype="bfloat16"),
     RopeCase("gemma3_head256", shapes.GEMMA3_4B, 5, norms=True, padding=3),
     RopeCase("gemma4_keys", shapes.GEMMA4_E2B_FULL, 3, norms=True, padding=1, values="keys"),
@@ -57,7 +62,7 @@ CASES = (
     RopeCase("qwen3_0_6b_chunk512", shapes.QWEN3_0_6B, 512, 0, True, 16, 4096, tags=("bench",)),
     *(_decode_step(rows) for rows in (1, 8, 32, 64, 128, 256)),
     _decode_step(64, page_size=64),
-    _decode_step(64, kv_dtype="float8_e4m3fn"),
+    *(_decode_step(rows, kv_dtype=_FP8) for rows in (1, 64, 256)),
     RopeCase(
         "qwen3_4b_chunk4096",
         shapes.QWEN3_4B,
@@ -83,10 +88,7 @@ def build(case: RopeCase, seed: int) -> Inputs:
     angles = rng.uniform(-np.pi, np.pi, (tokens, h // 2)).astype(np.float32)
     norms = rng.uniform(0.5, 1.5, (2, h)).astype(dtype) if case.norms else None
     shape = (case.num_pages, case.page_size, heads.num_kv_heads, h)
-    pools = [
-        rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.kv_dtype or case.dtype))
-        for _ in range(2)
-    ]
+    pools = random_pools(shape, case.kv_dtype or case.dtype, rng)
     last = case.num_pages * case.page_size - 1
     owned = np.arange(case.page_size, last)
     slots = np.arange(tokens) % case.page_size
@@ -100,6 +102,8 @@ def build(case: RopeCase, seed: int) -> Inputs:
         "k_pages": pools[0],
         "v_pages": pools[1],
         "slot_mapping": slots.astype(np.int32),
+        "k_scales": pools[2] if len(pools) > 2 else None,
+        "v_scales": pools[3] if len(pools) > 2 else None,
     }
     return Inputs((RopeAppendArgs(**args, eps=1e-6, values=case.values),))
 
@@ -110,4 +114,5 @@ def cost(case: RopeCase) -> Cost:
     kv_item = jnp.dtype(case.kv_dtype or case.dtype).itemsize
     q, kv = heads.num_heads, 2 * heads.num_kv_heads
     token = ((2 * q + kv) * item + kv * kv_item) * heads.head_dim + 4 * heads.head_dim
+    token += 4 * kv if case.kv_dtype == _FP8 else 0
     return Cost(case.num_tokens * token, 6 * case.num_tokens * (q + kv // 2) * heads.head_dim)

@@ -24,6 +24,8 @@ class RopeAppendArgs:
     k_pages: jax.Array  # [P, S, K, H]
     v_pages: jax.Array  # [P, S, K, H]
     slot_mapping: jax.Array  # int32[T]
+    k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
+    v_scales: jax.Array | None = None  # float32[P, S, K]
     eps: float = field(metadata=STATIC)
     values: Values = field(default="projected", metadata=STATIC)
 
@@ -41,13 +43,20 @@ class RopeAppendArgs:
 
     def appended(self, k: jax.Array, v: jax.Array) -> KvAppendArgs:  # [T, K, H] each
         """The arguments of ``kv_append`` for rotated keys, and values."""
-        pools = {"k_pages": self.k_pages, "v_pages": self.v_pages}
-        return KvAppendArgs(k=k, v=v, **pools, slot_mapping=self.slot_mapping)
+        return KvAppendArgs(
+            k=k,
+            v=v,
+            k_pages=self.k_pages,
+            v_pages=self.v_pages,
+            slot_mapping=self.slot_mapping,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
+        )
 
 
 def qk_rope_append(
     args: RopeAppendArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
     """Normalised heads are rounded to their dtype before the rotation, as in models."""
     num_heads, num_kv_heads = args.num_heads, args.k_pages.shape[2]
     args = jax.tree.map(jnp.asarray, args).with_values()

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import heads_of_new_token, power_of_two
+from pallas_kernels.lib.page_scales import pools_of
+from pallas_kernels.lib.page_scales_triton import rounded, scales_of
 from pallas_kernels.qk_rope_append import launch
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
@@ -24,9 +26,12 @@ def _turn_and_append(
     k_pages,  # [P, S, K, H]
     v_pages,  # [P, S, K, H]
     slot_mapping,  # int32[T]
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
     q,  # [T, N, H]
     EPS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    SCALED: tl.constexpr,  # pages are the bits of 8-bit floats, with scales
     NORM_VALUES: tl.constexpr,  # values have a norm without weights
     NEW: tl.constexpr,  # heads of a token for each kv head; 1: values are made of the keys
     NUM_HEADS: tl.constexpr,
@@ -89,28 +94,38 @@ def _turn_and_append(
         pages = k_pages
         if is_value:
             pages = v_pages
-        tl.store(pages + to, first.to(k_pages.dtype.element_ty), mask=inside)
-        tl.store(pages + to + HALF, second.to(k_pages.dtype.element_ty), mask=inside)
+        if SCALED:
+            scales = k_scales
+            if is_value:
+                scales = v_scales
+            own = tl.maximum(scales_of(first, 1), scales_of(second, 1))
+            tl.store(scales + slot * NUM_KV_HEADS + head, own, mask=head < NUM_KV_HEADS)
+            low, high = rounded(first, own[:, None]), rounded(second, own[:, None])
+            tl.store(pages + to, low.to(tl.uint8, bitcast=True), mask=inside)
+            tl.store(pages + to + HALF, high.to(tl.uint8, bitcast=True), mask=inside)
+        else:
+            tl.store(pages + to, first.to(k_pages.dtype.element_ty), mask=inside)
+            tl.store(pages + to + HALF, second.to(k_pages.dtype.element_ty), mask=inside)
 
 
 def qk_rope_append(
     args: RopeAppendArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
     (t, heads, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
     num_heads, new = args.num_heads, heads_of_new_token(args.values)
     tile = launch.heads_per_cta(t, heads)
     tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
     # jax-triton updates a Ref in place
-    k_ref, v_ref = jax.new_ref(args.k_pages), jax.new_ref(args.v_pages)
+    pools = tuple(map(jax.new_ref, pools_of(args)))
     q = jt.triton_call(
         args.qkv,
         args.cos,
         args.sin,
         args.cos if args.qk_norms is None else args.qk_norms,
-        k_ref,
-        v_ref,
+        *pools[:2],
         args.slot_mapping,
+        *(pools[2:] or (args.slot_mapping, args.slot_mapping)),
         kernel=_turn_and_append,
         out_type=jax.ShapeDtypeStruct((t, num_heads, h), args.qkv.dtype),
         grid=(t, tiles),
@@ -118,6 +133,7 @@ def qk_rope_append(
         num_stages=1,
         EPS=args.eps,
         HAS_NORMS=args.qk_norms is not None,
+        SCALED=args.k_scales is not None,
         NORM_VALUES=args.values != "projected",
         NEW=new,
         NUM_HEADS=num_heads,
@@ -126,4 +142,4 @@ def qk_rope_append(
         HALF_TILE=power_of_two(h // 2),
         HEADS=tile,
     )
-    return q, jax.freeze(k_ref), jax.freeze(v_ref)
+    return q, *map(jax.freeze, pools)

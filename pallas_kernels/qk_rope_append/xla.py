@@ -12,7 +12,7 @@ from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 @jax.jit  # one trace serves every layer of a step
 def qk_rope_append(
     args: RopeAppendArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
+) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
     args = args.with_values()
     rotation, num_kv_heads = (args.cos, args.sin, args.qk_norms), args.k_pages.shape[2]

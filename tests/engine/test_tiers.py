@@ -39,7 +39,7 @@ from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
 # all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
-NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5")
+NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5", "qwen3_5/fp8")
 LENGTH, TURN, ANSWER = 150, 20, 6
 LONGEST = LENGTH + TURN + 2 * ANSWER
 DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=5, ignore_eos=True)

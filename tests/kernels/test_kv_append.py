@@ -23,7 +23,7 @@ def _args(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> KvAppendArg
 
 def _decode(q: jax.Array, *pools: jax.Array) -> jax.Array:
     table = jnp.zeros((4, 8), jnp.int32)
-    return attend(q, *pools, table, jnp.ones(4, jnp.int32), scale=1.0)
+    return attend(q, pools, table, jnp.ones(4, jnp.int32), scale=1.0)
 
 
 def _prefill(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:

@@ -124,7 +124,7 @@ def test_chosen_and_lowered_for_hopper(name: str) -> None:
     ("case", "reason"),
     [
         pytest.param(CASES["smollm2_tile_edges"], "queries are float32", id="float32"),
-        pytest.param(CASES["llama3_8b_fp8"], "pages float8_e4m3fn", id="fp8"),
+        pytest.param(CASES["llama3_8b_fp8"], "pages uint8", id="fp8"),
         pytest.param(CASES["gemma3_head256_bf16"], "head_dim 256 is neither", id="head_dim"),
         pytest.param(CASES["llama3_8b_bf16"], "32 queries are fewer than", id="few_queries"),
         pytest.param(CASES[INTERPRETED[0]], "compute capability none, not 9.x", id="device"),

@@ -226,7 +226,7 @@ WANTED = replace(CASES["qwen3_4b_bf16"], name="wanted")
     ("case", "reason"),
     [
         pytest.param(replace(WANTED, dtype="float32"), "heads are float32", id="float32"),
-        pytest.param(CASES["qwen3_4b_fp8"], "pages float8_e4m3fn", id="fp8"),
+        pytest.param(CASES["qwen3_4b_fp8"], "pages uint8", id="fp8"),
         pytest.param(CASES["phi3_head96_bf16"], "head_dim 96 is not", id="head_dim"),
         pytest.param(CASES["gemma4_keys_bf16"], "values are keys", id="values"),
         pytest.param(CASES["gemma4_shared_bf16"], "not appended", id="appends"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PATCH = TESTS / "data/new_argument.patch"  # ``v_scale`` of kv_append, which multiplies values
+PATCH = TESTS / "data/new_argument.patch"  # ``v_factor`` of kv_append, which multiplies values
 CASES = [f"kv_append/{impl}/smollm2_scaled" for impl in ("triton", "xla")]
 
 

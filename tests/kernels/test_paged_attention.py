@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from pallas_kernels.append_decode import attend_ref
 from pallas_kernels.append_decode.attend_xla import attend
 from pallas_kernels.lib import shapes
+from pallas_kernels.lib.page_scales import BITS, pools_of
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays
 from pallas_kernels.lib.softmax import KEYS_PER_BLOCK
 from pallas_kernels.paged_prefill import cases as prefill_cases
@@ -28,7 +30,7 @@ def _bits(x: jax.Array) -> bytes:
     return np.asarray(x).tobytes()
 
 
-def _decode_arguments(case: PagedCase) -> tuple[jax.Array, ...]:
+def _decode_arguments(case: PagedCase) -> tuple[Any, ...]:
     """Queries, pools, page table and lengths; NaN in padding rows and in slots without a token."""
     rng = np.random.default_rng(0)
     heads, lens = case.heads, np.asarray(case.seq_lens, np.int32)
@@ -36,11 +38,10 @@ def _decode_arguments(case: PagedCase) -> tuple[jax.Array, ...]:
     q = rng.standard_normal((len(lens), heads.num_heads, heads.head_dim), np.float32)
     q[lens == 0] = np.nan
     queries = q.astype(jnp.dtype(case.dtype))
-    pools = (arrays.k_pages, arrays.v_pages)
-    return tuple(map(jnp.asarray, (queries, *pools, arrays.page_table, lens)))
+    return jax.tree.map(jnp.asarray, (queries, arrays.pools, arrays.page_table, lens))
 
 
-BF16, FP8 = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+BF16, FP8 = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "kv_dtype": str(BITS)}
 
 
 @pytest.mark.parametrize(
@@ -77,25 +78,25 @@ def test_a_decode_row_attends_as_defined(case: PagedCase) -> None:
 def test_a_decode_row_has_the_same_bits_alone_and_in_any_company(window: int | None) -> None:
     lengths = (1, 0, EDGE - 1, EDGE, EDGE + 1, 3 * EDGE + 5, 16, 700)
     case = PagedCase("rows", SMOL, lengths, max_pages=64, window=window)
-    q, k_pages, v_pages, table, lens = _decode_arguments(case)
+    q, pools, table, lens = _decode_arguments(case)
     decode = jax.jit(partial(attend, scale=0.125, window=window))
-    together = decode(q, k_pages, v_pages, table, lens)
+    together = decode(q, pools, table, lens)
     for row in range(len(lengths)):
         one = slice(row, row + 1)
-        alone = decode(q[one], k_pages, v_pages, table[one], lens[one])
+        alone = decode(q[one], pools, table[one], lens[one])
         assert _bits(alone[0]) == _bits(together[row]), f"row {row} of length {lengths[row]}"
     order = np.array([5, 3, 7, 1, 0, 2, 6, 4])
-    shuffled = decode(q[order], k_pages, v_pages, table[order], lens[order])
+    shuffled = decode(q[order], pools, table[order], lens[order])
     assert _bits(shuffled) == _bits(together[order])
 
 
 def test_work_follows_the_context_not_the_page_table() -> None:
     """A wider page table full of junk changes no bit."""
     case = PagedCase("narrow", SMOL, (40, 300), max_pages=19)
-    q, k_pages, v_pages, table, lens = _decode_arguments(case)
+    q, pools, table, lens = _decode_arguments(case)
     wide = jnp.pad(table, ((0, 0), (0, 493)), constant_values=-1)
-    narrow_out = attend(q, k_pages, v_pages, table, lens, scale=0.125)
-    wide_out = attend(q, k_pages, v_pages, wide, lens, scale=0.125)
+    narrow_out = attend(q, pools, table, lens, scale=0.125)
+    wide_out = attend(q, pools, wide, lens, scale=0.125)
     assert _bits(narrow_out) == _bits(wide_out)
 
 
@@ -107,16 +108,20 @@ CHUNKINGS = (
 )
 
 
-@pytest.mark.parametrize("window", [None, 50], ids=["full", "window"])
-def test_chunks_agree_with_decode(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "kv_dtype"),
+    [(None, ""), (50, ""), (None, str(BITS))],
+    ids=["full", "window", "fp8"],
+)
+def test_chunks_agree_with_decode(window: int | None, kv_dtype: str) -> None:
     """However a prompt is split into chunks, every token has the result of decoding it."""
-    case = PagedCase("prompt", SMOL, (200,), (200,), window=window)
+    case = PagedCase("prompt", SMOL, (200,), (200,), window=window, kv_dtype=kv_dtype)
     (args,) = jax.tree.map(jnp.asarray, prefill_cases.build(case, 0).args)
     q, table = args.q, args.page_table
     decode = jax.jit(partial(attend, scale=args.scale, window=window))
     rows = jnp.broadcast_to(table, (200, table.shape[1]))
     lens = jnp.arange(1, 201, dtype=jnp.int32)
-    expected = decode(q, args.k_pages, args.v_pages, rows, lens)
+    expected = decode(q, pools_of(args), rows, lens)
     prefill = jax.jit(paged_prefill)
     for chunks in CHUNKINGS:
         end = 0

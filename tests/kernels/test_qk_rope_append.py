@@ -24,7 +24,7 @@ def test_in_place_in_front_of_attention(norms: bool) -> None:
         pages = {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slots}
         q, *pools = qk_rope_append(RopeAppendArgs(qkv=qkv, **rotation, **pages, eps=1e-6))
         table, lens = jnp.zeros((TOKENS, 8), jnp.int32), jnp.ones(TOKENS, jnp.int32)
-        return pools, attend(q, *pools, table, lens, scale=1.0)
+        return pools, attend(q, (*pools,), table, lens, scale=1.0)
 
     qkv = jnp.zeros((TOKENS, HEADS + 2 * KV_HEADS, HEAD_DIM))
     cos, weights = jnp.zeros((TOKENS, HEAD_DIM // 2)), jnp.ones((2, HEAD_DIM))

@@ -164,6 +164,13 @@ def family(name: str) -> Callable[[Path], None]:
     return lambda folder: check_equal(written(folder / name, config_of(name)), folder, (2, DEVICES))
 
 
+def fp8_pages(folder: Path) -> None:
+    """Scales are divided with their heads; of two KV heads each is on two of four devices."""
+    for name in ("llama", "gemma3"):
+        path = written(folder / name, config_of(name))
+        check_equal(path, folder, (2, DEVICES), kv_cache_dtype="fp8")
+
+
 def sliced(name: str) -> Callable[[Path], None]:
     """A check of one family whose experts are divided by columns."""
 
@@ -608,6 +615,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "research": research,
     "embeddings": embeddings,
     "trainer": trainer,
+    "fp8_pages": fp8_pages,
     "bundles": bundles,
     **{name: family(name) for name in CONFIGS},
     **{f"{name}_sliced": sliced(name) for name in SLICED},

@@ -5,6 +5,7 @@ Owns: the configs and the random parameters.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import Model, Params, abstract_params, build_model
+from pallas_kernels.lib.page_scales import BITS
 
+FP8 = "/fp8"  # the end of a name
 VOCAB_SIZE = 320
 MAX_LEN = 512
 
@@ -688,8 +691,13 @@ WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear")
 
 @cache
 def tiny_model(name: str, dtype: str = "float32") -> tuple[Model, Params]:
-    """The model ``name`` of ``CONFIGS``, with the same random parameters every time."""
-    model = build_model(CONFIGS[name], dtype)
+    """The model ``name`` of ``CONFIGS``, with the same random parameters every time.
+
+    With "/fp8" behind its name the model has pages of 8 bits.
+    """
+    model = build_model(CONFIGS[name.removesuffix(FP8)], dtype)
+    if name.endswith(FP8):
+        model = replace(model, config=model.config.with_pages(BITS))
     return model, random_params(model)
 
 

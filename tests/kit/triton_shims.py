@@ -45,6 +45,7 @@ TRITON_NAMES = {
     "float16": "fp16",
     "float32": "fp32",
     "int32": "i32",
+    "uint8": "u8",
 }
 NUMPY_TYPES = {theirs: jnp.dtype(name) for name, theirs in TRITON_NAMES.items()}
 

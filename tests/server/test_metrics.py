@@ -192,6 +192,7 @@ def test_cache_config() -> None:
         "enable_prefix_caching": "True",
         "gpu_memory_utilization": "0.92",
         "kv_cache_memory_bytes": "None",
+        "cache_dtype": "auto",
     }
 
 

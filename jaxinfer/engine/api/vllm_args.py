@@ -23,6 +23,7 @@ RENAMED = MappingProxyType(
     }
 )
 DTYPE_ALIASES = MappingProxyType({"half": "float16", "float": "float32"})
+PAGE_ALIASES = MappingProxyType({"fp8_e4m3": "fp8"})
 # the older name of a task, and the runner that newer versions have in its place
 TASK_ALIASES = MappingProxyType({"embedding": "embed", "pooling": "embed"})
 
@@ -30,7 +31,6 @@ TASK_ALIASES = MappingProxyType({"embedding": "embed", "pooling": "embed"})
 FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pipeline_parallel_size", (1,), "use tensor_parallel_size for several devices"),
     ("data_parallel_size", (1,), "use tensor_parallel_size, or jaxinfer serve, which has it"),
-    ("kv_cache_dtype", ("auto",), "the cache has the model's dtype"),
     ("enable_chunked_prefill", (None, True), "prefill is always chunked"),
     ("scheduling_policy", ("fcfs", "priority"), "the order is by priority, then by arrival"),
     ("convert", (None, "auto", "none", "embed"), "embeddings and scores are made by --task"),
@@ -86,6 +86,8 @@ def engine_config(model: str | None, arguments: Mapping[str, Any]) -> EngineConf
             _check_fixed(name, value)
     if isinstance(dtype := settings.get("dtype"), str):
         settings["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+    if isinstance(pages := settings.get("kv_cache_dtype"), str):
+        settings["kv_cache_dtype"] = PAGE_ALIASES.get(pages, pages)
     if isinstance(task := settings.get("task"), str):
         settings["task"] = TASK_ALIASES.get(task, task)
     return EngineConfig(**settings)

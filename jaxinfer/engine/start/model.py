@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
@@ -14,8 +17,11 @@ from jaxinfer.nn.placement import slices_experts
 from jaxinfer.weights.sources import ModelSource
 from pallas_kernels.lib.arrangements import LANES, TILES
 from pallas_kernels.lib.checks import not_hopper
+from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.native.library import variants
 from pallas_kernels.quantised_gemm.native import misfit_of
+
+PAGE_DTYPES = MappingProxyType({"bfloat16": jnp.dtype("bfloat16"), "fp8": BITS})
 
 if TYPE_CHECKING:
     from jaxinfer.weights.quantised.choose import Forms
@@ -31,6 +37,8 @@ def model_of(
     divided, or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
+    if (pages := page_dtype(config, model)) != model.config.dtype:
+        model = replace(model, config=model.config.with_pages(pages))
     if config.enable_expert_parallel and not model.config.experts:
         raise ConfigError(
             f"enable_expert_parallel is on, but {model.architecture} has no experts; leave it out"
@@ -43,6 +51,11 @@ def model_of(
         source, forms = quantised_source(source, model, config.quantization)
         model = replace(model, **_kept(config, forms, platform))
     return source, model if devices == 1 else _divided(model, config, devices)
+
+
+def page_dtype(config: EngineConfig, model: Model) -> jnp.dtype:
+    """The dtype of pages that the settings name, or the model's own."""
+    return PAGE_DTYPES.get(config.kv_cache_dtype, model.config.dtype)
 
 
 def _divided(model: Model, config: EngineConfig, devices: int) -> Model:

@@ -43,6 +43,7 @@ def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
     each = on_each(plan.memory.num_devices)
     yield f"weights {shown(plan.memory.weight_bytes)}{each} as {kept}"
     page_source = "default" if given.page_size is None else "given"
+    pages = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
     length = "given"
     if given.max_model_len is None:
         whole = limits.max_model_len == model.config.lengths[1]
@@ -50,7 +51,7 @@ def describe_plan(given: EngineConfig, plan: EnginePlan) -> Iterator[str]:
     yield (
         f"max_model_len {limits.max_model_len} ({length}); KV cache "
         f"{shown(plan.memory.kv_bytes)}{each}: "
-        f"{limits.num_usable_pages} pages of {limits.page_size} tokens ({page_source})"
+        f"{limits.num_usable_pages} pages of {limits.page_size} tokens ({page_source}){pages}"
     )
 
 

@@ -134,6 +134,7 @@ def identity_of(plan: EnginePlan) -> Mapping[str, str]:
         "weights": f"{source.fingerprint} {plan.config.seed if source.checkpoint is None else ''}",
         "quantization": str(plan.config.quantization),
         "dtype": str(config.dtype),
+        "kv_cache_dtype": plan.config.kv_cache_dtype,
         "page_size": str(limits.page_size),
         "groups": str([(g.window, g.tokens_per_entry, g.pool) for g in limits.groups]),
         "arrays": arrays,

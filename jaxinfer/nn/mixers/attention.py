@@ -14,6 +14,7 @@ itself in the dense form. Parameters of ``Attention``:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -225,10 +226,8 @@ def attend(
         return _decode(qkv, state, ctx, angles, qk_norm, values, sinks, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
-    prompts, pools = qkv[d:], (state["k"], state["v"])
     slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
-    q, pools = _append(prompts, pools, slots, ctx, angles, *norms)
-    state = {"k": pools[0], "v": pools[1]}
+    q, state = _append(qkv[d:], state, slots, ctx, angles, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
         return _decode(qkv[only], state, ctx, angles, *norms, sinks, **static)
@@ -239,6 +238,17 @@ def attend(
         parts.append(out)
     parts.append(prefill(q, state, ctx, sinks, **static))
     return jnp.concatenate(parts) if d else parts[0], state
+
+
+def pages_of(state: LayerArrays) -> dict[str, Any]:
+    """The pages of keys and values, and their scales if they have 8 bits, as arguments of ops."""
+    scales = {"k_scales": state.get("k_scale"), "v_scales": state.get("v_scale")}
+    return {"k_pages": state["k"], "v_pages": state["v"], **scales}
+
+
+def with_pools(pools: Sequence[jax.Array]) -> LayerArrays:
+    """The state of the pools that an op returns."""
+    return dict(zip(("k", "v", "k_scale", "v_scale"), pools, strict=False))
 
 
 def prefill(
@@ -256,8 +266,7 @@ def prefill(
     pages, d = ctx.pages[0], ctx.num_decodes
     args = PrefillArgs(
         q=q,
-        k_pages=state["k"],
-        v_pages=state["v"],
+        **pages_of(state),
         page_table=pages.page_table[d:],
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
@@ -271,24 +280,24 @@ def prefill(
 
 def _append(
     qkv: jax.Array,  # [T, N + 2K, H]
-    pools: tuple[jax.Array, jax.Array],  # [P, page_size, K, H] each
+    state: LayerArrays,
     slots: jax.Array,  # int32[T]
     ctx: StepContext,
     angles: Angles | None,
     qk_norm: QKNorm,
     values: Values,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # [T, N, H]
-    """The queries of prompts, and the pools after appending their keys and values."""
-    to = {"k_pages": pools[0], "v_pages": pools[1], "slot_mapping": slots}
+) -> tuple[jax.Array, LayerArrays]:  # [T, N, H]
+    """The queries of prompts, and the state after appending their keys and values."""
+    to = pages_of(state) | {"slot_mapping": slots}
     if angles is None:
-        q, k, v = split_heads(qkv, pools[0].shape[2])
-        return q, kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append"))
+        q, k, v = split_heads(qkv, state["k"].shape[2])
+        return q, with_pools(kv_append(KvAppendArgs(k=k, v=v, **to), ctx.pinned("kv_append")))
     cos, sin = angles.take(slice(ctx.num_decodes, None))
     args = RopeAppendArgs(
         qkv=qkv, cos=cos, sin=sin, qk_norms=qk_norm.weights, **to, eps=qk_norm.eps, values=values
     )
-    q, k_pages, v_pages = qk_rope_append(args, ctx.pinned("qk_rope_append"))
-    return q, (k_pages, v_pages)
+    q, *pools = qk_rope_append(args, ctx.pinned("qk_rope_append"))
+    return q, with_pools(pools)
 
 
 def _decode(
@@ -312,8 +321,7 @@ def _decode(
         cos=cos,
         sin=sin,
         qk_norms=norms,
-        k_pages=state["k"],
-        v_pages=state["v"],
+        **pages_of(state),
         page_table=pages.page_table[:rows],
         seq_lens=pages.seq_lens[:rows],
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
@@ -324,8 +332,8 @@ def _decode(
         cap=cap,
         values=values,
     )
-    out, k_pages, v_pages = append_decode(args, ctx.pinned("append_decode"))
-    return out, {"k": k_pages, "v": v_pages}
+    out, *pools = append_decode(args, ctx.pinned("append_decode"))
+    return out, with_pools(pools)
 
 
 def _dense(

@@ -70,6 +70,10 @@ class LatentAttentionConfig(BlockSpec):
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
         return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
 
+    def with_pages(self, dtype: jnp.dtype) -> None:
+        """See ``MixerSpec``; latents have no other form."""
+        del dtype
+
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
         return {"z": (self.num_heads, self.value_dim)}

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
-from jaxinfer.nn.mixers.attention import dense_attention, output, prefill
+from jaxinfer.nn.mixers.attention import dense_attention, output, pages_of, prefill
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
@@ -111,8 +111,7 @@ def _single_tokens(
         cos=cos,
         sin=sin,
         qk_norms=rotation.norm,
-        k_pages=state["k"],
-        v_pages=state["v"],
+        **pages_of(state),
         page_table=pages.page_table[:rows],
         seq_lens=pages.seq_lens[:rows],
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,

@@ -246,4 +246,5 @@ def _cache_config(limits: Limits, config: EngineConfig | None) -> dict[str, str]
         share = config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
         labels["gpu_memory_utilization"] = share
         labels["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes
+        labels["cache_dtype"] = config.kv_cache_dtype
     return {name: str(value) for name, value in labels.items()}
