@@ -22,6 +22,7 @@ from jaxinfer.models.registry import (
     family_for,
     known_architectures,
     text_config,
+    wrapping_architectures,
 )
 from jaxinfer.weights.gguf.config import known_architectures as gguf_architectures
 
@@ -40,13 +41,15 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "kimi-linear": "kimi_linear",
     }
 )
+WRAPPED = "Of these only the text decoder is read, which is of one of the families above:"
 HEAD = ("family", "architectures", "GGUF", "golden files", "served on a GPU as the dense form")
 
 
 def table() -> str:
     """The table in Markdown, a line for each family in the order of the registry."""
     families: dict[str, list[str]] = {}
-    for architecture in known_architectures():
+    wrappers = wrapping_architectures()
+    for architecture in (one for one in known_architectures() if one not in wrappers):
         name = family_for({"architectures": [architecture]}).name
         families.setdefault(name, []).append(architecture)
     of_gguf, golden, served = _gguf_names(), _golden(), _served()
@@ -60,7 +63,8 @@ def table() -> str:
             ", ".join(served.get(name, ())) or "-",
         )
         lines.append(_line(cells))
-    return "".join(lines)
+    names = "".join(f"- {one}\n" for one in wrappers)
+    return f"{''.join(lines)}\n{WRAPPED}\n\n{names}"
 
 
 def _line(cells: tuple[str, ...]) -> str:

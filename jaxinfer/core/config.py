@@ -103,7 +103,8 @@ class EngineConfig:
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``tensor_parallel_size``: the devices among which every layer is divided; None is 1. Memory
     sizes are those of each device. ``enable_expert_parallel``: a device has whole experts; else a
-    part of each expert's columns where kernels can read that (``nn.placement.slices_experts``).
+    part of each expert's columns where kernels can read that (``nn.placement.slices_experts``). It
+    is an error for a model without experts.
     ``num_hosts``: machines that share the engine, each with a process, its number ``host_rank`` and
     as many devices; ``tensor_parallel_size`` counts those of all. ``coordinator`` is HOST:PORT of
     host 0, which also uses the next port; all start within ``hosts_timeout`` seconds.

@@ -11,26 +11,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
     gqa_config,
     gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
 )
+from jaxinfer.models.layer_kinds import exaone_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_PATTERN = 4  # transformers' default
 _NORMS = NormSources(names=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    windows = _windows(config)
-    has_windows = config.get("sliding_window", _PATTERN) is not None
+    windows, rotates = exaone_windows(config)
     return gqa_config(
         config,
         dtype,
@@ -38,22 +34,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=False,
         qk_norm="head",
         windows=windows,
-        rotates=[window is not None or not has_windows for window in windows],
+        rotates=rotates,
         norms="after",
     )
-
-
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer; by default every fourth layer has none."""
-    window, pattern = sliding_window(config), config.get("sliding_window_pattern")
-    if window is None or config.get("layer_types") is not None:
-        return windows_by_layer(config, window)
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    if isinstance(pattern, str) and pattern and not {*pattern} - {"L", "G"}:  # local, global
-        letters = (pattern[i % len(pattern)] for i in range(num_layers))
-        return tuple(window if letter == "L" else None for letter in letters)
-    every = hf.positive_int(config, "sliding_window_pattern", _PATTERN)
-    return tuple(window if (i + 1) % every else None for i in range(num_layers))
 
 
 FAMILY = ModelFamily(

@@ -127,6 +127,55 @@ def sparse_layers(config: Mapping[str, Any], experts: ExpertsConfig) -> list[Fee
     return [dense if one else experts for one in is_dense]
 
 
+def networks_by_layer(
+    config: Mapping[str, Any],
+    experts: ExpertsConfig,
+    *,
+    first: int,
+    key: str = "first_k_dense_replace",
+    width: str = "intermediate_size",
+) -> list[FeedForwardSpec]:
+    """The network of each layer: ``mlp_layer_types`` decides, else the first layers are dense.
+
+    ``key`` says how many do, ``first`` if it is absent; ``width`` is the key of their width.
+    """
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    first = hf.layer_index(config, key, first)
+    kinds = hf.layer_kinds(config, "mlp_layer_types", num_layers, ("dense", "sparse"))
+    kinds = kinds or ["dense" if i < first else "sparse" for i in range(num_layers)]
+    if "dense" not in kinds:
+        return [experts] * num_layers
+    dense = FeedForwardConfig(width=hf.positive_int(config, width), activation="silu", gated=True)
+    return [dense if kind == "dense" else experts for kind in kinds]
+
+
+def biased_experts(
+    config: Mapping[str, Any],
+    *,
+    count: str = "n_routed_experts",
+    shared: str | None = "n_shared_experts",
+    renormalised: bool = True,
+    scores: str = "sigmoid",
+    choice_bias: bool = True,
+) -> ExpertsConfig:
+    """Experts with DeepSeek-V3's keys, chosen by biased sigmoids, and those of all tokens.
+
+    ``count`` and ``shared`` are the keys of their numbers, ``renormalised`` is the default of its
+    key, ``scores`` that of the scoring function.
+    """
+    given = {"norm_topk_prob": hf.flag(config, "norm_topk_prob", renormalised)}
+    number = 0 if shared is None else hf.layer_index(config, shared, 1)
+    width = number * hf.positive_int(config, "moe_intermediate_size")
+    return experts_config(
+        config,
+        count=count,
+        width="moe_intermediate_size",
+        routing=grouped_routing(hf.with_values(config, given), scores),
+        choice_bias=choice_bias,
+        shared=FeedForwardConfig(width=width, activation="silu", gated=True) if width else None,
+    )
+
+
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """The number of experts that a token chooses."""
     return hf.positive_int(config, _KEYS.chosen)

@@ -37,13 +37,18 @@ _NORMS = NormSources(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    head_dim = _HEAD_DIM
+    if config.get("model_type") == "glm4v_text":  # GLM-4.1V derives it
+        head_dim = hf.positive_int(config, "hidden_size") // hf.positive_int(
+            config, "num_attention_heads"
+        )
     return gqa_config(
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", True),
         o_bias=False,
         qk_norm=None,
-        head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
+        head_dim=hf.positive_int(config, "head_dim", head_dim),
         windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
         norms="both",

@@ -261,6 +261,9 @@ def _qkv_linear(
         orders = (PackedHeads(k, (n // k * h, h, h), (), orders),)
     elif len(tensors) == 1:
         orders = (rows(n + k),)
+    elif mixer.gate and names.gate is not None:
+        parts, units = (n * h, *parts), (n, *units)
+        tensors, orders = (names.gate, *tensors), (None, *orders)
     elif mixer.gate:  # a head's query and its gate are adjacent in the tensor of queries
         parts, widths, units = (n * h, *parts), (2 * n * h, k * h, k * h), (n, *units)
         orders = (PackedHeads(n, (h, h), (1, 0), (None, rows(n))), *orders[1:])

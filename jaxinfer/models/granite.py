@@ -1,11 +1,13 @@
 """Granite 3 and 4 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
 
-Source: ``modeling_granite`` and ``modeling_granitemoe`` of Hugging Face transformers.
+Source: ``modeling_granite``, ``modeling_granitemoe`` and ``modeling_granitemoeshared`` of Hugging
+Face transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,23 +28,35 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     windows_by_layer,
 )
+from jaxinfer.models.linears import dense_linears, linear_specs
+from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, join
 from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, PlainResidual
+from jaxinfer.nn.decoder_config import (
+    DecoderSpec,
+    ExpertsConfig,
+    FeedForwardConfig,
+    PlainResidual,
+)
 from pallas_kernels.route.routing import Routing
 
+_MIXTURES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 _TENSORS = ExpertTensors(router="block_sparse_moe.router.layer")
+_SHARED = TensorNames(into=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     bias, windows = hf.flag(config, "attention_bias", False), windows_by_layer(config, None)
     ffns = None
-    if "GraniteMoeForCausalLM" in config.get("architectures", ()):
+    names = config.get("architectures", ())
+    if any(name in names for name in _MIXTURES):
         # the softmax is over the logits of the chosen experts
         routing = Routing(experts_per_token(config), renormalised=True)
         width = "intermediate_size"
         experts = experts_config(config, count="num_local_experts", width=width, routing=routing)
+        if "GraniteMoeSharedForCausalLM" in names:
+            experts = replace(experts, shared=_shared(config))
         ffns = [experts] * len(windows)
     return gqa_config(
         config,
@@ -60,6 +74,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     )
 
 
+def _shared(config: Mapping[str, Any]) -> FeedForwardConfig | None:
+    """The network of all tokens, if there is one."""
+    width = hf.layer_index(config, "shared_intermediate_size", 0)
+    return FeedForwardConfig(width=width, activation="silu", gated=True) if width else None
+
+
 def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:
     """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs."""
     yield from router_specs(path, source, ffn, width, _TENSORS)
@@ -73,6 +93,9 @@ def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Ite
         parts = tuple(Source(tensor, stack, part=i) for i in range(ffn.count))
         array = ArraySpec(stack, own_axes)
         yield ParamSpec(path + name, array, parts, join, pieces=ffn.count, matrix="experts")
+    if ffn.shared is not None:
+        linears = dense_linears(ffn.shared, width, names=_SHARED)
+        yield from linear_specs(f"{path}shared/", source, linears)[0]
 
 
 FAMILY = ModelFamily(

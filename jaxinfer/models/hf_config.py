@@ -90,6 +90,11 @@ def flag(config: HFConfig, key: str, default: bool) -> bool:
     return value
 
 
+def flag_or_null(config: HFConfig, key: str, default: bool) -> bool:
+    """``config[key]``, or ``default`` if it is absent; true or false, which null is as well."""
+    return False if key in config and config[key] is None else flag(config, key, default)
+
+
 def supported_only(config: HFConfig, key: str, *supported: object) -> None:
     """Refuse a value that is not ``supported``; absent or null means ``supported[0]``."""
     value = _get(config, key, supported[0])

@@ -21,8 +21,10 @@ from jaxinfer.models.hf_config import (
     is_positive,
     positive_float,
     positive_int,
+    supported_only,
     with_values,
 )
+from jaxinfer.nn.block import QueryGrowth
 from jaxinfer.nn.rope import (
     DynamicScaling,
     LinearScaling,
@@ -51,6 +53,7 @@ _KINDS: Mapping[str, type[Any] | None] = MappingProxyType(
 # Kinds whose original length may also be a top-level key.
 _TOP_LEVEL_ORIGINAL = ("llama3", "yarn", "longrope")
 _LONG_KINDS, _LONG_FACTOR = ("su", "yarn"), "long_factor"  # in older files of Phi-3
+_IMAGES = "mrope"  # positions in images: of text the default
 _CONTEXT_FIELD = "length"  # the field of a scaling that is set by the engine, not by a file
 # Keys that transformers knows. Like transformers, we ignore those that a kind does not use.
 _KNOWN = frozenset(
@@ -64,6 +67,7 @@ _KNOWN = frozenset(
 )
 # Keys of other engines, and the only values that change nothing.
 _NEUTRAL = MappingProxyType({"extrapolation_factor": 1, "apply_yarn_scaling": True})
+_BETA = "llama_4_scaling_beta"
 _THETA, _PARTIAL, _POSITIONS = "rope_theta", "partial_rotary_factor", "max_position_embeddings"
 SECTIONS = ("rope_scaling", "rope_parameters")  # the old and the new name of the section
 ROPE_KEYS = (*SECTIONS, _THETA, _PARTIAL, _POSITIONS, _ORIGINAL)  # all that describe a rope
@@ -90,6 +94,7 @@ def rope_config(
     section = _section(config)
     kind = section.pop("rope_type", "default")
     kind = "longrope" if kind in _LONG_KINDS and _LONG_FACTOR in section else kind
+    kind = "default" if kind == _IMAGES else kind
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"rope type {short(kind)} is unknown; use one of {', '.join(_KINDS)}")
     _add_top_level(section, config, kind, theta_key)
@@ -135,6 +140,36 @@ def ropes_by_kind(
         rope_config(full, head_dim, theta=theta),
         rope_config(local, head_dim, theta=local_theta or theta, theta_key=local_key),
     )
+
+
+def query_growth(config: HFConfig) -> tuple[HFConfig, QueryGrowth | None]:
+    """The config without the key of the growth of queries in its rope section, and the growth."""
+    section = next((s for s in _sections(config).values() if s.get(_BETA) is not None), None)
+    if section is None:
+        return config, None
+    growth = QueryGrowth(positive_float(section, _BETA), positive_int(section, _ORIGINAL))
+    return _without(config, _BETA), growth
+
+
+def without_partial(config: HFConfig, derived: float) -> HFConfig:
+    """The config of a family that derives the part of heads that rotates, without its key.
+
+    Raises ``ConfigError`` for another value than the ``derived`` one.
+    """
+    for section in (config, *_sections(config).values()):
+        supported_only(section, _PARTIAL, derived)
+    return with_values(_without(config, _PARTIAL), {_PARTIAL: None})
+
+
+def _sections(config: HFConfig) -> dict[str, Mapping[str, Any]]:
+    found = {place: config.get(place) for place in SECTIONS}
+    return {place: section for place, section in found.items() if isinstance(section, Mapping)}
+
+
+def _without(config: HFConfig, key: str) -> HFConfig:
+    """The config whose rope sections do not have the key."""
+    sections = _sections(config).items()
+    return with_values(config, {p: {k: v for k, v in s.items() if k != key} for p, s in sections})
 
 
 def _sections_by_kind(place: str, given: Any) -> tuple[Any, Any]:

@@ -5,8 +5,8 @@ Layers from ``first_k_dense_replace`` on have a mixture of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     FeedForwardSpec,
     LayerSpec,
+    QueryGrowth,
 )
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.rope import RopeConfig, YarnScaling
@@ -41,25 +42,30 @@ def latent_config(
     dtype: jnp.dtype,
     *,
     interleaved: bool,
-    first_expert_layer: int,
-    mlp_bias: bool,
-    experts: ExpertsConfig | None,
+    first_expert_layer: int = 0,
+    mlp_bias: bool = False,
+    experts: ExpertsConfig | None = None,
+    ffns: Sequence[FeedForwardSpec] | None = None,
+    growth: QueryGrowth | None = None,
+    **more: Any,
 ) -> DecoderSpec:
     """A decoder from ``config.json``, whose layers from ``first_expert_layer`` on have ``experts``.
 
-    Raises ``ConfigError`` with the key.
+    ``ffns`` are the networks of all layers instead, ``growth`` is that of queries, ``more`` are
+    further fields of the decoder. Raises ``ConfigError`` with the key.
     """
     rope_dim = hf.positive_int(config, "qk_rope_head_dim")
     hf.supported_only(config, "head_dim", rope_dim)  # which transformers derives
     rope = rope_config(config, rope_dim)
-    mixer = latent_attention(config, rope, interleaved=interleaved)
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    ffns: list[FeedForwardSpec] = [dense_network(config, bias=mlp_bias)] * num_layers
-    if experts is not None:
-        ffns = [ffn if i < first_expert_layer else experts for i, ffn in enumerate(ffns)]
+    mixer = replace(latent_attention(config, rope, interleaved=interleaved), growth=growth)
+    if ffns is None:
+        num_layers = hf.positive_int(config, "num_hidden_layers")
+        ffns = [dense_network(config, bias=mlp_bias)] * num_layers
+        if experts is not None:
+            ffns = [ffn if i < first_expert_layer else experts for i, ffn in enumerate(ffns)]
     layers = tuple(LayerSpec(mixer, ffn) for ffn in ffns)
     positions = hf.positive_int(config, "max_position_embeddings")
-    return latent_decoder(config, dtype, layers, rope.lengths(positions))
+    return replace(latent_decoder(config, dtype, layers, rope.lengths(positions)), **more)
 
 
 def latent_decoder(

@@ -12,6 +12,7 @@ class TensorNames(NamedTuple):
     it. One name in ``qkv`` is of a tensor with queries, keys and values, and one in ``into`` of a
     tensor with gate and up, or of a network without a gate. With ``packed`` the rows of the one
     tensor in ``qkv`` are those of a KV head's queries, its key and its value, then of the next.
+    ``gate`` is the tensor of the gates of heads, None where they are among the queries' rows.
     """
 
     embed: str = "model.embed_tokens"
@@ -25,6 +26,7 @@ class TensorNames(NamedTuple):
     down: str = "mlp.down_proj"
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     packed: bool = False
+    gate: str | None = None
 
 
 LLAMA = TensorNames()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -41,7 +42,6 @@ _MODULES = (
     ("Gemma2ForCausalLM", "jaxinfer.models.gemma2"),
     ("MinistralForCausalLM", "jaxinfer.models.ministral"),
     ("Ministral3ForCausalLM", "jaxinfer.models.ministral"),
-    ("Mistral3ForConditionalGeneration", "jaxinfer.models.ministral"),
     ("HunYuanDenseV1ForCausalLM", "jaxinfer.models.hunyuan"),
     ("HunYuanMoEV1ForCausalLM", "jaxinfer.models.hunyuan"),
     ("ApertusForCausalLM", "jaxinfer.models.apertus"),
@@ -78,6 +78,66 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
+    ("Dots1ForCausalLM", "jaxinfer.models.dots1"),
+    ("MiniMaxM2ForCausalLM", "jaxinfer.models.minimax_m2"),
+    ("Glm4MoeLiteForCausalLM", "jaxinfer.models.glm4_moe_lite"),
+    ("ExaoneMoeForCausalLM", "jaxinfer.models.exaone_moe"),
+    ("SolarOpenForCausalLM", "jaxinfer.models.solar_open"),
+    ("AfmoeForCausalLM", "jaxinfer.models.afmoe"),
+    ("FlexOlmoForCausalLM", "jaxinfer.models.flex_olmo"),
+    ("Cohere2MoeForCausalLM", "jaxinfer.models.cohere2_moe"),
+    ("HYV3ForCausalLM", "jaxinfer.models.hy_v3"),
+    ("GraniteMoeSharedForCausalLM", "jaxinfer.models.granite"),
+    ("Mistral4ForCausalLM", "jaxinfer.models.mistral4"),
+    ("SarvamMoEForCausalLM", "jaxinfer.models.sarvam_moe"),
+    ("SarvamMLAForCausalLM", "jaxinfer.models.sarvam_mla"),
+    ("YoutuForCausalLM", "jaxinfer.models.youtu"),
+    ("MellumForCausalLM", "jaxinfer.models.mellum"),
+    ("PhimoeForCausalLM", "jaxinfer.models.phimoe"),
+    ("PhiMoEForCausalLM", "jaxinfer.models.phimoe"),  # of published files
+    ("Llama4ForCausalLM", "jaxinfer.models.llama4"),
+    ("MiniCPM3ForCausalLM", "jaxinfer.models.minicpm3"),
+)
+
+# Models of text and images whose text decoder is a model of its own: the one that the model type of
+# "text_config", or of a flat config, names. Their tensors have a prefix or those for images have.
+_WRAPPERS = (
+    "AyaVisionForConditionalGeneration",
+    "Cohere2VisionForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
+_TEXT_MODELS = (
+    ("cohere", "CohereForCausalLM"),
+    ("cohere2", "Cohere2ForCausalLM"),
+    ("gemma3_text", "Gemma3ForCausalLM"),
+    ("glm4v_text", "Glm4ForCausalLM"),
+    ("glm4v_moe_text", "Glm4MoeForCausalLM"),
+    ("llama", "LlamaForCausalLM"),
+    ("llama4_text", "Llama4ForCausalLM"),
+    ("ministral3", "Ministral3ForCausalLM"),
+    ("mistral", "MistralForCausalLM"),
+    ("mistral4", "Mistral4ForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen2_vl", "Qwen2ForCausalLM"),
+    ("qwen2_vl_text", "Qwen2ForCausalLM"),
+    ("qwen2_5_vl", "Qwen2ForCausalLM"),
+    ("qwen2_5_vl_text", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+    ("qwen3_vl_text", "Qwen3ForCausalLM"),
+)
+_PREFIXES = ("model.language_model.", "language_model.")
+_OF_IMAGES = (
+    r"(model\.)?(image_newline|(visual|vision_tower|vision_model|multi_modal_projector)\..*)"
 )
 
 # Models of text and images, of which the text decoder is read.
@@ -85,7 +145,6 @@ _WITH_IMAGES = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
-    "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
@@ -95,7 +154,12 @@ _OF_THE_WHOLE = (*QUANTIZATION_KEYS, "tie_word_embeddings")
 
 def known_architectures() -> tuple[str, ...]:
     """The names that ``architectures`` in a config.json may hold."""
-    return tuple(architecture for architecture, _ in _MODULES)
+    return (*(architecture for architecture, _ in _MODULES), *_WRAPPERS)
+
+
+def wrapping_architectures() -> tuple[str, ...]:
+    """Those of models of text and images, whose family is that of their text decoder."""
+    return _WRAPPERS
 
 
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
@@ -103,10 +167,14 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     architecture = _architecture(hf_config)
     module_name = dict(_MODULES)[architecture]
     try:
-        return importlib.import_module(module_name).FAMILY
+        family = importlib.import_module(module_name).FAMILY
     except ImportError as error:
         error.add_note(f"while importing {module_name}, the model family of {architecture}")
         raise
+    if not any(name in _WRAPPERS for name in _names(hf_config)):
+        return family
+    ignored = (*family.ignored_tensors, _OF_IMAGES)
+    return replace(family, ignored_tensors=ignored, optional_prefix=_PREFIXES)
 
 
 def decoder_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,7 +196,10 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises ``ConfigError`` for a key of both whose values differ.
     """
     own, names = hf_config.get("text_config"), _names(hf_config)
-    if not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
+    if any(name in _WRAPPERS for name in names) and not any(n in dict(_MODULES) for n in names):
+        own = own if isinstance(own, Mapping) else {k: hf_config[k] for k in hf_config}
+        names = [_text_model(own, names[0]), *names]
+    elif not isinstance(own, Mapping) or not any(name in _WITH_IMAGES for name in names):
         return hf_config
     whole = {key: value for key, value in hf_config.items() if key.endswith("_token_id")}
     for key in _OF_THE_WHOLE:
@@ -141,6 +212,17 @@ def text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         whole[key] = value
     added = {k: v for k, v in whole.items() if v is not None and own.get(k) is None}
     return {**own, **added, "architectures": names}
+
+
+def _text_model(config: Mapping[str, Any], wrapper: str) -> str:
+    """The architecture of the text decoder with this config."""
+    kind, known = config.get("model_type"), dict(_TEXT_MODELS)
+    if kind not in known:
+        raise UnknownArchitectureError(
+            f"the text decoder of {wrapper} is {short(kind)} ('model_type' of 'text_config'); "
+            f"known are {', '.join(known)}"
+        )
+    return known[kind]
 
 
 def may_stack_experts(hf_config: Mapping[str, Any]) -> bool:
@@ -200,9 +282,13 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
         raise ConfigError("config key 'architectures' is missing; add it to config.json")
     if not isinstance(given, list | tuple) or len(names) < len(given):
         raise ConfigError(f"config key 'architectures' must be a list of names, got {short(given)}")
+    modules = dict(_MODULES)
     for name in names:
-        if name in known:
+        if name in modules:
             return name
+    for name in names:
+        if name in _WRAPPERS:
+            return _text_model(hf_config, name)
     raise UnknownArchitectureError(
         f"architecture {', '.join(names)[:200]} is unknown; known are {', '.join(known)}"
     )

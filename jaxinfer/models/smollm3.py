@@ -10,8 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxinfer.core.checks import short
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
@@ -21,14 +19,15 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
+from jaxinfer.models.layer_kinds import rotating_layers
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_INTERVAL, _THETA = 4, 2e6  # transformers' defaults
+_THETA = 2e6  # transformers' default
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    bias, rotates = hf.flag(config, "attention_bias", False), _rotates(config)
+    bias, rotates = hf.flag(config, "attention_bias", False), rotating_layers(config)
     window = sliding_window(config, None)
     if not hf.flag(config, "use_sliding_window", False):
         window = None
@@ -47,20 +46,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         rotates=rotates,
         tied=True,
     )
-
-
-def _rotates(config: Mapping[str, Any]) -> list[bool]:
-    """Which layers rotate: by ``no_rope_layers``, or else by ``no_rope_layer_interval``."""
-    given, num_layers = config.get("no_rope_layers"), hf.positive_int(config, "num_hidden_layers")
-    interval = hf.positive_int(config, "no_rope_layer_interval", _INTERVAL)
-    if given is None:
-        return [(i + 1) % interval > 0 for i in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or {*given} - {0, 1}:
-        raise ConfigError(
-            "config key 'no_rope_layers' must hold 1 (rotates) or 0 for each of the "
-            f"{num_layers} layers, got {short(given)}"
-        )
-    return [one == 1 for one in given]
 
 
 FAMILY = ModelFamily(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from jaxinfer.core.errors import ConfigError
 
@@ -31,6 +31,17 @@ def kv_part(count: int, devices: int) -> int:
     Raises ``ConfigError`` if they cannot be divided.
     """
     return 1 if devices % count == 0 else part(count, devices, "KV heads")
+
+
+class QueryGrowth(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / original)).
+
+    Llama 4's attention temperature.
+    """
+
+    beta: float
+    original: int
+    offset: int = 0
 
 
 class BlockSpec(Protocol):

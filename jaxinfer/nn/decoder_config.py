@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, kv_part, part
+from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
@@ -64,14 +64,7 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
-type QKNormKind = Literal["head", "all_heads", "rotated"]
-
-
-class QueryGrowth(NamedTuple):
-    """Queries at position p are multiplied by 1 + beta log(1 + floor(p / original)) (Llama 4)."""
-
-    beta: float
-    original: int
+type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +73,11 @@ class AttentionConfig(BlockSpec):
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head. With ``sinks`` each head has a logit beside its
-    scores that takes part in the softmax. With ``gate`` the output of each head is multiplied by
-    the sigmoid of a projection of the token. ``values`` says how values are made. Queries, keys and
-    values are limited to ``clip`` and its negative, and queries grow with the position. Scores x
-    become c tanh(x / c) with a ``cap`` c.
+    heads together, or that of each "rotated" head ("rotated_plain": without weights). With
+    ``sinks`` each head has a logit beside its scores that takes part in the softmax. With ``gate``
+    the output of each head is multiplied by the sigmoid of a projection of the token. ``values``
+    says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
+    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c.
     """
 
     num_heads: int
@@ -164,7 +157,9 @@ class ExpertsConfig(FeedForwardSpec):
     ``bias`` says that experts have biases, ``router_bias`` that logits have them, ``choice_bias``
     that the scores by which experts are chosen have them, ``expert_scale`` that the weights of
     chosen experts are multiplied by a parameter of each expert. ``shared`` is a network that every
-    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit.
+    token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
+    it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
+    multiplied by its weight before the expert instead of after it (Llama 4).
     ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
     ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
     whole experts.
@@ -180,6 +175,8 @@ class ExpertsConfig(FeedForwardSpec):
     expert_scale: bool = False
     shared: FeedForwardConfig | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
+    weighs_inputs: bool = False
     dummy_routing: str = "auto"
     slices: bool = False
 

@@ -126,7 +126,8 @@ class LongRopeScaling(RopeScaling):
 
     The factors are ``short_factor`` if ``length``, the engine's context length, is at most the
     original length, else ``long_factor``: see the module's docstring. ``attention_factor`` replaces
-    ``sqrt(1 + ln(factor) / ln(original length))``.
+    ``sqrt(1 + ln(factor) / ln(original length))``, and ``short_mscale`` and ``long_mscale``, if
+    they are not None, replace both for short and long lengths (Phi-3.5-MoE).
     """
 
     short_factor: tuple[float, ...]  # H / 2
@@ -134,11 +135,16 @@ class LongRopeScaling(RopeScaling):
     factor: float
     original_max_position_embeddings: int
     attention_factor: float | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
     length: int = 0
 
     @property
     def attention_scale(self) -> float:
         """See ``RopeScaling``."""
+        own = self.long_mscale if self._is_long else self.short_mscale
+        if own is not None:
+            return own
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1.0:
@@ -147,12 +153,15 @@ class LongRopeScaling(RopeScaling):
             1 + math.log(self.factor) / math.log(self.original_max_position_embeddings)
         )
 
+    @property
+    def _is_long(self) -> bool:
+        return self.length > self.original_max_position_embeddings
+
     def rescale(self, rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:  # float32[H / 2]
         """See ``RopeScaling``."""
         del rope
-        is_long = self.length > self.original_max_position_embeddings
         return frequencies / np.array(
-            self.long_factor if is_long else self.short_factor, np.float32
+            self.long_factor if self._is_long else self.short_factor, np.float32
         )
 
     def lengths(self, positions: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.route.routing import Routing
@@ -34,6 +35,8 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     logits = jnp.matmul(x, w.T, precision="highest") * routing.logit_scale
     if args.bias is not None:
         logits = logits + jnp.asarray(args.bias, jnp.float32)
+    if routing.scores == "sparsemixer":
+        return _sparsemixer(args, np.asarray(logits, np.float64))
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
     ranks = (
         scores if args.choice_bias is None else scores + jnp.asarray(args.choice_bias, jnp.float32)
@@ -55,3 +58,25 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     if args.is_token is not None:
         choices = jnp.where(jnp.asarray(args.is_token)[:, None], choices, -1)
     return choices, weights * routing.scale
+
+
+def _sparsemixer(
+    args: RouteArgs,
+    logits: np.ndarray,  # float64[T, E]
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """The choices of "sparsemixer", token by token."""
+    routing = args.routing
+    choices = np.zeros((len(logits), routing.chosen), np.int32)
+    weights = np.zeros(choices.shape, np.float32)
+    for t, row in enumerate(logits):
+        left = [*range(len(row))]
+        for i in range(routing.chosen):
+            best = max(left, key=lambda e: row[e])
+            top = row[best]
+            near = [e for e in left if (top - row[e]) / max(abs(row[e]), top) <= routing.spread]
+            choices[t, i] = best
+            weights[t, i] = routing.scale / sum(np.exp(row[e] - top) for e in near)
+            left.remove(best)
+    if args.is_token is not None:
+        choices[~np.asarray(args.is_token)] = -1
+    return jnp.asarray(choices), jnp.asarray(weights)

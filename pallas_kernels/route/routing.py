@@ -28,11 +28,16 @@ class Routing(NamedTuple):
     chosen by score, plus a bias if there is one; their weights are the scores without the bias,
     divided by their sum if ``renormalised``, times ``scale``. Logits are multiplied by
     ``logit_scale`` first.
+
+    "sparsemixer" (Liu et al. 2023, arXiv:2310.00811) chooses by logits, one expert after another.
+    The weight of each is its softmax over the logits z that are not yet chosen and for which
+    (best - z) / max(abs(z), best) is at most ``spread``.
     """
 
     chosen: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalised: bool = False
     scale: float = 1.0
     groups: Groups | None = None
     logit_scale: float = 1.0
+    spread: float = 0.0

@@ -49,6 +49,8 @@ def _choose(
     CHOSEN: tl.constexpr,
     CHOSEN_TILE: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SPARSEMIXER: tl.constexpr,
+    SPREAD: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
     LOGIT_SCALE: tl.constexpr,
@@ -74,7 +76,7 @@ def _choose(
     else:
         powers = tl.exp(z - tl.max(z, 0))
         scores = powers / tl.sum(powers, 0)
-    ranks = scores
+    ranks = z if SPARSEMIXER else scores
     if CHOICE_BIAS:
         ranks += tl.load(choice_bias + expert, mask=inside, other=0.0)
     ranks = tl.where(inside, ranks, float("-inf"))
@@ -98,7 +100,11 @@ def _choose(
         best = tl.max(ranks, 0)
         first = tl.min(tl.where(ranks == best, expert, TILE), 0)
         chosen = tl.where(number == i, first, chosen)
-        own = tl.sum(tl.where(expert == first, scores, 0.0), 0)
+        if SPARSEMIXER:  # a softmax of those that are near the best and not yet chosen
+            near = best - z <= SPREAD * tl.maximum(tl.abs(z), best)
+            own = 1.0 / tl.sum(tl.where(near, tl.exp(ranks - best), 0.0), 0)
+        else:
+            own = tl.sum(tl.where(expert == first, scores, 0.0), 0)
         weight = tl.where(number == i, own, weight)
         if EXPERT_SCALE:
             factor = tl.where(
@@ -141,6 +147,8 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         CHOSEN=routing.chosen,
         CHOSEN_TILE=power_of_two(routing.chosen),
         SIGMOID=routing.scores == "sigmoid",
+        SPARSEMIXER=routing.scores == "sparsemixer",
+        SPREAD=routing.spread,
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
         LOGIT_SCALE=routing.logit_scale,

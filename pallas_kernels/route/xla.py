@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.route.ref import SMALLEST, RouteArgs
-from pallas_kernels.route.routing import Groups
+from pallas_kernels.route.routing import Groups, Routing
 
 
 def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
@@ -17,6 +17,11 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
         logits = logits * routing.logit_scale
     if args.bias is not None:
         logits = logits + args.bias.astype(jnp.float32)
+    if routing.scores == "sparsemixer":
+        choices, weights = _one_by_one(logits, routing)
+        if args.is_token is not None:
+            choices = jnp.where(args.is_token[:, None], choices, -1)
+        return choices, weights * routing.scale
     scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
     ranks = scores if args.choice_bias is None else scores + args.choice_bias
     if routing.groups is not None:
@@ -30,6 +35,22 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
     if args.is_token is not None:
         choices = jnp.where(args.is_token[:, None], choices, -1)
     return choices, weights * routing.scale
+
+
+def _one_by_one(
+    logits: jax.Array,  # float32[T, E]
+    routing: Routing,
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """The choices of "sparsemixer" and their weights."""
+    left, choices, weights = logits, [], []
+    for _ in range(routing.chosen):
+        best, choice = left.max(axis=1, keepdims=True), left.argmax(axis=1, keepdims=True)
+        far = (best - logits) > routing.spread * jnp.maximum(jnp.abs(logits), best)
+        scores = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
+        weights.append(jnp.take_along_axis(scores, choice, axis=1))
+        choices.append(choice)
+        left = jnp.where(jnp.arange(logits.shape[1]) == choice, -jnp.inf, left)
+    return jnp.concatenate(choices, axis=1).astype(jnp.int32), jnp.concatenate(weights, axis=1)
 
 
 def logits_of(x: jax.Array, w: jax.Array) -> jax.Array:  # [T, D], [E, D] -> float32[T, E]

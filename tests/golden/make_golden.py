@@ -26,21 +26,27 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     DynamicCache,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     FalconConfig,
+    FlexOlmoConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -48,6 +54,8 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    Glm4vConfig,
     GlmConfig,
     GPT2Config,
     GPTJConfig,
@@ -55,12 +63,19 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HYV3Config,
     Jais2Config,
     KimiLinearConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
+    MellumConfig,
+    MiniCPM3Config,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
@@ -74,7 +89,9 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5Config,
@@ -84,10 +101,15 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    SarvamMLAConfig,
+    SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -237,8 +259,16 @@ GEMMA4_VISION = {
 }
 # norms multiply by 1 + weight
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
-STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
+# published files have other names
+RENAMED = (
+    *("gpt_neox", "gpt_neox_sequential", "llava", "qwen2_5_vl", "qwen3_vl"),
+    *("gemma3_multimodal", "glm4v", "mistral4"),
+)
+STACKED = (
+    "qwen3_5_moe_multimodal",
+    "llama4",
+    "llama4_plain",
+)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
 DERIVED = {
@@ -247,6 +277,65 @@ DERIVED = {
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
     )
 }
+PHIMOE_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 8 for i in range(4)],
+    "long_factor": [1.0 + i for i in range(4)],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+    "original_max_position_embeddings": 48,
+}
+MINICPM3_ROPE = {key: PHIMOE_ROPE[key] for key in PHIMOE_ROPE if not key.endswith("mscale")}
+LLAMA4 = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 5,
+    "attn_scale": 0.3,
+    "attention_chunk_size": 40,
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN2_VL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+GLM4V_ROPE = {**QWEN2_VL_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+OF_EXPERTS = {"num_experts_per_tok", "first_k_dense_replace"}
+BIASED_EXPERTS = {
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+COUNTED_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+}
+COHERE_EXPERTS = {
+    "head_dim": 8,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "logit_scale": 0.5,
+    **NO_TOKENS,
+}
+SARVAM_ROPE = {key: value for key, value in LATENT_ROPE.items() if key != "rope_type"}
+# transformers loads these with another architecture's module
+ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "sarvam_mla": "SarvamMLAForCausalLM"}
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -271,6 +360,10 @@ def cases() -> dict[str, PreTrainedConfig]:
         "moe_intermediate_size": 24,
         "num_experts_per_tok": 3,
         "first_k_dense_replace": 1,
+    }
+    own_latent = {
+        **{key: latent[key] for key in latent.keys() - {"moe_intermediate_size"} - OF_EXPERTS},
+        "q_lora_rank": 20,
     }
     return {
         "llama_tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -771,6 +864,176 @@ def cases() -> dict[str, PreTrainedConfig]:
             linear_conv_kernel_dim=3,
             **NO_TOKENS,
         ),
+        "dots1": Dots1Config(
+            **SIZES | {"num_hidden_layers": 3},
+            **BIASED_EXPERTS,
+            head_dim=16,
+            attention_bias=True,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            sliding_window=7,
+            max_window_layers=1,
+        ),
+        "minimax_m2": MiniMaxM2Config(
+            **SIZES,
+            head_dim=16,
+            rotary_dim=8,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            **NO_TOKENS,
+        ),
+        "glm4_moe_lite": Glm4MoeLiteConfig(
+            **own_latent, **BIASED_EXPERTS | {"n_routed_experts": 8}, n_group=4, topk_group=2
+        ),
+        "exaone_moe": ExaoneMoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **COUNTED_EXPERTS,
+            head_dim=16,
+            sliding_window=7,
+            sliding_window_pattern=2,
+            routed_scaling_factor=1.5,
+            **NO_TOKENS,
+        ),
+        "solar_open": SolarOpenConfig(
+            **SIZES, **BIASED_EXPERTS, head_dim=16, attention_bias=True, **NO_TOKENS
+        ),
+        "afmoe": AfmoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **COUNTED_EXPERTS,
+            head_dim=16,
+            sliding_window=7,
+            global_attn_every_n_layers=2,
+            route_scale=1.5,
+            mup_enabled=True,
+            **NO_TOKENS,
+        ),
+        "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=5, num_experts_per_tok=2, **NO_TOKENS),
+        "cohere2_moe": Cohere2MoeConfig(
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
+            **COHERE_EXPERTS,
+            first_k_dense_replace=1,
+            prefix_dense_intermediate_size=40,
+            num_shared_experts=2,
+            expert_selection_fn="sigmoid",
+        ),
+        "cohere2_moe_rms": Cohere2MoeConfig(
+            **SIZES | {"intermediate_size": 24},
+            **COHERE_EXPERTS,
+            rms_norm_eps=1e-3,
+            num_shared_experts=1,
+            shared_expert_combination_strategy="sum",
+            attention_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "hy_v3": HYV3Config(
+            **SIZES, **COUNTED_EXPERTS, head_dim=16, attention_bias=True, **NO_TOKENS
+        ),
+        "granite_moe_shared": GraniteMoeSharedConfig(
+            **SIZES | {"intermediate_size": 24},
+            attention_multiplier=0.3,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.5,
+            logits_scaling=0.5,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=20,
+            **NO_TOKENS,
+        ),
+        "mistral4": Mistral3Config(
+            text_config={
+                "model_type": "mistral4",
+                **own_latent,
+                **BIASED_EXPERTS,
+                "n_routed_experts": 8,
+                "first_k_dense_replace": 1,
+                "n_group": 4,
+                "topk_group": 2,
+                "rope_parameters": {**MINISTRAL3_ROPE, "beta_fast": 4.0},
+                **NO_TOKENS,
+            },
+            vision_config=PIXTRAL,
+            tie_word_embeddings=False,
+        ),
+        "phimoe": PhimoeConfig(
+            **SIZES,
+            num_local_experts=5,
+            router_jitter_noise=0.2,
+            attention_bias=True,
+            lm_head_bias=True,
+            rope_parameters=PHIMOE_ROPE,
+            **NO_TOKENS,
+        ),
+        "llama4": Llama4TextConfig(**LLAMA4, **NO_TOKENS),
+        "llama4_plain": Llama4TextConfig(
+            **LLAMA4
+            | {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True}
+            | {"moe_layers": [0], "no_rope_layers": [0, 1, 1], "tie_word_embeddings": True},
+            **NO_TOKENS,
+        ),
+        "minicpm3": MiniCPM3Config(
+            **own_latent,
+            scale_emb=3.0,
+            scale_depth=0.7,
+            dim_model_base=16,
+            rope_parameters=MINICPM3_ROPE,
+            **NO_TOKENS,
+        ),
+        "llava": LlavaConfig(
+            text_config={"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+            vision_config=CLIP,
+            tie_word_embeddings=True,
+        ),
+        "qwen2_5_vl": Qwen2_5_VLConfig(
+            text_config={**SIZES, "rope_parameters": QWEN2_VL_ROPE}, vision_config=VISION
+        ),
+        "qwen3_vl": Qwen3VLConfig(
+            text_config={
+                **SIZES,
+                "head_dim": 16,
+                "rope_parameters": {**QWEN2_VL_ROPE, "mrope_interleaved": True},
+                "tie_word_embeddings": True,
+            },
+            vision_config={**VISION, "deepstack_visual_indexes": [0]},
+            tie_word_embeddings=True,
+        ),
+        "gemma3_multimodal": Gemma3Config(
+            text_config={
+                **SIZES,
+                "num_hidden_layers": 3,
+                "head_dim": 16,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "query_pre_attn_scalar": 24,
+            },
+            vision_config={**CLIP, "model_type": "siglip_vision_model"},
+        ),
+        "glm4v": Glm4vConfig(
+            text_config={**SIZES, "rope_parameters": GLM4V_ROPE},
+            vision_config={**VISION, "image_size": 4},
+        ),
+        "sarvam_moe": SarvamMoEConfig(
+            **SIZES, **BIASED_EXPERTS, head_dim=16, attention_bias=True, **NO_TOKENS
+        ),
+        "sarvam_mla": SarvamMLAConfig(
+            **{key: size for key, size in latent.items() if key != "num_key_value_heads"}
+            | BIASED_EXPERTS,
+            rope_scaling={"type": "deepseek_yarn", **SARVAM_ROPE},
+            **NO_TOKENS,
+        ),
+        "youtu": YoutuConfig(**own_latent, attention_bias=True, **NO_TOKENS),
+        "mellum": MellumConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            rope_parameters={"sliding_attention": LINEAR_ROPE, "full_attention": YARN_ROPE},
+            attention_bias=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -886,7 +1149,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
         "logits": logits,
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
-    facts = {**config.to_dict(), "architectures": [type(model).__name__]}
+    architecture = ARCHITECTURES.get(name, type(model).__name__)
+    facts = {**config.to_dict(), "architectures": [architecture]}
     for key in DERIVED.get(name, ()):
         facts.pop(key, None)
     metadata = {"config": json.dumps(facts, sort_keys=True)}

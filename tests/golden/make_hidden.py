@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 DATA = Path(__file__).parent / "data"
 CASES = (
@@ -74,6 +74,23 @@ CASES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_linear",
+    "dots1",
+    "minimax_m2",
+    "glm4_moe_lite",
+    "exaone_moe",
+    "solar_open",
+    "afmoe",
+    "flex_olmo",
+    "cohere2_moe",
+    "hy_v3",
+    "mistral4",
+    "sarvam_moe",
+    "sarvam_mla",
+    "youtu",
+    "mellum",
+    "phimoe",
+    "llama4",
+    "minicpm3",
 )
 
 
@@ -84,11 +101,13 @@ def make(name: str) -> None:
         facts = json.loads(file.metadata()["config"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    is_text = config.get_text_config() is config
+    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     weights = {k.removeprefix("weights/"): t for k, t in tensors.items() if k.startswith("weig")}
     with tempfile.TemporaryDirectory() as folder:  # which stacks the tensors of experts
         config.save_pretrained(folder)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        model = auto.from_pretrained(folder, attn_implementation="eager")
     model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)

@@ -85,6 +85,22 @@ MORE: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "linear_attn_config": {**CONFIGS["kimi_linear"]["linear_attn_config"], "num_heads": 4},
     },
+    "exaone_moe": {"num_experts": 8},
+    "afmoe": {"num_experts": 8},
+    "flex_olmo": {"num_experts": 8},
+    "cohere2_moe": {"num_experts": 8},
+    "hy_v3": {"num_experts": 8},
+    "sarvam_moe": {"num_experts": 8},
+    "sarvam_mla": {"num_experts": 8},
+    "mellum": {"num_experts": 8},
+    "dots1": {"n_routed_experts": 8},
+    "glm4_moe_lite": {"n_routed_experts": 8},
+    "solar_open": {"n_routed_experts": 8},
+    "mistral4": {"n_routed_experts": 8},
+    "minimax_m2": {"num_local_experts": 8},
+    "granite_moe_shared": {"num_local_experts": 8},
+    "phimoe": {"num_local_experts": 8},
+    "llama4": {"num_local_experts": 8},
 }
 # as published, a device has a part of each expert
 SLICED: dict[str, dict[str, Any]] = {

@@ -127,20 +127,60 @@ _GEMMA4 = MappingProxyType(
     }
 )
 
+_BIASED_EXPERTS = MappingProxyType(
+    {
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    }
+)
+_COUNTED_EXPERTS = MappingProxyType(
+    {
+        "num_experts": 5,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    }
+)
+_YOUTU = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps"),
+    *("num_hidden_layers", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim"),
+    *("qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
             **_DECODER,
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [
+                "LlamaForCausalLM",
+                "LlavaForConditionalGeneration",
+                "LlavaNextForConditionalGeneration",
+            ],
             "rope_scaling": _LLAMA3_ROPE,
             "tie_word_embeddings": True,
         },
         "mistral": {**_DECODER, "architectures": ["MistralForCausalLM"], "sliding_window": 7},
-        "qwen2": {**_DECODER, **_WINDOW, "architectures": ["Qwen2ForCausalLM"]},
-        "qwen3": {**_DECODER, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        "qwen2": {
+            **_DECODER,
+            **_WINDOW,
+            "architectures": [
+                "Qwen2ForCausalLM",
+                "InternVLForConditionalGeneration",
+                "Qwen2VLForConditionalGeneration",
+                "Qwen2_5_VLForConditionalGeneration",
+            ],
+        },
+        "qwen3": {
+            **_DECODER,
+            "architectures": ["Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"],
+            "head_dim": 16,
+        },
         "gemma3": {
             **_DECODER,
-            "architectures": ["Gemma3ForCausalLM"],
+            "architectures": ["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
             "num_hidden_layers": 5,
@@ -180,7 +220,11 @@ CONFIGS = MappingProxyType(
             "tie_word_embeddings": True,
         },
         "glm": {**_DECODER, "architectures": ["GlmForCausalLM"], "head_dim": 16},
-        "glm4": {**_DECODER, "architectures": ["Glm4ForCausalLM"], "head_dim": 16},
+        "glm4": {
+            **_DECODER,
+            "architectures": ["Glm4ForCausalLM", "Glm4vForConditionalGeneration"],
+            "head_dim": 16,
+        },
         "stablelm": {
             **{key: value for key, value in _DECODER.items() if key != "rms_norm_eps"},
             "architectures": ["StableLmForCausalLM"],
@@ -231,7 +275,11 @@ CONFIGS = MappingProxyType(
         },
         "cohere2": {
             **_LAYER_NORM,
-            "architectures": ["Cohere2ForCausalLM"],
+            "architectures": [
+                "Cohere2ForCausalLM",
+                "AyaVisionForConditionalGeneration",
+                "Cohere2VisionForConditionalGeneration",
+            ],
             "num_hidden_layers": 3,
             "logit_scale": 0.5,
             "sliding_window": 7,
@@ -306,7 +354,7 @@ CONFIGS = MappingProxyType(
         },
         "glm4_moe": {
             **_DECODER,
-            "architectures": ["Glm4MoeForCausalLM"],
+            "architectures": ["Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"],
             "head_dim": 16,
             "use_qk_norm": True,
             "attention_bias": True,
@@ -445,6 +493,161 @@ CONFIGS = MappingProxyType(
                 "short_conv_kernel_size": 4,
             },
         },
+        "dots1": {
+            **_DECODER,
+            **_BIASED_EXPERTS,
+            "architectures": ["Dots1ForCausalLM"],
+            "head_dim": 16,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+        },
+        "minimax_m2": {
+            **_DECODER,
+            "architectures": ["MiniMaxM2ForCausalLM"],
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "glm4_moe_lite": {
+            **_LATENT,
+            "architectures": ["Glm4MoeLiteForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 7,
+        },
+        "exaone_moe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["ExaoneMoeForCausalLM"],
+            "sliding_window": 7,
+            "sliding_window_pattern": "LG",
+        },
+        "solar_open": {
+            **{key: value for key, value in _DECODER.items() if key != "intermediate_size"},
+            **_BIASED_EXPERTS,
+            "architectures": ["SolarOpenForCausalLM"],
+            "head_dim": 16,
+            "attention_bias": True,
+        },
+        "afmoe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["AfmoeForCausalLM"],
+            "head_dim": 16,
+            "num_dense_layers": 1,
+            "route_scale": 1.5,
+            "sliding_window": 7,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+        },
+        "flex_olmo": {
+            **_DECODER,
+            "architectures": ["FlexOlmoForCausalLM"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        "cohere2_moe": {
+            **_LAYER_NORM,
+            "architectures": ["Cohere2MoeForCausalLM"],
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "logit_scale": 0.5,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+            "first_k_dense_replace": 1,
+            "prefix_dense_intermediate_size": 40,
+        },
+        "hy_v3": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["HYV3ForCausalLM"],
+            "head_dim": 16,
+        },
+        "granite_moe_shared": {
+            **_DECODER,
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            "residual_multiplier": 0.5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 24,
+        },
+        "mistral4": {
+            **{key: value for key, value in _LATENT.items() if key != "intermediate_size"},
+            "architectures": ["Mistral4ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 7,
+            "rope_scaling": {**_LATENT["rope_scaling"], "llama_4_scaling_beta": 0.3},
+        },
+        "sarvam_moe": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["SarvamMoEForCausalLM"],
+            "head_dim": 16,
+        },
+        "sarvam_mla": {
+            **_LATENT,
+            "architectures": ["SarvamMLAForCausalLM"],
+            "head_dim": 24,
+            "num_experts": 7,
+            "rope_scaling": {**_LATENT["rope_scaling"], "type": "deepseek_yarn"},
+        },
+        "youtu": {
+            **{key: _LATENT[key] for key in _YOUTU},
+            "architectures": ["YoutuForCausalLM"],
+            "q_lora_rank": 20,
+        },
+        "phimoe": {
+            **_DECODER,
+            "architectures": ["PhimoeForCausalLM", "PhiMoEForCausalLM"],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "lm_head_bias": True,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.5, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "short_mscale": 1.2,
+                "long_mscale": 1.3,
+                "original_max_position_embeddings": 256,
+            },
+        },
+        "llama4": {
+            **_DECODER,
+            "architectures": ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"],
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 5,
+            "attention_chunk_size": MAX_LEN,
+        },
+        "minicpm3": {
+            **{key: _LATENT[key] for key in _YOUTU},
+            "architectures": ["MiniCPM3ForCausalLM"],
+            "q_lora_rank": 20,
+            "scale_emb": 3,
+            "scale_depth": 0.7,
+            "dim_model_base": 16,
+        },
+        "mellum": {
+            **_DECODER,
+            "architectures": ["MellumForCausalLM"],
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -464,6 +667,9 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
+    *("dots1", "minimax_m2", "glm4_moe_lite", "exaone_moe", "solar_open", "afmoe", "flex_olmo"),
+    *("cohere2_moe", "hy_v3", "granite_moe_shared", "mistral4", "sarvam_moe", "sarvam_mla"),
+    *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
 )
 OF_EACH_KIND = (
     "qwen3",

@@ -218,3 +218,33 @@ def test_sliding_windows_reach_the_kv_spec() -> None:
     assert windows("qwen2", layer_types=kinds) == [7, None]
     assert windows("qwen3", use_sliding_window=True, max_window_layers=1) == [None, 4096]
     assert windows("qwen3", use_sliding_window=True, sliding_window=None) == [None, None]
+
+
+def test_the_text_of_models_of_text_and_images() -> None:
+    """A flat config, as Qwen2-VL's files have, and one whose text decoder has no family."""
+    flat = {
+        **tiny_config("qwen2"),
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "vision_config": {"depth": 2},
+    }
+    model = build_model(text_config(flat), "float32")
+    assert model.config == build_model(tiny_config("qwen2"), "float32").config
+    assert model.family.optional_prefix == ("model.language_model.", "language_model.")
+    other = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "x"}}
+    with pytest.raises(UnknownArchitectureError, match="text decoder of LlavaFor.* is 'x'"):
+        text_config(other)
+
+
+def test_llama4s_context_is_one_chunk() -> None:
+    config = {**tiny_config("llama4"), "attention_chunk_size": 64}
+    assert build_model(config, "float32").config.lengths == (64, 64)
+    without = build_model({**config, "attention_chunk_size": None}, "float32")
+    assert without.config.lengths == (512, 512)
+
+
+@pytest.mark.parametrize(("length", "scale"), [(256, 1.2), (257, 1.3)])
+def test_phimoes_factors_of_short_and_long_contexts(length: int, scale: float) -> None:
+    rope = build_model(tiny_config("phimoe"), "float32", length).config.ropes[0]
+    assert rope.attention_scale == scale

@@ -100,6 +100,22 @@ READ_BY = {
     "deepseek_v2": {"moe_intermediate_size"},
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
+    "dots1": {"moe_intermediate_size", "num_local_experts"},
+    "minimax_m2": {*_COUNTS, "use_qk_norm"},
+    "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},
+    "exaone_moe": {*_COUNTS, "moe_intermediate_size", "sliding_window_pattern"},
+    "solar_open": {"moe_intermediate_size", "num_local_experts"},
+    "afmoe": {*_COUNTS, "moe_intermediate_size"},
+    "flex_olmo": _COUNTS,
+    "cohere2_moe": {*_COUNTS, "layer_norm_eps", "logit_scale", "sliding_window_pattern"},
+    "hy_v3": {*_COUNTS, "moe_intermediate_size"},
+    "granite_moe_shared": {*_FACTORS, "num_local_experts"},
+    "mistral4": {"moe_intermediate_size", "num_local_experts"},
+    "sarvam_moe": {*_COUNTS, "moe_intermediate_size", "use_qk_norm", "use_bias"},
+    "sarvam_mla": {*_COUNTS, "moe_intermediate_size"},
+    "mellum": {*_COUNTS, "moe_intermediate_size"},
+    "phimoe": {"num_local_experts"},
+    "llama4": {"num_local_experts", "use_qk_norm", "attention_chunk_size"},
 }
 
 

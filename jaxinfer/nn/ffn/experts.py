@@ -49,12 +49,15 @@ class Experts(nn.Module):
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
         down_bias = param(self, "down_bias") if c.bias else None
         if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
-            own = c.count // jax.lax.axis_size(ctx.axis)
-            choices = choices - own * jax.lax.axis_index(ctx.axis)
+            held = c.count // jax.lax.axis_size(ctx.axis)
+            choices = choices - held * jax.lax.axis_index(ctx.axis)
         elif ctx.axis is not None and down_bias is not None:  # one device adds it
             down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
+        x = h
+        if c.weighs_inputs:
+            x, weights = h * weights.astype(h.dtype), jnp.ones_like(weights)
         args = ExpertsArgs(
-            x=h,
+            x=x,
             choices=choices,
             weights=weights,
             gate_up=weight(self, "gate_up").matrix,
@@ -72,6 +75,8 @@ class Experts(nn.Module):
             shared = whole(own)
             if c.shared_gate:
                 shared = _weighted(shared, h, param(self, "shared_gate"))
+            if c.shared_scale != 1.0:
+                shared = shared * c.shared_scale
             if not apart:
                 out = added_partials(out, shared)
         mixed = ctx.addends(out)

@@ -7,7 +7,8 @@ itself in the dense form. Parameters of ``Attention``:
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
-    qk_norms [2, H] with a qk_norm of each head, rotated or not, [(N + K) * H] with one of all heads
+    qk_norms [2, H] with a qk_norm of each head, rotated or not, with weights, [(N + K) * H] with
+      one of all heads
     sinks [N] with sinks
 """
 
@@ -78,7 +79,7 @@ class Attention(nn.Module):
         gates = None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
-        norms = None if c.qk_norm is None else param(self, "qk_norms")
+        norms = None if c.qk_norm in (None, "rotated_plain") else param(self, "qk_norms")
         if norms is not None and c.qk_norm == "all_heads":
             qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
         if c.clip is not None:
@@ -86,7 +87,9 @@ class Attention(nn.Module):
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
         if c.growth is not None:
             heads = _grown(heads, c.growth, c.num_kv_heads, ctx.positions)
-        if norms is not None and (c.rope is None or c.qk_norm == "rotated"):
+        if c.qk_norm == "rotated_plain":
+            norms = jnp.ones((2, c.head_dim), qkv.dtype)
+        if norms is not None and (c.rope is None or c.qk_norm in ("rotated", "rotated_plain")):
             heads = _normalised_heads(heads, norms, c, norm.eps, ctx)
             ctx, norms = replace(ctx, angles=()), None
         out, state = attend(
@@ -145,6 +148,12 @@ def _normalised_heads(
     return jnp.concatenate([q, keys, v], axis=1)
 
 
+def growth_factors(growth: QueryGrowth, positions: jax.Array, dtype: Any) -> jax.Array:  # [T]
+    """The factors of queries at positions int32[T]."""
+    whole = ((positions + growth.offset) // growth.original).astype(jnp.float32)
+    return (1 + growth.beta * jnp.log1p(whole)).astype(dtype)
+
+
 def _grown(
     heads: jax.Array,  # [T, N + 2K, H]
     growth: QueryGrowth,
@@ -152,8 +161,7 @@ def _grown(
     positions: jax.Array,  # int32[T]
 ) -> jax.Array:  # [T, N + 2K, H]
     """The heads with queries that grow with the position."""
-    whole = (positions // growth.original).astype(jnp.float32)
-    factors = (1 + growth.beta * jnp.log1p(whole)).astype(heads.dtype)
+    factors = growth_factors(growth, positions, heads.dtype)
     n = heads.shape[1] - 2 * num_kv_heads
     return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
+from jaxinfer.nn.mixers.attention import growth_factors
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
@@ -88,6 +89,8 @@ class LatentAttention(nn.Module):
             q = linear(q, weight(self, "q_b"), ctx).y
         latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps)
         q = q.reshape(len(q), c.num_heads, c.head_dim)
+        if c.growth is not None:
+            q = q * growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
         if c.rope is None:
             return stream, _Tokens(q, jnp.concatenate((latents, kv[:, c.rank :]), axis=1))
         angles = ctx.angles[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import BlockSpec, part
+from jaxinfer.nn.block import BlockSpec, QueryGrowth, part
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import Entry, LayerState, PagedKind
 
@@ -26,7 +26,8 @@ class LatentAttentionConfig(BlockSpec):
     of keys and values and of queries (None: queries have no latent), ``norm_eps`` is the epsilon of
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
-    residual stream have biases, but for queries without a latent.
+    residual stream have biases, but for queries without a latent. Queries may grow with the
+    position.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class LatentAttentionConfig(BlockSpec):
     interleaved: bool = True
     norm_eps: float = 1e-6
     bias: bool = False
+    growth: QueryGrowth | None = None
 
     @property
     def head_dim(self) -> int:
