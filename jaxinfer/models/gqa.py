@@ -6,6 +6,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -26,6 +27,7 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     FeedForwardSpec,
     LayerSpec,
+    MixerSpec,
     QKNormKind,
 )
 from jaxinfer.nn.layer_spec import NormKind
@@ -143,6 +145,14 @@ def gqa_config(
         dtype=dtype,
         **more,
     )
+
+
+def with_mixers(decoder: DecoderSpec, mixers: Mapping[int, MixerSpec]) -> DecoderSpec:
+    """The decoder with other mixers than attention in these layers."""
+    layers = list(decoder.layers)
+    for i, mixer in mixers.items():
+        layers[i] = replace(layers[i], mixer=mixer)
+    return replace(decoder, layers=tuple(layers))
 
 
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:

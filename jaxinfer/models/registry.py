@@ -78,6 +78,8 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
+    ("Lfm2ForCausalLM", "jaxinfer.models.lfm2"),
+    ("Lfm2MoeForCausalLM", "jaxinfer.models.lfm2"),
 )
 
 # Models of text and images, of which the text decoder is read.

@@ -60,6 +60,8 @@ from transformers import (
     HunYuanMoEV1Config,
     Jais2Config,
     KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -107,6 +109,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
 }
+RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 SIZES = {
     "vocab_size": 96,
@@ -771,6 +774,24 @@ def cases() -> dict[str, PreTrainedConfig]:
             linear_conv_kernel_dim=3,
             **NO_TOKENS,
         ),
+        "lfm2": Lfm2Config(
+            **SIZES | {"num_hidden_layers": 3},
+            block_multiple_of=20,
+            block_ffn_dim_multiplier=1.1,
+            conv_bias=True,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
+        "lfm2_moe": Lfm2MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            moe_intermediate_size=24,
+            num_experts=5,
+            num_experts_per_tok=2,
+            num_dense_layers=1,
+            conv_L_cache=4,
+            routed_scaling_factor=1.5,
+            layer_types=["conv", "conv", "full_attention"],
+            tie_word_embeddings=False,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -829,7 +850,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise * 0.5
         tensor.data.copy_(noise)
     for name, tensor in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
@@ -868,7 +889,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     length = LENGTHS.get(name, LENGTH)
     token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+    if RECURRENT.intersection(getattr(text, "layer_types", None) or ()):
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()
         assert difference < ROUNDING, f"{name}: chunks and single steps differ by {difference:.1e}"
     sequence = token_ids

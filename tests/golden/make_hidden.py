@@ -74,6 +74,7 @@ CASES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_linear",
+    "lfm2",
 )
 
 

@@ -83,6 +83,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 8},
     "olmoe": {"num_experts": 8},
     "glm4_moe": {"n_routed_experts": 8},
+    "lfm2_moe": {"num_experts": 8},
     "qwen3_5": {"linear_num_key_heads": 4},
     "qwen3_5_moe": {"num_experts": 8, "linear_num_key_heads": 4},
     "qwen3_next": {"num_experts": 8, "linear_num_key_heads": 4},

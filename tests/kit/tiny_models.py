@@ -445,6 +445,25 @@ CONFIGS = MappingProxyType(
                 "short_conv_kernel_size": 4,
             },
         },
+        "lfm2": {
+            **_WITHOUT_EPS,
+            "architectures": ["Lfm2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "intermediate_size": 72,
+            "block_multiple_of": 16,
+            "norm_eps": 1e-5,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        "lfm2_moe": {
+            **_WITHOUT_EPS,
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["conv", "full_attention"],
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -464,6 +483,7 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
+    "lfm2_moe",
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -477,7 +497,7 @@ OF_EACH_KIND = (
 )
 
 # with state for each sequence
-WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear")
+WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe")
 
 
 @cache

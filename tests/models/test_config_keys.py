@@ -95,6 +95,7 @@ READ_BY = {
     "deepseek_v2": {"moe_intermediate_size"},
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
+    "lfm2_moe": {*_COUNTS, "moe_intermediate_size"},
 }
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
+from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
@@ -69,3 +70,50 @@ def delta_bytes(
     return tokens * (between + sliced + expanded) + sum(
         workspace_of(op, platform, args, pins.of(op.name)) for op, args in ops
     )
+
+
+def gated_conv_bytes(
+    config: GatedConvConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: the inputs of the convolution, its outputs, and their products
+    with the gates.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    channels = config.width
+    conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=False)
+    return conv + 3 * x.shape[0] * channels * x.dtype.itemsize
+
+
+def _conv_bytes(
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    channels: int,
+    width: int,
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+    *,
+    silu: bool,
+) -> int:
+    """The workspace of a convolution with a bias of so many channels and taps."""
+    of = jax.ShapeDtypeStruct
+    rows = of((num_prompts,), jnp.int32)
+    call: dict[str, Any] = {
+        "x": of((x.shape[0], channels), x.dtype),
+        "weights": of((width, channels), x.dtype),
+        "kept": of((1, width, channels), x.dtype),
+        "query_start_loc": of((num_prompts + 1,), jnp.int32),
+        "begins": rows,
+        "reads": rows,
+        "writes": rows,
+        "bias": of((channels,), x.dtype),
+        "silu": silu,
+    }
+    op = short_conv.OP
+    return workspace_of(op, platform, short_conv.ShortConvArgs(**call), pins.of(op.name))
