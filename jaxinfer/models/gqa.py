@@ -31,6 +31,7 @@ from jaxinfer.nn.decoder_config import (
     QKNormKind,
 )
 from jaxinfer.nn.layer_spec import NormKind
+from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 
@@ -302,14 +303,18 @@ def _layer_specs(
     mixer, ffn, d = config.layers[index].mixer, config.layers[index].ffn, config.hidden_size
     path, source = f"layers_{index}/", names.layer.format(index)
     linears: tuple[Linear, ...] = ()
-    if isinstance(mixer, AttentionConfig):
-        rows = partial(_rotary_rows, mixer, interleaved=interleaved)
-        heads = mixer.num_heads * mixer.head_dim
+    attention = mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
+    if isinstance(attention, AttentionConfig):
+        rows = partial(_rotary_rows, attention, interleaved=interleaved)
+        heads = attention.num_heads * attention.head_dim
         linears = (
-            _qkv_linear(mixer, d, names, rows),
-            Linear("o", (names.o,), (heads, d), ("heads", None), mixer.o_bias),
+            _qkv_linear(attention, d, names, rows),
+            Linear("o", (names.o,), (heads, d), ("heads", None), attention.o_bias),
         )
-    else:
+    if isinstance(mixer, SideBySideConfig):
+        assert mixers is not None, "the family has no other mixers"
+        yield from mixers(f"{path}beside/", source, mixer.other, d, config.norm_dtype)
+    elif not isinstance(mixer, AttentionConfig) and not mixer.is_absent:
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(path, source, mixer, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
@@ -320,8 +325,8 @@ def _layer_specs(
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
-    if isinstance(mixer, AttentionConfig):
-        yield from _head_specs(path, source, mixer, config, norms, names.qk_norms, rows)
+    if isinstance(attention, AttentionConfig):
+        yield from _head_specs(path, source, attention, config, norms, names.qk_norms, rows)
 
 
 def _norm_stack(

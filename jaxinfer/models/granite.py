@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
+"""Granite 3 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
 
 Source: ``modeling_granite`` and ``modeling_granitemoe`` of Hugging Face transformers.
 """
@@ -44,23 +44,31 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         width = "intermediate_size"
         experts = experts_config(config, count="num_local_experts", width=width, routing=routing)
         ffns = [experts] * len(windows)
+    mlp_bias = ffns is None and hf.flag(config, "mlp_bias", False)
+    return granite_config(config, dtype, bias=bias, windows=windows, mlp_bias=mlp_bias, ffns=ffns)
+
+
+def granite_config(
+    config: Mapping[str, Any], dtype: jnp.dtype, *, bias: bool, **more: Any
+) -> DecoderSpec:
+    """A decoder with Granite's factors; ``more`` are further arguments of ``gqa_config``."""
     return gqa_config(
         config,
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=ffns is None and hf.flag(config, "mlp_bias", False),
         qk_norm=None,
-        windows=windows,
-        ffns=ffns,
         scale=hf.positive_float(config, "attention_multiplier", 1.0),
         embed_scale=hf.positive_float(config, "embedding_multiplier", 1.0),
         residual=PlainResidual(scale=hf.positive_float(config, "residual_multiplier", 1.0)),
         logit_scale=1.0 / hf.positive_float(config, "logits_scaling", 1.0),
+        **more,
     )
 
 
-def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:
+def granite_expert_specs(
+    path: str, source: str, ffn: ExpertsConfig, width: int
+) -> Iterator[ParamSpec]:
     """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs."""
     yield from router_specs(path, source, ffn, width, _TENSORS)
     axes = expert_axes(ffn)
@@ -78,6 +86,6 @@ def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Ite
 FAMILY = ModelFamily(
     name="granite",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, experts=_expert_specs),
+    param_specs=partial(gqa_param_specs, experts=granite_expert_specs),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

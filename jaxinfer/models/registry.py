@@ -80,6 +80,11 @@ _MODULES = (
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
     ("Lfm2ForCausalLM", "jaxinfer.models.lfm2"),
     ("Lfm2MoeForCausalLM", "jaxinfer.models.lfm2"),
+    ("GraniteMoeHybridForCausalLM", "jaxinfer.models.granite_hybrid"),
+    ("BambaForCausalLM", "jaxinfer.models.bamba"),
+    ("FalconH1ForCausalLM", "jaxinfer.models.falcon_h1"),
+    ("NemotronHForCausalLM", "jaxinfer.models.nemotron_h"),
+    ("Mamba2ForCausalLM", "jaxinfer.models.mamba2"),
 )
 
 # Models of text and images, of which the text decoder is read.

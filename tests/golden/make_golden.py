@@ -30,6 +30,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     Cohere2Config,
     CohereConfig,
     CwmConfig,
@@ -40,6 +41,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -55,6 +57,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -67,8 +70,10 @@ from transformers import (
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
+    Mamba2Config,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
@@ -96,7 +101,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
 # transformers computes linear attention in chunks of 64
-LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80}
+LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80, "bamba": 80, "mamba2_tied": 80}
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
@@ -108,7 +113,9 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "kimi_linear": 5,
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
+    "granite_hybrid": 1,
 }
+FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 SIZES = {
@@ -240,7 +247,7 @@ GEMMA4_VISION = {
 }
 # norms multiply by 1 + weight
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
+RENAMED = ("gpt_neox", "gpt_neox_sequential", "nemotron_h")  # its published files have other names
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
@@ -249,6 +256,24 @@ DERIVED = {
         *("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
     )
+}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+FALCON_FACTORS = {
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.9,
+}
+GRANITE_FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
 }
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
@@ -792,6 +817,92 @@ def cases() -> dict[str, PreTrainedConfig]:
             layer_types=["conv", "conv", "full_attention"],
             tie_word_embeddings=False,
         ),
+        "bamba": BambaConfig(  # in two chunks
+            **SIZES | {"num_hidden_layers": 3, "vocab_size": 48, "max_position_embeddings": 96},
+            **MAMBA2,
+            attn_layer_indices=[1],
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            time_step_limit=(0.3, 0.9),
+        ),
+        "granite_hybrid": GraniteMoeHybridConfig(
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 16},
+            **MAMBA2,
+            **GRANITE_FACTORS,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=3,
+            shared_intermediate_size=24,
+        ),
+        "granite_hybrid_rope": GraniteMoeHybridConfig(
+            **SIZES,
+            **MAMBA2 | {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_n_heads": 4},
+            **GRANITE_FACTORS,
+            layer_types=["full_attention", "linear_attention"],
+            num_local_experts=0,
+            shared_intermediate_size=24,
+            position_embedding_type="rope",
+            tie_word_embeddings=True,
+        ),
+        "falcon_h1": FalconH1Config(
+            **SIZES,
+            **MAMBA2 | FALCON_FACTORS | {"mamba_n_heads": 4},
+            mamba_d_ssm=48,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        "falcon_h1_plain": FalconH1Config(
+            **SIZES,
+            **MAMBA2 | {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_n_heads": 4},
+            mamba_d_ssm=64,
+            tie_word_embeddings=True,
+        ),
+        "falcon_h1_gate_first": FalconH1Config(
+            **SIZES | {"num_hidden_layers": 1},
+            **MAMBA2,
+            mamba_d_ssm=None,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            head_dim=16,
+        ),
+        "nemotron_h": NemotronHConfig(
+            **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+            hybrid_override_pattern="MM-*-M",
+            head_dim=16,
+            mamba_num_heads=6,
+            mamba_head_dim=12,
+            ssm_state_size=16,
+            n_groups=2,
+            conv_kernel=3,
+            time_step_min=0.4,
+            use_bias=True,
+            mlp_bias=True,
+        ),
+        "mamba2": Mamba2Config(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_heads=8,
+            head_dim=8,
+            state_size=16,
+            n_groups=2,
+            use_bias=True,
+        ),
+        "mamba2_tied": Mamba2Config(  # in two chunks
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_heads=4,
+            head_dim=16,
+            state_size=24,
+            n_groups=1,
+            use_conv_bias=False,
+            tie_word_embeddings=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -889,7 +1000,11 @@ def make(name: str, config: PreTrainedConfig) -> None:
     length = LENGTHS.get(name, LENGTH)
     token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
-    if RECURRENT.intersection(getattr(text, "layer_types", None) or ()):
+    kinds = getattr(text, "layer_types", None) or ()
+    # single tokens of transformers' Mamba-2 ignore these limits
+    limited = getattr(text, "time_step_limit", FREE_STEPS) != FREE_STEPS
+    limited |= text.model_type == "nemotron_h"  # by time_step_min
+    if RECURRENT.intersection(kinds) and not limited:
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()
         assert difference < ROUNDING, f"{name}: chunks and single steps differ by {difference:.1e}"
     sequence = token_ids

@@ -39,6 +39,11 @@ _OPT = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
+_MAMBA2 = MappingProxyType({"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16})
+_NEMOTRON_H = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings"),
+)
 _FALCON = MappingProxyType({**{key: _DECODER[key] for key in _OPT}, "ffn_hidden_size": 48})
 _LLAMA3_ROPE = MappingProxyType(
     {
@@ -464,6 +469,53 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "layer_types": ["conv", "full_attention"],
         },
+        "bamba": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["BambaForCausalLM"],
+            "attn_layer_indices": [1],
+        },
+        "granite_hybrid": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "residual_multiplier": 0.5,
+        },
+        "falcon_h1": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["FalconH1ForCausalLM"],
+            "mamba_d_ssm": 32,
+            "mamba_norm_before_gate": False,
+            "mamba_rms_norm": True,
+            "attention_out_multiplier": 0.5,
+            "mlp_multipliers": [0.7, 1.3],
+            "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
+        },
+        "nemotron_h": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H},
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "M-*M-",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+        "mamba2": {
+            "architectures": ["Mamba2ForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -483,7 +535,7 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
-    "lfm2_moe",
+    *("lfm2_moe", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -497,7 +549,10 @@ OF_EACH_KIND = (
 )
 
 # with state for each sequence
-WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe")
+WITH_STATE = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
+    *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2"),
+)
 
 
 @cache

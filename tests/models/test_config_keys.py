@@ -96,6 +96,10 @@ READ_BY = {
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
     "lfm2_moe": {*_COUNTS, "moe_intermediate_size"},
+    "granite_hybrid": {*_FACTORS, "num_local_experts"},
+    "falcon_h1": {"embedding_multiplier"},
+    "nemotron_h": {"use_bias", "moe_intermediate_size", "num_local_experts"},
+    "mamba2": {"use_bias"},
 }
 
 

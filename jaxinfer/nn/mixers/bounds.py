@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
+from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.short_conv import api as short_conv
 
 
@@ -89,6 +91,28 @@ def gated_conv_bytes(
     channels = config.width
     conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=False)
     return conv + 3 * x.shape[0] * channels * x.dtype.itemsize
+
+
+def mamba2_bytes(
+    config: Mamba2Config,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: of each chunk and head, in float32, some 4 matrices of chunk by
+    chunk, 6 of keys and 6 of inputs.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    channels, tokens = sum(config.channels.widths), x.shape[0]
+    conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=True)
+    chunks = tokens // CHUNK + num_prompts
+    of_token = 4 * CHUNK + 6 * config.state_dim + 6 * config.head_dim
+    scan = 4 * chunks * CHUNK * config.num_heads * of_token
+    return conv + scan + 2 * tokens * channels * x.dtype.itemsize
 
 
 def _conv_bytes(

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
-from jaxinfer.nn.mixers.recurrent import empty_state, indices_of, whole_sequence
+from jaxinfer.nn.mixers.recurrent import PromptRows, empty_state, whole_sequence
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.delta_decode.api import DeltaDecodeArgs, delta_decode
@@ -135,7 +135,7 @@ class Delta(nn.Module):
     ) -> tuple[jax.Array, LayerArrays]:  # [T, V * Dv]
         """The outputs of the tokens of prompts, and the new state."""
         c, qkvz, tokens = self.config, given.qkvz, len(given.qkvz)
-        indices = indices_of(rows)
+        indices = PromptRows.of(rows)._asdict()
         conv = ShortConvArgs(x=qkvz, weights=param(self, "conv"), kept=state["conv"], **indices)
         mixed, convs = short_conv(conv, ctx.pinned("short_conv"))
         q, k, v = jnp.split(mixed, (c.keys, 2 * c.keys), axis=1)

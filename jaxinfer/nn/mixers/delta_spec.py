@@ -13,7 +13,7 @@ from jaxinfer.nn.block import part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import Entry, LayerState
-from pallas_kernels.delta_prefill.ref import CHUNK
+from pallas_kernels.lib.chunk_scan import CHUNK
 
 if TYPE_CHECKING:
     import flax.linen as nn

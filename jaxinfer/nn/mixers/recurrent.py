@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,17 +31,28 @@ def empty_state(state: LayerState) -> LayerArrays:
     return {entry.name: jnp.zeros((1, *entry.shape), entry.dtype) for entry in state.per_slot}
 
 
-def indices_of(rows: Rows) -> dict[str, Any]:
-    """The indices that ops for prompts take, of prefill rows alone (``Rows.prompts``)."""
-    saves = rows.saves
-    return {
-        "query_start_loc": rows.query_start_loc,
-        "begins": rows.begins,
-        "reads": rows.slots if rows.reads is None else rows.reads,
-        "writes": rows.slots,
-        "save_tokens": None if saves is None else saves.num_tokens,
-        "save_rows": None if saves is None else saves.state_rows,
-    }
+class PromptRows(NamedTuple):
+    """The indices that ops for prompts take (``pallas_kernels.lib.chunk_scan.RowIndices``)."""
+
+    query_start_loc: jax.Array  # int32[R + 1]
+    begins: jax.Array  # int32[R]
+    reads: jax.Array  # int32[R]
+    writes: jax.Array  # int32[R]
+    save_tokens: jax.Array | None  # int32[R, N]
+    save_rows: jax.Array | None  # int32[R, N]
+
+    @classmethod
+    def of(cls, rows: Rows) -> PromptRows:
+        """Those of prefill rows alone (``Rows.prompts``)."""
+        saves = rows.saves
+        return cls(
+            rows.query_start_loc,
+            rows.begins,
+            rows.slots if rows.reads is None else rows.reads,
+            rows.slots,
+            None if saves is None else saves.num_tokens,
+            None if saves is None else saves.state_rows,
+        )
 
 
 def with_kept(array: jax.Array, rows: Rows, num_decodes: int) -> jax.Array:
@@ -85,7 +96,7 @@ def convolved(
             bias=bias,
             kept=kept,
             silu=silu,
-            **indices_of(rows.prompts(d)),
+            **PromptRows.of(rows.prompts(d))._asdict(),
         )
         out, kept = short_conv(args, ctx.pinned("short_conv"))
         parts.append(out)
