@@ -1,9 +1,10 @@
-"""Config keys and checkpoint tensors of mixers of Mamba-2."""
+"""Config keys and checkpoint tensors of mixers of Mamba and of Mamba-2."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.linears import Linear, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, conv_taps, stack
+from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from jaxinfer.nn.mixers.mamba_spec import MambaConfig
+from jaxinfer.nn.placement import Fused
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 # transformers' names, and those of older files
@@ -164,3 +167,77 @@ def mamba2_specs(
         norm = (Source(f"{own}norm.weight", (c.inner,)),)
         array = ArraySpec((c.inner,), ("heads",), norm_dtype)
         yield ParamSpec(f"{path}inner_norm", array, norm, as_is)
+
+
+class MambaKeys(NamedTuple):
+    """The keys of a mixer of Mamba."""
+
+    state: str = "state_size"
+    taps: str = "conv_kernel"
+    expand: str = "expand"
+    rank: str = "time_step_rank"
+    bias: str = "use_bias"
+    conv_bias: str = "use_conv_bias"
+
+
+def mamba_config(
+    config: Mapping[str, Any], keys: MambaKeys = MambaKeys(), **more: Any
+) -> MambaConfig:
+    """The mixer of a config; ``more`` are further fields."""
+    hf.supported_only(config, "hidden_act", "silu", "swish")
+    width = hf.positive_int(config, "hidden_size")
+    rank = -(-width // 16)
+    if config.get(keys.rank) not in (None, "auto"):
+        rank = hf.positive_int(config, keys.rank)
+    return MambaConfig(
+        inner=int(hf.positive_float(config, keys.expand, 2) * width),
+        state_dim=hf.positive_int(config, keys.state, 16),
+        rank=rank,
+        conv_width=hf.positive_int(config, keys.taps, 4),
+        bias=hf.flag(config, keys.bias, False),
+        conv_bias=hf.flag(config, keys.conv_bias, True),
+        **more,
+    )
+
+
+def mamba_specs(
+    path: str,
+    source: str,
+    c: MambaConfig,
+    width: int,
+    norm_dtype: jnp.dtype | None,
+    name: str = "mamba.",
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.mixers.mamba``; ``name`` is that of the mixer in tensors' names."""
+    own, inner, inputs = source + name, c.inner, c.rank + 2 * c.state_dim
+    into = (None, Fused("heads", (inner, inner)))
+    linears = (
+        Linear("into", ("in_proj",), (width, 2 * inner), into, c.bias),
+        Linear("o", ("out_proj",), (inner, width), ("heads", None), c.bias),
+    )
+    weights, biases = linear_specs(path, own, linears)
+    yield from (*weights, *biases)
+    steps = (
+        Linear("x", ("x_proj",), (inner, inputs), ("heads", None), bias=False),
+        Linear("dt", ("dt_proj",), (c.rank, inner), (None, "heads"), bias=False),
+    )
+    # a decay to the power of the tokens is sensitive, so that steps are never quantised
+    yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, steps)[0])
+    taps = (Source(f"{own}conv1d.weight", (inner, 1, c.conv_width)),)
+    yield ParamSpec(
+        f"{path}conv", ArraySpec((c.conv_width, inner), (None, "heads")), taps, conv_taps
+    )
+    if c.conv_bias:
+        bias = (Source(f"{own}conv1d.bias", (inner,)),)
+        yield ParamSpec(f"{path}conv_bias", ArraySpec((inner,), ("heads",)), bias, as_is)
+    rates = (Source(f"{own}A_log", (inner, c.state_dim)),)
+    array = ArraySpec((inner, c.state_dim), ("heads", None), _FLOAT32)
+    yield ParamSpec(f"{path}rates", array, rates, as_is)
+    decay = tuple(Source(f"{own}{one}", (inner,)) for one in ("dt_proj.bias", "D"))
+    array = ArraySpec((2, inner), (None, "heads"), _FLOAT32)
+    yield ParamSpec(f"{path}decay", array, decay, stack)
+    if c.inner_norms == "weights":
+        widths = {"dt": c.rank, "b": c.state_dim, "c": c.state_dim}
+        norms = tuple(Source(f"{own}{n}_layernorm.weight", (w,)) for n, w in widths.items())
+        array = ArraySpec((inputs,), (None,), norm_dtype)
+        yield ParamSpec(f"{path}inner_norm", array, norms, join)

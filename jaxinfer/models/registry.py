@@ -85,6 +85,9 @@ _MODULES = (
     ("FalconH1ForCausalLM", "jaxinfer.models.falcon_h1"),
     ("NemotronHForCausalLM", "jaxinfer.models.nemotron_h"),
     ("Mamba2ForCausalLM", "jaxinfer.models.mamba2"),
+    ("MambaForCausalLM", "jaxinfer.models.falcon_mamba"),
+    ("FalconMambaForCausalLM", "jaxinfer.models.falcon_mamba"),
+    ("JambaForCausalLM", "jaxinfer.models.jamba"),
 )
 
 # Models of text and images, of which the text decoder is read.

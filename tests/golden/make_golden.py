@@ -42,6 +42,7 @@ from transformers import (
     Exaone4Config,
     FalconConfig,
     FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4Config,
@@ -62,6 +63,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Jais2Config,
+    JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -71,6 +73,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     Mamba2Config,
+    MambaConfig,
     MixtralConfig,
     NemotronConfig,
     NemotronHConfig,
@@ -101,7 +104,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
 # transformers computes linear attention in chunks of 64
-LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80, "bamba": 80, "mamba2_tied": 80}
+LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80, "bamba": 80, "mamba2_tied": 80, "falcon_mamba": 80}
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
@@ -902,6 +905,27 @@ def cases() -> dict[str, PreTrainedConfig]:
             n_groups=1,
             use_conv_bias=False,
             tie_word_embeddings=True,
+        ),
+        "mamba": MambaConfig(
+            vocab_size=48, hidden_size=32, num_hidden_layers=2, state_size=8, use_conv_bias=False
+        ),
+        "falcon_mamba": FalconMambaConfig(  # in two chunks
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=3,
+            state_size=8,
+            conv_kernel=3,
+            time_step_rank=5,
+            use_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "jamba": JambaConfig(
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
+            num_experts=3,
+            mamba_proj_bias=True,
+            mamba_d_state=8,
+            attn_layer_period=3,
+            attn_layer_offset=1,
         ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True

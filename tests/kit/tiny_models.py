@@ -516,6 +516,24 @@ CONFIGS = MappingProxyType(
             "state_size": 16,
             "n_groups": 2,
         },
+        "falcon_mamba": {
+            "architectures": ["FalconMambaForCausalLM", "MambaForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "use_bias": True,
+        },
+        "jamba": {
+            **_DECODER,
+            "architectures": ["JambaForCausalLM"],
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -536,6 +554,7 @@ LIKE_OTHERS = (
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *("lfm2_moe", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
+    *("falcon_mamba", "jamba"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -551,7 +570,8 @@ OF_EACH_KIND = (
 # with state for each sequence
 WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
-    *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2"),
+    *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
+    "jamba",
 )
 
 

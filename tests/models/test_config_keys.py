@@ -100,6 +100,8 @@ READ_BY = {
     "falcon_h1": {"embedding_multiplier"},
     "nemotron_h": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mamba2": {"use_bias"},
+    "falcon_mamba": {"use_bias"},
+    "jamba": _COUNTS,
 }
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
@@ -113,6 +114,26 @@ def mamba2_bytes(
     of_token = 4 * CHUNK + 6 * config.state_dim + 6 * config.head_dim
     scan = 4 * chunks * CHUNK * config.num_heads * of_token
     return conv + scan + 2 * tokens * channels * x.dtype.itemsize
+
+
+def mamba_bytes(
+    config: MambaConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: in float32 some 8 arrays of the states after each token of one
+    chunk, and 6 of the channels of all tokens.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    inner, chunks = config.inner, x.shape[0] // CHUNK + num_prompts
+    conv = _conv_bytes(x, inner, config.conv_width, num_prompts, platform, pins, silu=True)
+    scan = 4 * CHUNK * inner * (8 * config.state_dim + 6 * chunks)
+    return conv + scan
 
 
 def _conv_bytes(
