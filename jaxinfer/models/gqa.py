@@ -195,11 +195,16 @@ def windows_by_layer(
 
 
 class NormSources(NamedTuple):
-    """The names of a layer's norms in order, and the functions that build one and several."""
+    """The names of a layer's norms in order, and the functions that build one and several.
+
+    ``after`` are the names in layers whose norms are after their blocks, if those of others are
+    before them.
+    """
 
     names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     one: Callable[..., np.ndarray] = as_is
     several: Callable[..., np.ndarray] = stack
+    after: tuple[str, ...] = ()
 
 
 PRE_NORMS = NormSources()
@@ -321,7 +326,9 @@ def _layer_specs(
         linears += dense_linears(ffn, d, names=names)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
-    tensors = tuple(f"{name}.{kind}" for name in norms.names for kind in _NORM_TENSORS[config.norm])
+    is_after = norms.after and config.layers[index].norms == "after"
+    own_names, kinds = norms.after if is_after else norms.names, _NORM_TENSORS[config.norm]
+    tensors = tuple(f"{name}.{kind}" for name in own_names for kind in kinds)
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases

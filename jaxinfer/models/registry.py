@@ -88,6 +88,7 @@ _MODULES = (
     ("MambaForCausalLM", "jaxinfer.models.falcon_mamba"),
     ("FalconMambaForCausalLM", "jaxinfer.models.falcon_mamba"),
     ("JambaForCausalLM", "jaxinfer.models.jamba"),
+    ("OlmoHybridForCausalLM", "jaxinfer.models.olmo_hybrid"),
 )
 
 # Models of text and images, of which the text decoder is read.

@@ -24,6 +24,7 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
     q, k = unit(q.reshape(rows, -1, key_dim)) * key_dim**-0.5, unit(k.reshape(rows, -1, key_dim))
     q, k = (jnp.repeat(x, heads // args.num_key_heads, axis=1) for x in (q, k))
     beta, log_decay = betas_and_decays(args.gates, args.decay, heads)
+    beta = beta if args.beta_scale == 1 else beta * args.beta_scale
     is_new = (args.positions == 0)[:, None, None, None]
     kept = jnp.exp(log_decay).reshape(rows, heads, -1, 1)
     state = jnp.where(is_new, 0, args.states[args.rows]) * kept

@@ -68,12 +68,12 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
-    Mamba2Config,
-    MambaConfig,
     MixtralConfig,
     NemotronConfig,
     NemotronHConfig,
@@ -81,6 +81,7 @@ from transformers import (
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -104,7 +105,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
 # transformers computes linear attention in chunks of 64
-LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80, "bamba": 80, "mamba2_tied": 80, "falcon_mamba": 80}
+LENGTHS = {
+    "qwen3_5_long": 150,
+    "kimi_linear": 80,
+    "bamba": 80,
+    "mamba2_tied": 80,
+    "falcon_mamba": 80,
+}
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
@@ -117,6 +124,8 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
     "granite_hybrid": 1,
+    "olmo_hybrid": 1,
+    "olmo_hybrid_rope": 1,
 }
 FREE_STEPS = (0.0, float("inf"))
 RECURRENT = {"linear_attention", "conv"}
@@ -250,7 +259,13 @@ GEMMA4_VISION = {
 }
 # norms multiply by 1 + weight
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = ("gpt_neox", "gpt_neox_sequential", "nemotron_h")  # its published files have other names
+RENAMED = (
+    "gpt_neox",
+    "gpt_neox_sequential",
+    "nemotron_h",
+    "olmo_hybrid",
+    "olmo_hybrid_rope",
+)  # its published files have other names
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
@@ -927,6 +942,22 @@ def cases() -> dict[str, PreTrainedConfig]:
             attn_layer_period=3,
             attn_layer_offset=1,
         ),
+        "olmo_hybrid": OlmoHybridConfig(
+            **SIZES,
+            **NO_TOKENS,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_key_head_dim=6,
+        ),
+        "olmo_hybrid_rope": OlmoHybridConfig(
+            **SIZES,
+            **NO_TOKENS,
+            attention_bias=True,
+            layer_types=["full_attention", "linear_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            linear_allow_neg_eigval=False,
+            tie_word_embeddings=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -999,6 +1030,13 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / "model.safetensors")
+    if name.startswith("olmo_hybrid"):  # transformers renames this norm of all layers
+        return {
+            re.sub("feedforward_layer_norm", "post_attention_layernorm", key)
+            if f"{key.split('.feed')[0]}.self_attn.q_norm.weight" in tensors
+            else key: tensor
+            for key, tensor in tensors.items()
+        }
     # Kimi Linear's dense layers, which transformers saves under the name of those with experts
     return {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
 

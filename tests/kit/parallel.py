@@ -90,6 +90,7 @@ MORE: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 4},
     "mamba2": {"n_groups": 1},
     "jamba": {"num_experts": 8},
+    "olmo_hybrid": {"linear_num_key_heads": 4},
     "qwen3_5": {"linear_num_key_heads": 4},
     "qwen3_5_moe": {"num_experts": 8, "linear_num_key_heads": 4},
     "qwen3_next": {"num_experts": 8, "linear_num_key_heads": 4},

@@ -534,6 +534,13 @@ CONFIGS = MappingProxyType(
             "num_experts_per_tok": 2,
             "mamba_d_state": 8,
         },
+        "olmo_hybrid": {
+            **_DECODER,
+            "architectures": ["OlmoHybridForCausalLM"],
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -554,7 +561,7 @@ LIKE_OTHERS = (
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
     *("lfm2_moe", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
-    *("falcon_mamba", "jamba"),
+    *("falcon_mamba", "jamba", "olmo_hybrid"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -571,7 +578,7 @@ OF_EACH_KIND = (
 WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
-    "jamba",
+    *("jamba", "olmo_hybrid"),
 )
 
 

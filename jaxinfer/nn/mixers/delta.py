@@ -116,6 +116,7 @@ class Delta(nn.Module):
                 keeps=ctx.rows.keeps,
                 eps=c.norm_eps,
                 z_act=c.gate_act,
+                beta_scale=c.beta_scale,
             )
             out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))
             state = {"delta": states, "conv": convs}
@@ -141,6 +142,7 @@ class Delta(nn.Module):
         q, k, v = jnp.split(mixed, (c.keys, 2 * c.keys), axis=1)
         decay = param(self, "decay").reshape(-1)
         beta, log_decay = betas_and_decays(given.gates, decay, c.num_v_heads)
+        beta = beta if c.beta_scale == 1 else beta * c.beta_scale
         args = DeltaPrefillArgs(
             q=(unit(q.reshape(tokens, -1, c.k_dim)) * c.k_dim**-0.5).astype(qkvz.dtype),
             k=unit(k.reshape(tokens, -1, c.k_dim)).astype(qkvz.dtype),
