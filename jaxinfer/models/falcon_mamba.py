@@ -15,7 +15,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_param_specs
 from jaxinfer.models.mamba import mamba_config, mamba_specs
-from jaxinfer.models.mamba2 import NAMES, state_space_decoder
+from jaxinfer.models.state_space import NAMES, state_space_decoder
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 

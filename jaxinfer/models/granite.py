@@ -5,7 +5,7 @@ Source: ``modeling_granite`` and ``modeling_granitemoe`` of Hugging Face transfo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,25 +13,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_axes,
-    experts_config,
-    experts_per_token,
-    router_specs,
-)
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
-from jaxinfer.models.params import ParamSpec, join
-from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, PlainResidual
+from jaxinfer.models.experts import experts_config, experts_per_token
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs, windows_by_layer
+from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
+from jaxinfer.nn.decoder_config import DecoderSpec
 from pallas_kernels.route.routing import Routing
-
-_TENSORS = ExpertTensors(router="block_sparse_moe.router.layer")
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -46,41 +32,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         ffns = [experts] * len(windows)
     mlp_bias = ffns is None and hf.flag(config, "mlp_bias", False)
     return granite_config(config, dtype, bias=bias, windows=windows, mlp_bias=mlp_bias, ffns=ffns)
-
-
-def granite_config(
-    config: Mapping[str, Any], dtype: jnp.dtype, *, bias: bool, **more: Any
-) -> DecoderSpec:
-    """A decoder with Granite's factors; ``more`` are further arguments of ``gqa_config``."""
-    return gqa_config(
-        config,
-        dtype,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=None,
-        scale=hf.positive_float(config, "attention_multiplier", 1.0),
-        embed_scale=hf.positive_float(config, "embedding_multiplier", 1.0),
-        residual=PlainResidual(scale=hf.positive_float(config, "residual_multiplier", 1.0)),
-        logit_scale=1.0 / hf.positive_float(config, "logits_scaling", 1.0),
-        **more,
-    )
-
-
-def granite_expert_specs(
-    path: str, source: str, ffn: ExpertsConfig, width: int
-) -> Iterator[ParamSpec]:
-    """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs."""
-    yield from router_specs(path, source, ffn, width, _TENSORS)
-    axes = expert_axes(ffn)
-    for name, tensor, shape, own_axes in (
-        ("gate_up", "input_linear", (2 * ffn.width, width), axes.gate_up),
-        ("down", "output_linear", (width, ffn.width), axes.down),
-    ):
-        stack = (ffn.count, *shape)
-        tensor = f"{source}block_sparse_moe.{tensor}.weight"
-        parts = tuple(Source(tensor, stack, part=i) for i in range(ffn.count))
-        array = ArraySpec(stack, own_axes)
-        yield ParamSpec(path + name, array, parts, join, pieces=ffn.count, matrix="experts")
 
 
 FAMILY = ModelFamily(

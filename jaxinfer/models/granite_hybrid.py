@@ -16,7 +16,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs, with_mixers
-from jaxinfer.models.granite import granite_config, granite_expert_specs
+from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
 from jaxinfer.models.linears import dense_linears, linear_specs
 from jaxinfer.models.mamba import mamba2_config, mamba2_specs, with_attention
 from jaxinfer.models.names import TensorNames

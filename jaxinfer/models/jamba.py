@@ -54,7 +54,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     num_layers = hf.positive_int(config, "num_hidden_layers")
     config.get("num_logits_to_keep")  # which logits other programs return
     hf.supported_only(config, "mamba_inner_layernorms", True)
-    eps = hf.positive_float(config, "rms_norm_eps", 1e-6)
+    eps = hf.positive_float(config, "rms_norm_eps")
     decoder = gqa_config(
         config,
         dtype,

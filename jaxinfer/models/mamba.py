@@ -180,8 +180,11 @@ class MambaKeys(NamedTuple):
     conv_bias: str = "use_conv_bias"
 
 
+_MAMBA_KEYS = MambaKeys()
+
+
 def mamba_config(
-    config: Mapping[str, Any], keys: MambaKeys = MambaKeys(), **more: Any
+    config: Mapping[str, Any], keys: MambaKeys = _MAMBA_KEYS, **more: Any
 ) -> MambaConfig:
     """The mixer of a config; ``more`` are further fields."""
     hf.supported_only(config, "hidden_act", "silu", "swish")

@@ -84,7 +84,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         _FULL: LayerSpec(_attention(config), NoNetwork(), "shared"),
         _NETWORK: LayerSpec(NoMixer(), _network(config), "shared"),
     }
-    length = hf.positive_int(config, "max_position_embeddings", 4096)
+    length = hf.positive_int(config, "max_position_embeddings")
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hf.positive_int(config, "hidden_size"),
@@ -150,7 +150,7 @@ def _mamba(config: Mapping[str, Any]) -> Mamba2Config:
 
 def _attention(config: Mapping[str, Any]) -> AttentionConfig:
     """Attention without rope and without biases."""
-    heads = hf.positive_int(config, "num_attention_heads", 32)
+    heads = hf.positive_int(config, "num_attention_heads")
     kv_heads = hf.positive_int(config, "num_key_value_heads", 8)
     head_dim = config.get("attention_head_dim") and hf.positive_int(config, "attention_head_dim")
     head_dim = hf.positive_int(config, "head_dim", head_dim or _HEAD_DIM)
@@ -167,7 +167,7 @@ def _attention(config: Mapping[str, Any]) -> AttentionConfig:
 def _network(config: Mapping[str, Any]) -> FeedForwardConfig:
     """A network without a gate, of squared ReLUs."""
     return FeedForwardConfig(
-        width=hf.positive_int(config, "intermediate_size", 21504),
+        width=hf.positive_int(config, "intermediate_size"),
         activation=hf.activation(config, "mlp_hidden_act", "relu2"),
         gated=False,
         bias=hf.flag(config, "mlp_bias", False),

@@ -1,7 +1,7 @@
 """OLMo Hybrid: the gated delta rule, and in some layers OLMo 3's attention, mostly without rope.
 
-Source: ``modeling_olmo_hybrid`` of Hugging Face transformers. Layers with attention have norms after
-their blocks, the others before them.
+Source: ``modeling_olmo_hybrid`` of Hugging Face transformers. Layers with attention have norms
+after their blocks, the others before them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         norms="after",
         windows=(None,) * num_layers,
         rotates=[rotates] * num_layers,
-        norm_eps=hf.positive_float(config, "rms_norm_eps", 1e-6),
     )
     layers, delta = list(decoder.layers), _delta(config)
     for i, kind in enumerate(kinds):

@@ -124,6 +124,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
     "granite_hybrid": 1,
+    "falcon_mamba": 28,
     "olmo_hybrid": 1,
     "olmo_hybrid_rope": 1,
 }
@@ -259,13 +260,8 @@ GEMMA4_VISION = {
 }
 # norms multiply by 1 + weight
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = (
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "nemotron_h",
-    "olmo_hybrid",
-    "olmo_hybrid_rope",
-)  # its published files have other names
+# their published files have other names
+RENAMED = ("gpt_neox", "gpt_neox_sequential", "nemotron_h")
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
@@ -927,7 +923,7 @@ def cases() -> dict[str, PreTrainedConfig]:
         "falcon_mamba": FalconMambaConfig(  # in two chunks
             vocab_size=48,
             hidden_size=32,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             state_size=8,
             conv_kernel=3,
             time_step_rank=5,
@@ -1024,21 +1020,40 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors as files have them: those of experts are mostly stacked only in memory."""
+    if name.startswith("olmo_hybrid"):
+        return _olmo_hybrid(model)
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(Path(folder) / "model.safetensors")
-    if name.startswith("olmo_hybrid"):  # transformers renames this norm of all layers
-        return {
-            re.sub("feedforward_layer_norm", "post_attention_layernorm", key)
-            if f"{key.split('.feed')[0]}.self_attn.q_norm.weight" in tensors
-            else key: tensor
-            for key, tensor in tensors.items()
-        }
     # Kimi Linear's dense layers, which transformers saves under the name of those with experts
     return {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
+
+
+def _olmo_hybrid(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """OLMo Hybrid's, of which transformers saves convolutions in three equal parts."""
+    made: dict[str, torch.Tensor] = {}
+    config, tensors = model.config, model.state_dict()
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    names = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+    for key, tensor in tensors.items():
+        start, _, end = key.rpartition("conv1d.weight")
+        if not end and start:
+            parts = zip("qkv", tensor.split([keys, keys, values]), strict=True)
+            made |= {f"{start}{part}_conv1d.weight": own for part, own in parts}
+            continue
+        layer = re.match(r"model\.layers\.\d+\.", key)
+        linear = layer is not None and f"{layer[0]}input_layernorm.weight" in tensors
+        for one, other in names.items() if linear else ():
+            key = key.replace(one, other)
+        made[key] = tensor
+    return made
 
 
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:

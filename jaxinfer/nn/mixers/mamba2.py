@@ -81,7 +81,7 @@ class Mamba2(nn.Module):
         c, d, parts = self.config, ctx.num_decodes, []
         rates, biases, skip = param(self, "decay")
         steps = jax.nn.softplus(steps.astype(jnp.float32) + biases)
-        # transformers limits those of prompts alone, and a state would depend on how it was computed
+        # transformers limits those of prompts alone, so that its states depend on the path
         steps = jnp.clip(steps, *c.step_limit)
         x, b, of_c = jnp.split(mixed, (c.inner, c.inner + c.keys), axis=1)
         x = x.reshape(len(x), c.num_heads, c.head_dim)

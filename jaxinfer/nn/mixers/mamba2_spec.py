@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class Mamba2Config(MixerSpec):
     """A mixer with a state space of each head (Dao and Gu 2024, arXiv:2405.21060).
 
-    A head of width ``head_dim`` has a state [head_dim, state_dim], which a step of the token decays,
-    and to which it adds the head's input times a key b; the output is the state times a query c,
-    plus the input times a parameter. Heads of one of ``num_groups`` groups share b and c. Inputs, b
-    and c pass a causal convolution over ``conv_width`` tokens. Steps are limited to ``step_limit``.
+    A head of width ``head_dim`` has a state [head_dim, state_dim], which a step of the token
+    decays, and to which it adds the head's input times a key b; the output is the state times a
+    query c, plus the input times a parameter. Heads of one of ``num_groups`` groups share b and c.
+    Inputs, b and c pass a causal convolution over ``conv_width`` tokens. Steps are limited to
+    ``step_limit``.
 
     ``norm`` is the place of an RMS norm of the output, over each of ``norm_groups`` parts: after it
     is multiplied by SiLU of a gate, before that, or None. ``multipliers`` of the gate, the input,

@@ -2,8 +2,8 @@
 
 A token with the step d, the input x [P], the key b [N] and the query c [N] changes a head's state S
 [P, N] to exp(a d) S + d x b^T, and its output is S c. With L the sum of a d from a chunk's begin,
-the output of token i is exp(L_i) S c_i, of the state S before the chunk, plus the sum over j <= i of
-exp(L_i - L_j) d_j (b_j.c_i) x_j. (Dao and Gu 2024, arXiv:2405.21060, section 6.) Differentiable.
+the output of token i is exp(L_i) S c_i, of the state S before the chunk, plus the sum over j <= i
+of exp(L_i - L_j) d_j (b_j.c_i) x_j. (Dao and Gu 2024, arXiv:2405.21060, section 6.) Differentiable.
 """
 
 from __future__ import annotations
