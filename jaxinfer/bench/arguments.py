@@ -16,11 +16,14 @@ from jaxinfer.core.errors import BenchError
 
 DATASETS = (
     *("random", "prefix_repetition", "custom", "sharegpt", "humaneval"),
-    *("mooncake", "azure"),
+    *("mooncake", "azure", "sessions"),
 )
 # Flags that say where files go or what is shown; they do not belong to what was measured.
 NOT_MEASURED = frozenset(
-    ("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate")
+    (
+        *("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate"),
+        "disable_tqdm",
+    )
 )
 
 
@@ -69,9 +72,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--dataset-path",
         type=Path,
-        help="JSON lines with 'prompt' (custom, humaneval), ShareGPT's JSON, or a trace; or .gz",
+        help="JSON lines with 'prompt' (custom, humaneval), ShareGPT's JSON, a trace, or turns of "
+        "sessions; or .gz",
     )
-    load.add_argument("--num-prompts", type=count, default=1000)
+    load.add_argument("--num-prompts", type=count, default=1000, help="or sessions")
     load.add_argument("--random-input-len", "--input-len", type=count, default=1024)
     load.add_argument("--random-output-len", type=count, default=128)
     load.add_argument("--random-range-ratio", type=_ratio, default=0.0)
@@ -81,7 +85,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--prefix-repetition-num-prefixes", type=count, default=10)
     load.add_argument("--prefix-repetition-output-len", type=count, default=128)
     load.add_argument("--output-len", type=count, help="of every answer, in every dataset")
-    load.add_argument("--time-scale", type=positive, default=1.0, help="of a trace's times")
+    load.add_argument(
+        "--time-scale", type=positive, default=1.0, help="of a file's times and pauses"
+    )
     load.add_argument("--max-input-len", type=count, help="of a trace's prompts; cut to it")
     load.add_argument("--max-output-len", type=count, help="of a trace's answers; cut to it")
     load.add_argument(
@@ -90,7 +96,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--vocab-size", type=count, help="instead of --tokenizer")
     load.add_argument("--request-rate", type=_rate, default=math.inf, help="a second; or inf")
     load.add_argument("--burstiness", type=positive, default=1.0, help="1 is Poisson")
-    load.add_argument("--max-concurrency", type=count)
+    load.add_argument("--ramp-up-strategy", choices=("linear", "exponential"))
+    load.add_argument("--ramp-up-start-rps", type=positive, help="the rate at the first request")
+    load.add_argument("--ramp-up-end-rps", type=positive, help="and at the last")
+    load.add_argument("--max-concurrency", type=count, help="open requests, or sessions")
     load.add_argument("--num-warmups", type=int, default=0, help="requests before, unrecorded")
     load.add_argument("--seed", type=int, default=0)
 
@@ -112,6 +121,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--metric-percentiles", type=percents, default=[50.0, 90.0, 99.0])
     report.add_argument("--goodput", nargs="*", type=_limit, metavar="METRIC:MS")
     report.add_argument("--save-detailed", action="store_true", help="records with their texts")
+    report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_output(report)
 
 

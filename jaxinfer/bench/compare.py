@@ -14,8 +14,8 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from jaxinfer.bench.arguments import (
     Parser,
@@ -31,6 +31,7 @@ from jaxinfer.bench.arguments import (
 from jaxinfer.bench.backends import BACKENDS, Peer
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.folder import Folder, default_path, finished, now
+from jaxinfer.bench.monitor import Sample
 from jaxinfer.bench.numbers import rotated
 from jaxinfer.bench.offer import NotReady, in_loop
 from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
@@ -164,8 +165,10 @@ class Comparison:
             level.series.state, level.series.reason = MISSING, reason
             self._add(level.series, [])
 
-    def _add(self, series: Series, records: Sequence[Record]) -> None:
-        self.folder.add(series, records)
+    def _add(
+        self, series: Series, records: Sequence[Record], samples: Sequence[Sample] = ()
+    ) -> None:
+        self.folder.add(series, records, samples)
         words = series.reason or f"{len(records)} requests"
         print(f"{series.name}: {series.state}: {words}", flush=True)
 
@@ -191,7 +194,10 @@ class Comparison:
         until = process.until if process else _awaited
         with closing(Client(url)) as client:
             model = await self._model(peer, client, until)
-            target = Target(client, model, given.endpoint, process.pid if process else None)
+            target = Target(
+                *(client, model, given.endpoint, process.pid if process else None),
+                shows_progress=not given.disable_tqdm,
+            )
             first = self.requests.warm_up()
             first = as_texts(first, given.tokenizer) if self.texts else first
             warm = self._load(peer, model, first, [0.0])
@@ -208,7 +214,7 @@ class Comparison:
                 seconds = EXIT_SECONDS if series.state != COMPLETE else 0.0
                 if process and (end := await process.end_within(seconds)):
                     series.state, series.reason = PARTIAL, end
-                self._add(series, records)
+                self._add(series, records, target.samples)
                 left.pop(0)
                 if series.state != COMPLETE:
                     return
@@ -217,6 +223,8 @@ class Comparison:
         """The requests as this server takes them."""
         given, fields = self.given, peer.fields(request_fields(self.given))
         usage = "stream_options" not in peer.backend.omitted
+        if not peer.backend.streams_usage and any(query.continues for query in queries):
+            raise NotReady("its streams have no token counts, and these turns cannot be sent again")
         bodies = [body_of(one, given.endpoint, model, fields, usage=usage) for one in queries]
         return Load(queries, bodies, times)
 
@@ -256,7 +264,7 @@ def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
     """The prompts as texts, for servers that take no token ids; raises ``BenchError`` without a
     tokenizer.
     """
-    if all(isinstance(query.prompt, str) for query in queries):
+    if all(query.messages is not None for query in queries):
         return list(queries)
     if tokenizer is None:
         raise BenchError(
@@ -271,7 +279,9 @@ def as_texts(queries: Sequence[Query], tokenizer: str | None) -> list[Query]:
     source = resolve_source(tokenizer, cache_dir=cache_root(), progress=NO_PROGRESS)
     decode = load_tokenizer(source.tokenizer_spec()).decode
     return [
-        query if isinstance(query.prompt, str) else Query(decode(query.prompt), query.max_tokens)
+        replace(query, prompt=decode(cast(list[int], query.prompt)))
+        if query.messages is None
+        else query
         for query in queries
     ]
 

@@ -104,6 +104,11 @@ def summarize(
         result[f"std_{name}_ms"] = deviation(values)
         for percent in percentiles:
             result[f"p{percent:g}_{name}_ms"] = percentile(values, percent)
+    if any(record.turn for record in done):
+        first = samples([record for record in done if not record.turn])["ttft"]
+        later = samples([record for record in done if record.turn])["ttft"]
+        result["median_ttft_first_turn_ms"] = percentile(first, 50) if first else 0.0
+        result["median_ttft_later_turns_ms"] = percentile(later, 50)
     return result
 
 

@@ -2,6 +2,7 @@
 
     run.json            what was asked; a series for each server and load
     records/NAME.jsonl  a record for each request of a series
+    machine/NAME.jsonl  the GPUs' use, power and memory, several times a second
     environment.json    machine, versions, commit
     NAME.log            what a server wrote
     result.json         every figure and verdict, from the records alone
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 
 from jaxinfer.bench.circumstances import host_circumstances
+from jaxinfer.bench.monitor import Sample
 from jaxinfer.bench.page import page_text
 from jaxinfer.bench.records import (
     MISSING,
@@ -84,11 +86,15 @@ class Folder:
         run.series = [one for one in before.run.series if one.state not in (PARTIAL, MISSING)]
         return cls(path, run, environment)
 
-    def add(self, series: Series, records: Sequence[Record]) -> None:
+    def add(
+        self, series: Series, records: Sequence[Record], samples: Sequence[Sample] = ()
+    ) -> None:
         """Write the records of a series, in place of earlier ones of its name."""
-        path = self.path / "records" / f"{series.name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        write_whole(path, as_lines(records))
+        files = {"records": records, "machine": samples} if samples else {"records": records}
+        for name, lines in files.items():
+            path = self.path / name / f"{series.name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, as_lines(lines))
         self.run.series = [one for one in self.run.series if one.name != series.name]
         self.run.series.append(series)
         self._write_run()

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "replay": ("serve", "replay"),
         "compare": ("compare", "main"),
         "plan": ("plan", "main"),
+        "plot": ("draw", "main"),
         "verify": ("verify", "main"),
     }
 )

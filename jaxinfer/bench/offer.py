@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 import uvloop
 
 from jaxinfer.bench.client import Answer, Client
@@ -41,27 +43,94 @@ class Outcome:
         return 1e6 * self.cpu_seconds / max(1, chunks)
 
 
+type Job = Callable[[], Awaitable[list[Answer]]]
+
+
 async def offer(
     client: Client,
     path: str,
     bodies: Sequence[bytes],
     times: Sequence[float],
     max_concurrency: int | None = None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Send each body at its time; a request's clock starts when the concurrency limit admits it."""
+    """Send each body at its time; a request's clock starts when the concurrency limit admits it.
+
+    ``on_answer`` is called after each answer.
+    """
+
+    async def ask(body: bytes) -> list[Answer]:
+        answer = await client.post(path, body)
+        on_answer()
+        return [answer]
+
+    return await _paced([partial(ask, body) for body in bodies], times, max_concurrency)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session: see ``workload.Query``."""
+
+    body: bytes
+    think: float = 0.0
+    continues: bool = False
+
+
+async def offer_sessions(
+    client: Client,
+    path: str,
+    sessions: Sequence[Sequence[Turn]],
+    times: Sequence[float],
+    max_concurrency: int | None = None,
+    on_answer: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Begin each session at its time, and send each later turn after the answer before it.
+
+    The answers are those of one session after the other. The concurrency limit counts sessions.
+    After a failed turn no other of its session is sent: they fail too.
+    """
+
+    async def talk(turns: Sequence[Turn]) -> list[Answer]:
+        answers: list[Answer] = []
+        said: list[Any] = []  # all messages of a session whose turns continue
+        for turn in turns:
+            if answers and answers[-1].error:
+                now = time.perf_counter()
+                answers.append(Answer(now, error="not sent: the turn before failed", end=now))
+                continue
+            await asyncio.sleep(turn.think)
+            body = turn.body
+            if turn.continues:
+                fields = msgspec.json.decode(body)
+                fields["messages"] = said + fields["messages"]
+                body = msgspec.json.encode(fields)
+            answers.append(await client.post(path, body))
+            on_answer()
+            if len(turns) > 1 and turns[1].continues:
+                reply = {"role": "assistant", "content": "".join(answers[-1].text)}
+                said = [*msgspec.json.decode(body)["messages"], reply]
+        return answers
+
+    return await _paced([partial(talk, turns) for turns in sessions], times, max_concurrency)
+
+
+async def _paced(
+    jobs: Sequence[Job], times: Sequence[float], max_concurrency: int | None
+) -> Outcome:
+    """Begin each job at its time, or when the concurrency limit admits it; all their answers."""
     limit = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
 
-    async def ask(body: bytes) -> Answer:
+    async def limited(job: Job) -> list[Answer]:
         async with limit:
-            return await client.post(path, body)
+            return await job()
 
-    tasks: list[asyncio.Task[Answer]] = []
+    tasks: list[asyncio.Task[list[Answer]]] = []
     start, cpu = time.perf_counter(), time.process_time()
-    for body, when in zip(bodies, times, strict=True):
+    for job, when in zip(jobs, times, strict=True):
         while (delay := start + when - time.perf_counter()) > 0:
             await asyncio.sleep(delay)  # uvloop rounds it to milliseconds, also down
-        tasks.append(asyncio.create_task(ask(body)))
-    answers = await asyncio.gather(*tasks)
+        tasks.append(asyncio.create_task(limited(job)))
+    answers = [answer for done in await asyncio.gather(*tasks) for answer in done]
     return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
 
 

@@ -5,7 +5,7 @@ Times are whole nanoseconds of the client's monotonic clock, so that they surviv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -24,6 +24,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     end_ns: int = 0  # of the response, since the request's start
     prompt_tokens: int = 0  # as the server counted
     output_tokens: int = 0  # as the server counted
+    turn: int = 0  # its number in its session
     listed_tokens: int | None = None  # ids that the chunks listed, where they did
     error: str = ""
     text: str | None = None  # with --save-detailed
@@ -76,12 +77,20 @@ _encode = msgspec.json.Encoder().encode
 _record = msgspec.json.Decoder(Record).decode
 
 
-def records_of(answers: Iterable[Answer], start: float, *, texts: bool = False) -> list[Record]:
+def records_of(
+    answers: Sequence[Answer],
+    start: float,
+    turns: Sequence[int] | None = None,
+    *,
+    texts: bool = False,
+) -> list[Record]:
     """Records of the answers of one series that began at ``start`` of ``time.perf_counter``."""
-    return [_record_of(answer, start, texts) for answer in answers]
+    numbers = turns if turns is not None else [0] * len(answers)
+    pairs = zip(answers, numbers, strict=True)
+    return [_record_of(answer, start, turn, texts) for answer, turn in pairs]
 
 
-def _record_of(answer: Answer, start: float, texts: bool) -> Record:
+def _record_of(answer: Answer, start: float, turn: int, texts: bool) -> Record:
     times = [_ns(when - answer.start) for when in answer.times]
     last = times[-1] if times else 0
     listed = sum(map(len, answer.token_ids.values())) if answer.token_ids else None
@@ -91,6 +100,7 @@ def _record_of(answer: Answer, start: float, texts: bool) -> Record:
         end_ns=max(_ns(answer.end - answer.start), last),
         prompt_tokens=answer.prompt_tokens,
         output_tokens=answer.output_tokens,
+        turn=turn,
         listed_tokens=listed,
         error=answer.error,
         text="".join(answer.text) if texts else None,
@@ -101,7 +111,7 @@ def _ns(seconds: float) -> int:
     return round(1e9 * seconds)
 
 
-def as_lines(records: Sequence[Record]) -> bytes:
+def as_lines(records: Sequence[msgspec.Struct]) -> bytes:
     """One JSON object a line."""
     return b"".join(_encode(record) + b"\n" for record in records)
 

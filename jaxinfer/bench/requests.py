@@ -10,15 +10,19 @@ from functools import cached_property
 from pathlib import Path
 
 from jaxinfer.bench.arguments import request_fields
+from jaxinfer.bench.offer import Turn
+from jaxinfer.bench.sessions import Rows, read_sessions, session_queries, session_times
 from jaxinfer.bench.traces import queries_of, read_trace
 from jaxinfer.bench.workload import (
     Prefixes,
     Query,
+    Ramp,
     RandomLengths,
     arrivals,
     body_of,
     fingerprint,
     prefix_queries,
+    ramped,
     random_queries,
     read_queries,
 )
@@ -26,16 +30,39 @@ from jaxinfer.core.errors import BenchError, JaxinferError
 
 TRACES = ("mooncake", "azure")
 WARM_UP_ROUND = 10_000  # beyond any round that is measured
-FILES = ("custom", "sharegpt", "humaneval")
+FILES = ("custom", "sharegpt", "humaneval", "sessions")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, their bodies, and the seconds from the start at which they are sent."""
+    """Requests, their bodies, and the seconds from the start at which they are sent.
+
+    Of a session all requests have the time at which it begins.
+    """
 
     queries: list[Query]
     bodies: list[bytes]
     times: list[float]
+
+    @cached_property
+    def turns(self) -> list[int]:
+        """The number of each request in its session, from 0."""
+        found: list[int] = []
+        for number, query in enumerate(self.queries):
+            follows = number and query.session and query.session == self.queries[number - 1].session
+            found.append(found[-1] + 1 if follows else 0)
+        return found
+
+    @property
+    def sessions(self) -> tuple[list[list[Turn]], list[float]]:
+        """The turns of each session, and the time at which it begins."""
+        sessions: list[list[Turn]] = []
+        for query, body, turn in zip(self.queries, self.bodies, self.turns, strict=True):
+            if not turn:
+                sessions.append([])
+            sessions[-1].append(Turn(body, query.think, query.continues))
+        begins = zip(self.times, self.turns, strict=True)
+        return sessions, [when for when, turn in begins if not turn]
 
     @property
     def workload(self) -> str:
@@ -50,6 +77,11 @@ class Requests:
         self.given = given
         if given.dataset_name in (*TRACES, *FILES) and given.dataset_path is None:
             raise BenchError(f"a {given.dataset_name} dataset needs --dataset-path; name its file")
+        ramp = (given.ramp_up_strategy, given.ramp_up_start_rps, given.ramp_up_end_rps)
+        if any(ramp) and not all(ramp):
+            raise BenchError(
+                "a ramp needs all of --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
+            )
 
     @cached_property
     def vocab(self) -> Sequence[int]:
@@ -76,6 +108,8 @@ class Requests:
                     output_len=given.output_len or given.prefix_repetition_output_len,
                 )
                 return prefix_queries(prefixes, self.vocab, count, seed)
+            case "sessions":
+                return self._of_sessions(read_sessions(given.dataset_path, count), seed)
             case "mooncake" | "azure":
                 return queries_of(
                     read_trace(given.dataset_path, count),
@@ -86,22 +120,56 @@ class Requests:
                 )
         return read_queries(given.dataset_path, count, given.output_len, seed)
 
+    def _of_sessions(self, sessions: list[Rows], seed: int) -> list[Query]:
+        given = self.given
+        has_lengths = any("input_length" in row for rows in sessions for row in rows)
+        return session_queries(
+            sessions,
+            self.vocab if has_lengths else (),
+            seed,
+            scale=given.time_scale,
+            max_input_len=given.max_input_len,
+            output_len=given.output_len,
+        )
+
     def warm_up(self) -> list[Query]:
         """One prompt like those of the workload, but none of them, so that no prefix is cached."""
-        return self.queries(1, WARM_UP_ROUND)
+        made = self.queries(1, WARM_UP_ROUND)[:1]
+        if made[0].messages is not None and made[0].session:
+            return [Query([{"role": "user", "content": "Begin."}], made[0].max_tokens)]
+        return made
 
     def load(self, model: str, count: int, rate: float, round_: int = 0) -> Load:
-        """``count`` requests at ``rate`` a second, or at a trace's own times."""
-        given = self.given
-        fields = request_fields(given)
+        """``count`` requests (or sessions) at ``rate`` a second, or at a file's own times."""
+        fields = request_fields(self.given)
         queries = self.queries(count, round_)
-        bodies = [body_of(query, given.endpoint, model, fields) for query in queries]
+        bodies = [body_of(query, self.given.endpoint, model, fields) for query in queries]
+        return Load(queries, bodies, self._times(queries, count, rate, round_))
+
+    def warm_up_load(self, model: str) -> Load:
+        """``warm_up`` as a load of one request."""
+        queries, fields = self.warm_up(), request_fields(self.given)
+        return Load(queries, [body_of(queries[0], self.given.endpoint, model, fields)], [0.0])
+
+    def _times(self, queries: Sequence[Query], count: int, rate: float, round_: int) -> list[float]:
+        given, seed = self.given, self.given.seed + round_
         if given.dataset_name in TRACES:
             trace = read_trace(given.dataset_path, count)
-            return Load(queries, bodies, [one.when * given.time_scale for one in trace])
-        return Load(
-            queries, bodies, arrivals(len(bodies), rate, given.burstiness, given.seed + round_)
-        )
+            return [one.when * given.time_scale for one in trace]
+        if given.dataset_name == "sessions":
+            sessions = read_sessions(given.dataset_path, count)
+            own = session_times(sessions, given.time_scale)
+            begins = own or self._drawn_times(len(sessions), rate, seed)
+            return [begins[query.session - 1] for query in queries]
+        return self._drawn_times(len(queries), rate, seed)
+
+    def _drawn_times(self, count: int, rate: float, seed: int) -> list[float]:
+        given = self.given
+        if given.ramp_up_strategy:
+            exponential = given.ramp_up_strategy == "exponential"
+            ramp = Ramp(given.ramp_up_start_rps, given.ramp_up_end_rps, exponential)
+            return ramped(count, ramp, given.burstiness, seed)
+        return arrivals(count, rate, given.burstiness, seed)
 
 
 def vocabulary(tokenizer: str | None, size: int | None) -> list[int]:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,19 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.offer import Outcome, in_loop, offer, rate_of, wait_until_ready
+from jaxinfer.bench.monitor import Sample, answers_bar, summary, watched
+from jaxinfer.bench.offer import (
+    Outcome,
+    in_loop,
+    offer,
+    offer_sessions,
+    rate_of,
+    wait_until_ready,
+)
 from jaxinfer.bench.process_tree import tree_memory
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
-from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
+from jaxinfer.bench.requests import TRACES, Load, Requests
+from jaxinfer.bench.sessions import has_sessions
 from jaxinfer.core.errors import BenchError
 
 SWEEP = "1,4,8,16,24,32,inf"  # the levels at which other engines have been measured
@@ -61,8 +70,18 @@ def parser(command: str) -> Parser:
 class Target:
     """A running server, its model, and what the flags say of both."""
 
-    def __init__(self, client: Client, model: str, endpoint: str, pid: int | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        endpoint: str,
+        pid: int | None = None,
+        *,
+        shows_progress: bool = True,
+    ) -> None:
         self.client, self.model, self.endpoint, self.pid = client, model, endpoint, pid
+        self.shows_progress = shows_progress
+        self.samples: list[Sample] = []  # of the last series
 
     async def warm_up(self, load: Load, count: int, seconds: float) -> None:
         """Wait until the first request succeeds, then send it ``count`` times more."""
@@ -75,14 +94,27 @@ class Target:
         self, load: Load, series: Series, max_concurrency: int | None, texts: bool = False
     ) -> list[Record]:
         """Offer a load, and complete the description of its series."""
-        outcome = await offer(self.client, self.endpoint, load.bodies, load.times, max_concurrency)
+        with (
+            watched(self.pid) as self.samples,
+            answers_bar(len(load.bodies), self.shows_progress) as on_answer,
+        ):
+            outcome = await self._offered(load, max_concurrency, on_answer)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
+        series.facts |= summary(self.samples)
         failure = next((answer.error for answer in outcome.answers if answer.error), "")
         if failure and (await self.client.get("/v1/models")).status == 0:
             series.state, series.reason = PARTIAL, f"the server ended midway ({failure})"
         report_errors(outcome)
-        return records_of(outcome.answers, outcome.start, texts=texts)
+        return records_of(outcome.answers, outcome.start, load.turns, texts=texts)
+
+    async def _offered(
+        self, load: Load, limit: int | None, on_answer: Callable[[], None]
+    ) -> Outcome:
+        client, path = self.client, self.endpoint
+        if any(query.session for query in load.queries):
+            return await offer_sessions(client, path, *load.sessions, limit, on_answer)
+        return await offer(client, path, load.bodies, load.times, limit, on_answer)
 
     def memory(self) -> dict[str, float]:
         """Memory of the server's process tree in MB; empty without its process id."""
@@ -104,7 +136,10 @@ async def target_of(given: argparse.Namespace) -> AsyncGenerator[Target]:
     url = given.base_url or f"http://{given.host}:{given.port}"
     with closing(Client(url, headers_of(given.header))) as client:
         model = given.model or await first_model(client, given.ready_check_timeout_sec)
-        yield Target(client, model, given.endpoint, given.server_pid)
+        yield Target(
+            *(client, model, given.endpoint, given.server_pid),
+            shows_progress=not given.disable_tqdm,
+        )
 
 
 async def run(given: argparse.Namespace, command: str) -> Folder:
@@ -117,7 +152,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
     )
     async with target_of(given) as target:
         environment = await environment_of(target, given.device)
-        first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+        first = requests.warm_up_load(target.model)
         with finished(Folder.create(path, described, environment)) as folder:
             await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
             idle = {f"idle_{name}": value for name, value in target.memory().items()}
@@ -133,7 +168,7 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                 records = await target.measure(
                     load, series, given.max_concurrency, texts=given.save_detailed
                 )
-                folder.add(series, records)
+                folder.add(series, records, target.samples)
                 if series.state != COMPLETE:
                     break
     return folder
@@ -147,7 +182,8 @@ async def environment_of(target: Target, device: str | None) -> dict[str, str]:
 
 
 def _offered(given: argparse.Namespace, rate: float) -> float | None:
-    return None if math.isinf(rate) or given.dataset_name in TRACES else rate
+    has_times = given.dataset_name in TRACES or given.ramp_up_strategy
+    return None if math.isinf(rate) or has_times else rate
 
 
 def rates_of(text: str) -> list[float]:
@@ -210,11 +246,12 @@ def main(arguments: list[str]) -> int:
 def replay(arguments: list[str]) -> int:
     """The same with the requests and times of a trace; the exit code."""
     made = parser("replay")
-    made.add_argument("trace", type=Path, help="of Mooncake's or Azure's form; or .gz")
+    made.add_argument("trace", type=Path, help="of Mooncake's, Azure's or AIPerf's form; or .gz")
     given = made.parse_args(arguments)
     if given.sweep:
         raise BenchError("a trace has times of its own; use several --time-scale, not --sweep")
-    given.dataset_name, given.dataset_path = TRACES[0], given.trace
+    given.dataset_path = given.trace
+    given.dataset_name = "sessions" if has_sessions(given.trace) else TRACES[0]
     return _measured(given, "replay")
 
 

@@ -24,7 +24,7 @@ from jaxinfer.bench.folder import Folder, default_path, finished, now
 from jaxinfer.bench.gates import gates_of
 from jaxinfer.bench.offer import in_loop
 from jaxinfer.bench.records import COMPLETE, Run, Series
-from jaxinfer.bench.requests import TRACES, WARM_UP_ROUND, Load, Requests
+from jaxinfer.bench.requests import TRACES, Load, Requests
 from jaxinfer.bench.results import level_meets, results_of
 from jaxinfer.bench.serve import Target, conclude, environment_of, sweep_line, target_of
 from jaxinfer.core.errors import BenchError
@@ -70,7 +70,7 @@ async def search(given: argparse.Namespace, folder: Folder) -> None:
     requests = Requests(given)
     async with target_of(given) as target:
         folder.environment |= await environment_of(target, given.device)
-        first = requests.load(target.model, 1, math.inf, WARM_UP_ROUND)
+        first = requests.warm_up_load(target.model)
         await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
         levels: dict[float, bool] = {}
         while rate := next_rate(levels, given.start_rate, given.max_rate, given.tolerance):
@@ -88,7 +88,7 @@ async def _level(
     """Measure one level; whether it meets the limits. Its prompts are new: no prefix is cached."""
     series = Series(name=f"rate-{rate:.4g}", backend="server", rate=rate)
     records = await target.measure(load, series, given.max_concurrency, given.save_detailed)
-    folder.add(series, records)
+    folder.add(series, records, target.samples)
     figures = results_of(folder.run, folder.records())["series"]
     meets = level_meets(folder.run, series, figures)
     verdict = "within" if meets else "exceeds"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,32 @@ import numpy as np
 
 from jaxinfer.core.errors import BenchError
 
+type Messages = list[dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Query:
-    """One request: a prompt as text or token ids, and the number of tokens to generate."""
+    """One request: a prompt as text, token ids or messages, and the number of tokens to generate.
 
-    prompt: str | list[int]
+    Requests of one session, which has a number above 0, follow each other: each is sent ``think``
+    seconds after the answer before it. With ``continues`` its messages come after those of the
+    request before and the answer to it.
+    """
+
+    prompt: str | list[int] | Messages
     max_tokens: int
+    session: int = 0
+    think: float = 0.0
+    continues: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of its body alone
+
+    @property
+    def messages(self) -> Messages | None:
+        """Messages of a chat; None for token ids."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        is_chat = bool(self.prompt) and isinstance(self.prompt[0], dict)
+        return self.prompt if is_chat else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +148,28 @@ def _prompt_of(row: Mapping[str, Any]) -> str | list[int] | None:
     return row.get("prompt")
 
 
+@dataclass(frozen=True)
+class Ramp:
+    """Requests a second that change from ``start`` to ``end`` over the requests of a run."""
+
+    start: float
+    end: float
+    exponential: bool = False
+
+    def rates(self, count: int) -> np.ndarray:
+        """The rate at each request."""
+        share = np.arange(count) / max(1, count - 1)
+        if self.exponential:
+            return self.start * (self.end / self.start) ** share
+        return self.start + (self.end - self.start) * share
+
+
+def ramped(count: int, ramp: Ramp, burstiness: float, seed: int) -> list[float]:
+    """As ``arrivals``, with the gap before each request drawn for the rate at it, unscaled."""
+    rng = np.random.default_rng(seed)
+    return np.cumsum(rng.gamma(burstiness, 1 / (ramp.rates(count) * burstiness))).tolist()
+
+
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start at which each request is sent; all 0 if ``rate`` is infinite.
 
@@ -154,18 +195,22 @@ def body_of(
     body: dict[str, Any] = {"model": model, "max_tokens": query.max_tokens, "stream": True}
     if usage:
         body["stream_options"] = {"include_usage": True}
+    messages = query.messages
     if path.endswith("/chat/completions"):
-        if not isinstance(query.prompt, str):
+        if messages is None:
             raise BenchError("a chat takes text; use --dataset-name custom or sharegpt with it")
-        body["messages"] = [{"role": "user", "content": query.prompt}]
+        body["messages"] = messages
+    elif messages is not None and not isinstance(query.prompt, str):
+        raise BenchError("messages need a chat; give --endpoint /v1/chat/completions")
     else:
         body["prompt"] = query.prompt
-    return msgspec.json.encode({**body, **extra})
+    return msgspec.json.encode({**body, **extra, **query.fields})
 
 
 def fingerprint(queries: Sequence[Query], times: Sequence[float]) -> str:
     """SHA-256 of requests and the times at which they are sent."""
     digest = hashlib.sha256()
     for query, when in zip(queries, times, strict=True):
-        digest.update(msgspec.json.encode((query.prompt, query.max_tokens, f"{when:.6f}")))
+        place = (query.session, query.think, query.fields) if query.session else ()
+        digest.update(msgspec.json.encode((query.prompt, query.max_tokens, f"{when:.6f}", *place)))
     return digest.hexdigest()

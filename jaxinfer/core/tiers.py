@@ -33,29 +33,25 @@ class TierUnit(msgspec.Struct, frozen=True, gc=False):
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """Units that a tier brings to host memory, for one admission of a sequence."""
+    """Units that are brought from a tier to their places, for one admission of a sequence."""
 
     ticket: int  # unique among admissions
-    keys: tuple[bytes, ...]
-
-
-class Restore(msgspec.Struct, frozen=True, gc=False):
-    """Units of a finished load, which are written to their places before the next step."""
-
-    ticket: int
     units: tuple[TierUnit, ...]
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The keys of the units."""
+        return tuple([unit.key for unit in self.units])
 
 
 class TierOrders(msgspec.Struct, frozen=True):
     """Copies that one call of the scheduler orders, all queued before its step, if it plans one.
 
-    Restores are first: a unit that is restored can be shared, released and saved in the same call.
-    Saves are before the step, which may write to a place that is saved. No restore of the call can:
-    its places belong to the sequence since an earlier call. ``dropped``: tickets whose units are
-    not needed any more.
+    Saves are before loads and before the step, which may write to a place that is saved. The places
+    of a load belong to its sequence until ``Loaded`` or the call that has its ticket in
+    ``dropped``: then nothing may be written to them any more.
     """
 
-    restores: tuple[Restore, ...] = ()
     saves: tuple[TierUnit, ...] = ()
     loads: tuple[Load, ...] = ()
     dropped: tuple[int, ...] = ()
@@ -112,7 +108,7 @@ class TierStats(msgspec.Struct, frozen=True, gc=False):
     num_dropped: int = 0  # units that no tier had space or time for
     saved_bytes: int = 0
     restored_bytes: int = 0
-    save_seconds: float = 0.0  # of copies, on the engine's thread
+    save_seconds: float = 0.0  # of copies from the device to the tier
     restore_seconds: float = 0.0  # from the order to load until the units are on the device
     host_bytes: int = 0  # present values: bytes of units in each tier, and its size
     host_size: int = 0
@@ -134,7 +130,7 @@ class TierChanged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A load has ended: its units can be restored, unless some have ``failed``."""
+    """A load has ended: a step planned now finds its units, unless some have ``failed``."""
 
     ticket: int
     failed: tuple[bytes, ...] = ()

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxinfer.nn.linear import BlockOutput, Outputs, Stream
+from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
-# output [T, D], which may be split-K partials float32[S, T, D].
+# output [T, D], which may be split-K partials float32[S, T, D] or ``Addends``.
 type Add = Callable[[jax.Array, Any], Stream]
 
 
@@ -50,4 +50,4 @@ class Plain:
 def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:
     """The stream with an output times the scale; partials of the output are multiplied alike."""
     assert not isinstance(delta, Outputs), "the scale is that of outputs without norms"
-    return Stream(x, delta * scale)
+    return Stream(x, whole(delta) * scale)

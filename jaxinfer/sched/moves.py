@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from immutables import Map
 
-from jaxinfer.core.tiers import SNAPSHOTS, Load, Restore, TierOrders, TierUnit, key_in
+from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierUnit, key_in
 
 
 class Moves:
@@ -16,7 +16,6 @@ class Moves:
         self.keys: Map[bytes, None] = keys
         self.saves: list[TierUnit] = []
         self.loads: list[Load] = []
-        self.restores: list[Restore] = []
         self.dropped: list[int] = []
 
     def save(self, units: Iterable[TierUnit]) -> None:
@@ -38,9 +37,7 @@ class Moves:
 
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
-        self.dropped += [restore.ticket for restore in self.restores]
         self.saves.clear()
-        self.restores.clear()
         self.loads.clear()
         if not keeps_keys:
             self.keys = Map()
@@ -48,7 +45,6 @@ class Moves:
     def orders(self, most_saves: int) -> TierOrders:
         """The orders."""
         return TierOrders(
-            tuple(self.restores),
             tuple(self.saves[:most_saves]),
             tuple(self.loads),
             tuple(self.dropped),

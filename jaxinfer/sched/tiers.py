@@ -23,7 +23,6 @@ from jaxinfer.core.tiers import (
     SNAPSHOTS,
     Load,
     Loaded,
-    Restore,
     TierPolicy,
     TierUnit,
     group_of,
@@ -146,14 +145,14 @@ def restoring_of(
             for i, (key, page_id, page) in triples
             if page_id == IN_TIER and i >= start
         ]
-    draft.moves.loads.append(Load(ticket, tuple([unit.key for unit in units])))
+    draft.moves.loads.append(Load(ticket, tuple(units)))
     size = limits.page_size
     start = found.start * size
     return Restoring(ticket, found.known * size, start, end * size, tuple(units), row)
 
 
 def commit_load(draft: Draft, event: Loaded) -> None:
-    """Restore the units of a finished load; after a failure its sequence is computed."""
+    """Continue the sequence of a finished load; after a failure it is computed."""
     with_ticket = (
         seq
         for seq in draft.running.values()
@@ -166,7 +165,6 @@ def commit_load(draft: Draft, event: Loaded) -> None:
         draft.moves.change((), event.failed)
         draft.requeue(replace(seq, may_restore=False))
         return
-    draft.moves.restores.append(Restore(event.ticket, own.units))
     reads = seq.reads
     for unit in own.units:
         if (group := group_of(unit.key)) != SNAPSHOTS:

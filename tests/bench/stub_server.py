@@ -65,7 +65,8 @@ class StubServer:
         for index in range(body["max_tokens"]):
             writer.write(chunk(event({"choices": [{"index": 0, "text": f"w{index} "}]})))
             await asyncio.sleep(GAP)
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        prompt = body.get("prompt") or body["messages"]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
         writer.write(chunk(event({"choices": [], "usage": usage})) + chunk(b"data: [DONE]\n\n"))
         writer.write(chunk(b""))
         return True

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxinfer.bench import numbers, verify
-from jaxinfer.bench.folder import SUMS, Folder, finished, sums_of
+from jaxinfer.bench import draw, numbers, verify
+from jaxinfer.bench.folder import SUMS, Folder, finished, read_folder, sums_of
 from jaxinfer.bench.gates import gate_of
 from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
 from jaxinfer.bench.results import results_of
@@ -220,3 +220,18 @@ def test_a_broken_record_is_named_with_its_line(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(BenchError, match="jaxinfer-0.jsonl has no record in line 6"):
         verify.main([str(folder.path)])
+
+
+def test_runs_are_drawn_with_a_curve_for_each_engine(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        compared(path, {"jaxinfer": [1.0, 2.0], "vllm": [4.0]})
+    read = [(path.name, read_folder(path)) for path in paths]
+    curves = draw.curves_of(read, "output_throughput", "p50_tpot_ms")
+    assert list(curves) == ["one jaxinfer", "one vllm", "two jaxinfer", "two vllm"]
+    assert [round(y, 3) for _, y in curves["one jaxinfer"]] == [2.0, 1.0]  # the faster has more
+    flags = ["--x=output_throughput", "--y=tpot_p50", f"--output={tmp_path / 'x.svg'}"]
+    assert draw.main([*map(str, paths), *flags]) == 0
+    assert (tmp_path / "x.svg").read_text().count("<polyline") == 4
+    with pytest.raises(BenchError, match="both rate and tpot_p50"):
+        draw.main([str(paths[0]), "--y=tpot_p50"])

@@ -26,12 +26,15 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
+from jaxinfer.exec.tiers import device_mover as device_module
 from jaxinfer.exec.tiers.chain import Chain
+from jaxinfer.exec.tiers.device_mover import DeviceMover
 from jaxinfer.exec.tiers.disk import UNITS, DiskTier
 from jaxinfer.exec.tiers.disk_folder import opened
 from jaxinfer.exec.tiers.host import HostTier
-from jaxinfer.exec.tiers.mover import ArrayMover
+from jaxinfer.exec.tiers.mover import ArrayMover, PageMover, forms_of
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
+from kit.copy_streams import LateStream, allocate
 from kit.engines import compiled_for, engine_of, run, tiny_limits
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -78,13 +81,27 @@ class Served(NamedTuple):
         return output.outputs[0].token_ids, logits, output.num_cached_tokens
 
 
-def served(name: str, make: Make | None = None, cost: CostModel = RESTORES) -> Served:
+def array_mover(program: Program, executor: Executor) -> PageMover:
+    return ArrayMover(program, executor.arrays)
+
+
+def device_mover(program: Program, executor: Executor) -> DeviceMover:
+    """A GPU's mover, with streams whose copies end late."""
+    return DeviceMover(program, executor.arrays, (LateStream(), LateStream()), allocate)
+
+
+def served(
+    name: str,
+    make: Make | None = None,
+    cost: CostModel = RESTORES,
+    mover_of: Callable[[Program, Executor], PageMover] = array_mover,
+) -> Served:
     """An engine with few pages and the connector that ``make`` returns, or one with many pages."""
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
     if make is None:
         return Served(engine_of(executor, program.limits), executor)
-    mover = ArrayMover(program, executor.arrays)
+    mover = mover_of(program, executor)
     tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost))
     limits = replace(  # executables are for more pages than the scheduler uses
         program.limits,
@@ -130,6 +147,33 @@ def test_a_second_turn_from_the_host_equals_one_on_the_device(name: str) -> None
     assert min(check_equal(one, served(name))) >= 128
     stats = one.engine.stats().tiers
     assert stats.num_restored > 0 == stats.num_failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_turn_through_a_gpus_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few units, so that a load takes more than the ring has."""
+    page = max(forms_of(executables(name)[0])[0].num_bytes, 1)
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 2 * page)
+    one = served(name, host, mover_of=device_mover)
+    assert min(check_equal(one, served(name))) >= 128
+    stats = one.engine.stats().tiers
+    assert stats.num_restored > 0 == stats.num_failed
+    one.engine.sleep()
+    one.engine.wake_up()
+    assert one.answer(prompt_of(1))[2] >= 128
+    one.engine.close()
+
+
+def test_a_gpus_loads_next_to_others_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 4096)
+    one, expected = served("llama", host, mover_of=device_mover), served("llama")
+    prompts = [prompt_of(seed, length) for seed, length in ((1, 150), (2, 90), (3, 120), (4, 40))]
+    for prompt in prompts:
+        one.answer(prompt)
+    for _ in range(3):
+        found = [output.outputs[0].token_ids for output in run(one.engine, prompts, DRAWN)]
+        assert found == [expected.answer(prompt)[0] for prompt in prompts]
+    assert one.engine.stats().tiers.num_restored > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -217,8 +261,11 @@ def test_tiers_outlive_sleep_but_not_weights(keeps: bool, tmp_path: Path) -> Non
     later.engine.close()
 
 
-def test_costs_are_measured() -> None:
+def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "TIER_BLOCK_BYTES", 4096)
     one = served("llama")
     cost = fitted_costs(one.executor, ArrayMover(executables("llama")[0], one.executor.arrays))
     assert cost.token_seconds > 0 <= cost.step_seconds and not cost.overlaps
     assert 1e3 < cost.bytes_per_second < 1e13
+    cost = fitted_costs(one.executor, device_mover(executables("llama")[0], one.executor))
+    assert cost.overlaps and 1e3 < cost.bytes_per_second < 1e13

@@ -315,7 +315,7 @@ def test_pages_of_a_cpu_are_in_proportion_to_the_weights(
     monkeypatch.setattr(
         memory_plan,
         "program_memory",
-        lambda *a: replace(program_memory(*a), weights={"float32": weight_bytes}),
+        lambda *a, **k: replace(program_memory(*a, **k), weights={"float32": weight_bytes}),
     )
     made = plan(None)
     assert made.num_pages == (budget // made.page_bytes[0],)

@@ -94,7 +94,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_slabs_are_of_another_size_once_they_are_empty() -> None:
-    slabs, draw = Slabs(1000, 100), random.Random(1)
+    slabs, draw = Slabs(100), random.Random(1)
+    slabs.add(np.empty(1000, np.uint8))
     used: dict[int, int] = {}
     for _ in range(2000):
         size = draw.choice((100, 33, 20))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxinfer.core.connector import Arrays, Connector, Forms, Polled, Unit, UnitForm
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.tiers import SNAPSHOTS, TierUnit, group_of
+from jaxinfer.exec.tiers.mover import ArrayLoading
 from kit.fake_executor import FakeExecutor
 
 
@@ -30,21 +30,22 @@ class FakeMover:
             forms[SNAPSHOTS] = UnitForm((((), np.dtype(np.int64)),))
         self.forms: Forms = forms
 
-    def gather(self, units: Sequence[TierUnit]) -> FakeGathered:
+    def gather(self, units: Sequence[TierUnit]) -> FakeSaving:
         """Copy what the places hold."""
-        return FakeGathered([(unit.key, (self._content(unit).copy(),)) for unit in units])
+        return FakeSaving([(unit.key, (self._content(unit).copy(),)) for unit in units])
 
-    def stage(self, units: Sequence[Unit]) -> FakeStaged:
-        """Copy the units."""
-        return FakeStaged([tuple(array.copy() for array in unit.arrays) for unit in units])
-
-    def scatter(self, staged: Any, units: Sequence[TierUnit]) -> None:
-        """Write staged units to their places."""
-        for unit, (array,) in zip(units, staged.units, strict=True):
-            if group_of(unit.key) == SNAPSHOTS:
-                self._executor().snapshots[unit.place] = int(array)
+    def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
+        """Write units to their places."""
+        for place, unit in zip(places, units, strict=True):
+            (array,) = unit.arrays
+            if group_of(place.key) == SNAPSHOTS:
+                self._executor().snapshots[place.place] = int(array)
             else:
-                self._content(unit)[:] = array
+                self._content(place)[:] = array
+        return ArrayLoading()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
 
     def _content(self, unit: TierUnit) -> np.ndarray:
         fake = self._executor()
@@ -57,26 +58,22 @@ class FakeMover:
         return fake.stores[pool][unit.place * size : (unit.place + 1) * size]
 
 
-class FakeGathered:
-    """Units that have been copied."""
+class FakeSaving:
+    """Units that have been gathered."""
 
     is_ready = True
+    is_copied = False
 
     def __init__(self, units: list[tuple[bytes, Arrays]]) -> None:
         self._units = units
+        self.keys = [key for key, _ in units]
 
-    def read(self) -> list[tuple[bytes, Arrays]]:
-        """The units."""
-        return self._units
-
-
-class FakeStaged:
-    """Units that can be written."""
-
-    is_ready = True
-
-    def __init__(self, units: list[Arrays]) -> None:
-        self.units = units
+    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+        """Copy them."""
+        for (_, arrays), to in zip(self._units, memory, strict=True):
+            if to is not None:
+                np.copyto(to[0], arrays[0])
+        self.is_copied = True
 
 
 class Unreliable:

@@ -165,6 +165,10 @@ class Tiers(Protocol):
         """Drop all units."""
         ...
 
+    def settle(self) -> None:
+        """Wait for copies under way, before the device's arrays are freed."""
+        ...
+
     def close(self) -> None:
         """End threads."""
         ...

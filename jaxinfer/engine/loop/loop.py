@@ -119,6 +119,8 @@ class EngineLoop[Handle]:
     def free_state(self) -> None:
         """``give_up_pages`` but keep tiers, and free the device's memory of pages and slots."""
         self.give_up_pages(keeps_tiers=True)
+        if self._tiers is not None:
+            self._tiers.settle()
         self._executor.free_state()
 
     def make_state(self) -> None:

@@ -153,7 +153,8 @@ def _plan_on(
     program = Program(model, sizes.limits, platform, pins, placement)
     if bundle is not None:
         bundle.check_program(program)
-    memory = program_memory(program, device)
+    has_tiers = config.kv_offloading_size is not None
+    memory = program_memory(program, device, has_tiers=has_tiers)
     taken = memory.total_bytes if device is None else 0
     check_tiers(config, program, free_host_bytes() - taken)
     facts = facts_of_configs(

@@ -11,6 +11,7 @@ import runpy
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
@@ -23,11 +24,15 @@ from jaxinfer.core.tiers import SNAPSHOTS, CostModel
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.copy_stream import CudaCopyStream
+from jaxinfer.exec.run.cuda_driver import locked_memory
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.tiers.chain import Chain
+from jaxinfer.exec.tiers.device_mover import DeviceMover
 from jaxinfer.exec.tiers.disk import DiskTier
 from jaxinfer.exec.tiers.disk_folder import check_folder, opened
-from jaxinfer.exec.tiers.host import HostTier
+from jaxinfer.exec.tiers.host import HostTier, Memory
+from jaxinfer.exec.tiers.locked_memory import LockedMemory
 from jaxinfer.exec.tiers.mover import ArrayMover, forms_of
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 
@@ -63,11 +68,6 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
         raise ConfigError(
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
-        )
-    if program.platform != "cpu":
-        raise ConfigError(
-            "kv_offloading_size is for a CPU so far, as pages of a GPU have no copies of their own "
-            "to host memory yet; leave it out"
         )
     if program.placement.num_devices > 1:
         raise ConfigError(
@@ -151,9 +151,10 @@ def begin_tiers(
     config = plan.config
     if config.kv_offloading_size is None:
         return None
-    mover = ArrayMover(plan.program, executor.arrays)
+    size = int(config.kv_offloading_size * GIB)
+    mover, memory = _mover(plan.program, executor, size)
     cost = fitted_costs(executor, mover)
-    host = HostTier(int(config.kv_offloading_size * GIB), mover.forms)
+    host = HostTier(size, mover.forms, memory)
     connector: Connector = host
     described, lower = f"host tier of {config.kv_offloading_size:g} GiB", None
     if disk is not None and config.kv_offloading_disk_size is not None:
@@ -185,7 +186,21 @@ def begin_tiers(
     return TierRunner(mover, connector, policy_of(mover.forms, cost), sizes)
 
 
-def fitted_costs(executor: Executor, mover: ArrayMover) -> CostModel:
+def _mover(
+    program: Program, executor: Executor, size: int
+) -> tuple[ArrayMover | DeviceMover, Memory | None]:
+    """What copies pages, and the source of the host tier's memory; None: any will do."""
+    if program.platform == "cpu":
+        return ArrayMover(program, executor.arrays), None
+    (device,) = program.placement.own_devices
+    ordinal = device.local_hardware_id
+    streams = CudaCopyStream(ordinal), CudaCopyStream(ordinal)
+    allocate = partial(locked_memory, ordinal)
+    mover = DeviceMover(program, executor.arrays, streams, allocate)
+    return mover, LockedMemory(size, allocate)
+
+
+def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostModel:
     """The costs of steps and copies, measured on padding."""
     buckets = [
         bucket
@@ -198,14 +213,10 @@ def fitted_costs(executor: Executor, mover: ArrayMover) -> CostModel:
     each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
     step = max(0.0, short - few * each)
 
-    def copy() -> None:
-        mover.copy_to_sink()
-        for array in executor.arrays.state:
-            array.block_until_ready()
-
-    copy()  # the first one makes the memory resident
-    seconds = min(_seconds(copy) for _ in range(MEASURED_COPIES))
-    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9))
+    mover.copy_to_sink()  # the first one makes the memory resident
+    seconds = min(_seconds(mover.copy_to_sink) for _ in range(MEASURED_COPIES))
+    overlaps = isinstance(mover, DeviceMover)
+    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9), overlaps)
 
 
 def _run(executor: Executor, bucket: Bucket) -> None:

@@ -47,6 +47,10 @@ MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
 NUM_BUFFERS = 3
+# Units of tiers are copied in blocks of so many bytes, or of one unit: four for loads, two of saves
+# under way, and what XLA needs to pack or unpack one (``exec.tiers.device_mover``).
+TIER_BLOCK_BYTES = 64 << 20
+NUM_TIER_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class MemoryPlan:
     num_pages: tuple[int, ...]
     slot_bytes: int
     state_bytes: int  # layer state of sequences, in slots and snapshots
-    batch_bytes: int  # staging buffers for batches
+    batch_bytes: int  # staging buffers for batches, and for units of tiers
     workspaces: dict[str, int]
     device: DeviceMemory | None
     num_devices: int = 1
@@ -141,7 +145,8 @@ def plan_memory(config: EngineConfig, program: Program, device: DeviceMemory | N
     context of ``config.max_model_len`` do not fit. If ``max_model_len`` is not set, the context may
     shrink to the pages instead.
     """
-    limits, fixed = program.limits, program_memory(program, device)
+    limits = program.limits
+    fixed = program_memory(program, device, has_tiers=config.kv_offloading_size is not None)
     reserve = reserve_bytes(program.model)
     budget = _kv_budget(config, fixed, reserve) - fixed.state_bytes
     most = sum(most_pages(limits))  # every slot at full length
@@ -206,7 +211,7 @@ def fitting_seqs(
     buckets of ``program``; it is smaller with fewer sequences, so the result always fits.
     """
     limits, state = program.limits, program.model.state
-    fixed = program_memory(program, device)
+    fixed = program_memory(program, device, has_tiers=config.kv_offloading_size is not None)
     budget = _kv_budget(config, fixed, reserve_bytes(program.model))
     needed, _ = _min_pages(config, limits)
     budget = budget - fixed.bytes_of(split_pages(limits, needed)) if chosen else budget // 2
@@ -218,7 +223,9 @@ def fitting_seqs(
     return bisect_right(range(1, limits.max_num_seqs + 1), budget, key=state_bytes)
 
 
-def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
+def program_memory(
+    program: Program, device: DeviceMemory | None, *, has_tiers: bool = False
+) -> MemoryPlan:
     """The plan for a program's shapes, with the number of pages in its limits."""
     limits, model, state = program.limits, program.model, program.model.state
     sizes = sizes_by_form(model.param_specs, model.config.dtype)
@@ -227,13 +234,17 @@ def program_memory(program: Program, device: DeviceMemory | None) -> MemoryPlan:
     weights = {form: size.nbytes for form, size in sizes.items()}
     if program.drafter_weights:
         weights["drafter"] = tree_bytes(program.drafter_weights)
+    page_bytes = tuple(limits.page_size * each for each in state.bytes_per_entry)
+    staging = NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches)
+    if has_tiers and device is not None:
+        staging += NUM_TIER_BLOCKS * max(TIER_BLOCK_BYTES, *page_bytes, state.bytes_per_slot)
     return MemoryPlan(
         weights=weights,
-        page_bytes=tuple(limits.page_size * each for each in state.bytes_per_entry),
+        page_bytes=page_bytes,
         num_pages=limits.num_pages,
         slot_bytes=tree_bytes((program.slots(), program.own_arrays())),
         state_bytes=limits.num_state_rows * state.bytes_per_slot,
-        batch_bytes=NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches),
+        batch_bytes=staging,
         workspaces=_workspaces(program),
         device=device,
         num_devices=program.placement.num_devices,

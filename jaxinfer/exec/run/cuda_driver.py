@@ -38,20 +38,28 @@ def shared_zeros(ordinal: int, shape: tuple[int, ...]) -> np.ndarray | None:  # 
     It is never freed, as an abandoned step may still write there. Raises ``EngineError`` if the
     driver cannot allocate it.
     """
-    if (driver := _driver()) is None:
+    if _driver() is None:
         return None
-    address, size = ctypes.c_void_p(), ctypes.c_size_t(8 * math.prod(shape))
-    allocate = (driver.cuMemHostAlloc, ctypes.byref(address), size, PORTABLE | MAPPED)
-    failed = _calls_on(driver, ordinal)(allocate)
+    zeros = locked_memory(ordinal, 8 * math.prod(shape)).view(np.int64).reshape(shape)
+    zeros[...] = 0
+    return zeros
+
+
+def locked_memory(ordinal: int, size: int) -> np.ndarray:  # uint8[size]
+    """Host memory that stays in place, so that a device can copy from and to it; never freed.
+
+    Raises ``EngineError`` if the driver cannot allocate it, or without a driver.
+    """
+    driver, address = needed_driver(), ctypes.c_void_p()
+    allocate = driver.cuMemHostAlloc, ctypes.byref(address), ctypes.c_size_t(size)
+    failed = calls_on(driver, ordinal)((*allocate, PORTABLE | MAPPED))
     if failed or address.value is None:
         raise EngineError(
             f"CUDA's driver gives no memory that the host and device {ordinal} share (its error "
             f"{failed}); free some of the host's memory, or raise the limit of locked memory"
         )
-    memory = (ctypes.c_int64 * math.prod(shape)).from_address(address.value)
-    zeros = np.ctypeslib.as_array(memory).reshape(shape)
-    zeros[...] = 0
-    return zeros
+    memory = (ctypes.c_uint8 * size).from_address(address.value)
+    return np.ctypeslib.as_array(memory)
 
 
 def connect(ordinals: Sequence[int]) -> None:
@@ -59,15 +67,15 @@ def connect(ordinals: Sequence[int]) -> None:
 
     Raises ``EngineError`` if two of them cannot, or without a driver.
     """
-    driver = _needed_driver()
+    driver = needed_driver()
     contexts = {ordinal: _context(driver, ordinal) for ordinal in ordinals}
     for ordinal, peer in itertools.permutations(ordinals, 2):
         able = ctypes.c_int()
-        failed = _calls_on(driver, ordinal)(
+        failed = calls_on(driver, ordinal)(
             (driver.cuDeviceCanAccessPeer, ctypes.byref(able), ordinal, peer)
         )
         if not failed and able.value:
-            failed = _calls_on(driver, ordinal)(
+            failed = calls_on(driver, ordinal)(
                 (driver.cuCtxEnablePeerAccess, contexts[peer], ctypes.c_uint(0))
             )
         if failed not in (0, PEER_ACCESS_ALREADY_ENABLED) or not able.value:
@@ -83,8 +91,8 @@ def device_zeros(ordinal: int, size: int) -> int:
 
     Raises ``EngineError`` if the device has no memory for them, or without a driver.
     """
-    driver, address = _needed_driver(), ctypes.c_uint64()
-    call = _calls_on(driver, ordinal)
+    driver, address = needed_driver(), ctypes.c_uint64()
+    call = calls_on(driver, ordinal)
     failed = call(
         (driver.cuMemAlloc_v2, ctypes.byref(address), ctypes.c_size_t(size)),
     ) or call((driver.cuMemsetD8_v2, address, ctypes.c_ubyte(0), ctypes.c_size_t(size)))
@@ -96,14 +104,14 @@ def device_zeros(ordinal: int, size: int) -> int:
 def read_words(ordinal: int, address: int, count: int) -> np.ndarray:  # int32[count]
     """Copy so many words from a device; raises ``EngineError`` if the driver fails."""
     words = np.zeros(count, np.int32)
-    driver = _needed_driver()
+    driver = needed_driver()
     copy = (
         driver.cuMemcpyDtoH_v2,
         ctypes.c_void_p(words.ctypes.data),
         ctypes.c_uint64(address),
         ctypes.c_size_t(words.nbytes),
     )
-    if failed := _calls_on(driver, ordinal)(copy):
+    if failed := calls_on(driver, ordinal)(copy):
         raise EngineError(f"device {ordinal} cannot be read (CUDA's error {failed})")
     return words
 
@@ -117,7 +125,7 @@ def copies_to(ordinal: int, *, wait: bool) -> Copy | None:
     """
     if (driver := _driver()) is None:
         return None
-    stream, call = ctypes.c_void_p(), _calls_on(driver, ordinal)
+    stream, call = ctypes.c_void_p(), calls_on(driver, ordinal)
     if failed := call((driver.cuStreamCreate, ctypes.byref(stream), NON_BLOCKING)):
         raise EngineError(f"CUDA's driver makes no stream on device {ordinal} (its error {failed})")
 
@@ -140,7 +148,7 @@ def copies_to(ordinal: int, *, wait: bool) -> Copy | None:
     return copy
 
 
-def _calls_on(driver: ctypes.CDLL, ordinal: int) -> Callable[..., int]:
+def calls_on(driver: ctypes.CDLL, ordinal: int) -> Callable[..., int]:
     """A function that makes calls (function, *arguments) in the context that JAX uses on a device.
 
     It stops at the first error and returns its number, or 0. The context is never released.
@@ -176,7 +184,8 @@ def _context(driver: ctypes.CDLL, ordinal: int) -> ctypes.c_void_p:
     return context
 
 
-def _needed_driver() -> ctypes.CDLL:
+def needed_driver() -> ctypes.CDLL:
+    """The driver; raises ``EngineError`` if there is none."""
     if (driver := _driver()) is None:
         raise EngineError("CUDA's driver (libcuda.so.1) cannot be loaded; install NVIDIA's driver")
     return driver

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -14,11 +15,29 @@ from jaxinfer.core.connector import Arrays, Forms, Polled, Unit
 class Slabs:
     """Divides memory into slabs of the size of the largest unit, each for units of one size."""
 
-    def __init__(self, num_bytes: int, largest: int) -> None:
-        self._slab_bytes = largest
-        self._empty = list(reversed(range(num_bytes // largest)))  # numbers of slabs
-        self._free: dict[int, list[int]] = {}  # by size: offsets
+    def __init__(self, largest: int) -> None:
+        self.slab_bytes = largest
+        self._memory: list[np.ndarray] = []  # uint8[slab_bytes] of each slab
+        self._empty: list[int] = []  # numbers of slabs
+        self._free: dict[int, list[int]] = {}  # by size: offsets, counted over all slabs
         self._used: dict[int, int] = {}  # by slab in use: its units
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return len(self._memory) * self.slab_bytes
+
+    def add(self, memory: np.ndarray) -> None:  # uint8[bytes]
+        """Add memory; what is left behind the last whole slab is not used."""
+        first, size = len(self._memory), self.slab_bytes
+        count = len(memory) // size
+        self._memory += [memory[i * size : (i + 1) * size] for i in range(count)]
+        self._empty = [*reversed(range(first, first + count)), *self._empty]
+
+    def at(self, offset: int, size: int) -> np.ndarray:  # uint8[size]
+        """The memory of a unit."""
+        slab, start = divmod(offset, self.slab_bytes)
+        return self._memory[slab][start : start + size]
 
     def take(self, size: int) -> int | None:
         """The offset of memory for a unit; None if there is none."""
@@ -27,22 +46,22 @@ class Slabs:
             if not self._empty:
                 return None
             slab = self._empty.pop()
-            start = slab * self._slab_bytes
-            free += range(start, start + self._slab_bytes // size * size, size)
+            start = slab * self.slab_bytes
+            free += range(start, start + self.slab_bytes // size * size, size)
         offset = free.pop()
-        slab = offset // self._slab_bytes
+        slab = offset // self.slab_bytes
         self._used[slab] = self._used.get(slab, 0) + 1
         return offset
 
     def give_back(self, offset: int, size: int) -> None:
         """Return a unit's memory; a slab without units may be of another size again."""
-        slab = offset // self._slab_bytes
+        slab = offset // self.slab_bytes
         self._used[slab] -= 1
         self._free[size].append(offset)
         if not self._used[slab]:
             del self._used[slab]
             own = self._free[size]
-            self._free[size] = [other for other in own if other // self._slab_bytes != slab]
+            self._free[size] = [other for other in own if other // self.slab_bytes != slab]
             self._empty.append(slab)
 
 
@@ -57,16 +76,29 @@ class Entry:
     is_dropped: bool = False
 
 
+class Memory(Protocol):
+    """A source of memory that takes long to allocate."""
+
+    def taken(self) -> Sequence[np.ndarray]:  # uint8[bytes] each
+        """Pieces that have been allocated since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Allocate no more."""
+        ...
+
+
 class HostTier:
     """A ``Connector`` whose units are in host memory; all calls end at once."""
 
     is_shared = False
 
-    def __init__(self, num_bytes: int, forms: Forms) -> None:
-        self._forms = forms
-        largest = max(form.num_bytes for form in forms.values())
-        self._memory = np.empty(num_bytes // largest * largest, np.uint8)
-        self._slabs = Slabs(num_bytes, largest)
+    def __init__(self, num_bytes: int, forms: Forms, memory: Memory | None = None) -> None:
+        """``memory``: where its memory comes from; as it is asked for, if None."""
+        self._forms, self._more = forms, memory
+        self._slabs = Slabs(max(form.num_bytes for form in forms.values()))
+        if memory is None:
+            self._slabs.add(np.empty(num_bytes, np.uint8))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._loads: dict[int, list[Entry]] = {}
         self._polled = Polled()
@@ -74,8 +106,8 @@ class HostTier:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tier."""
-        return len(self._memory)
+        """The size of the tier, as far as it has its memory."""
+        return self._slabs.num_bytes
 
     @property
     def keys(self) -> list[bytes]:
@@ -98,10 +130,11 @@ class HostTier:
             self._entries.move_to_end(key)
             return None
         form = self._forms[group]
+        self._take_memory()
         while (offset := self._slabs.take(form.num_bytes)) is None:
             if not self._replace_one():
                 return None
-        arrays = form.views(self._memory[offset : offset + form.num_bytes])
+        arrays = form.views(self._slabs.at(offset, form.num_bytes))
         self._entries[key] = Entry(Unit(group, key, arrays), offset)
         self.used_bytes += form.num_bytes
         return arrays
@@ -159,6 +192,13 @@ class HostTier:
 
     def close(self) -> None:
         """See ``Connector``."""
+        if self._more is not None:
+            self._more.close()
+
+    def _take_memory(self) -> None:
+        """Add memory that has been allocated since the last call."""
+        for memory in () if self._more is None else self._more.taken():
+            self._slabs.add(memory)
 
     def _replace_one(self) -> bool:
         """Drop the least recently used unit that nothing reads; False if there is none."""

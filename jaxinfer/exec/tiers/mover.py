@@ -1,9 +1,8 @@
 """``PageMover``: copies units between the device's arrays and host memory, without waiting.
 
-Calls are queued among the steps, so a gather reads what the steps before it have written, and a
-scatter is read by the steps after it. On a CPU the executables read and write host memory. A GPU
-needs another one of these, with staging buffers and a stream of its own: ``Gathered.is_ready`` and
-``Staged.is_ready`` are then queries of events, and ``read`` copies from a pinned buffer.
+Calls are queued among the steps, so a gather reads what the steps before it have written, and what
+a load writes is read by the steps after it. On a CPU the executables read and write host memory
+(``ArrayMover``); a GPU has staging buffers and streams of its own (``exec.tiers.device_mover``).
 """
 
 from __future__ import annotations
@@ -25,25 +24,38 @@ WIDTH = 8  # pages of one call; those of fewer are padded
 SINK = 0  # the page for padding
 
 
-class Gathered(Protocol):
-    """A copy of units to the host."""
+class Saving(Protocol):
+    """Units on their way from the device."""
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """Their keys."""
+        ...
 
     @property
     def is_ready(self) -> bool:
-        """True if ``read`` does not wait."""
+        """True if the device has gathered them: then ``copy_to`` may be called, once."""
         ...
 
-    def read(self) -> list[tuple[bytes, Arrays]]:
-        """The units' keys and arrays, which stay valid while this object exists."""
+    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+        """Begin to copy each unit to memory of its form; one with None is left out."""
+        ...
+
+    @property
+    def is_copied(self) -> bool:
+        """True if the memory has the units' content."""
         ...
 
 
-class Staged(Protocol):
+class Loading(Protocol):
     """Units on their way to the device."""
 
-    @property
-    def is_ready(self) -> bool:
-        """True if ``PageMover.scatter`` does not wait, and their host memory may be reused."""
+    def advance(self) -> bool:
+        """Go on; True if steps that are launched from now on find all units in their places."""
+        ...
+
+    def drop(self) -> None:
+        """Write to no place any more."""
         ...
 
 
@@ -55,89 +67,41 @@ class PageMover(Protocol):
         """The arrays of a unit of each group."""
         ...
 
-    def gather(self, units: Sequence[TierUnit]) -> Gathered:
+    def gather(self, units: Sequence[TierUnit]) -> Saving:
         """Queue a copy of what these places hold before the next step."""
         ...
 
-    def stage(self, units: Sequence[Unit]) -> Any:  # Staged
-        """Begin to bring units near the device."""
+    def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> Loading:
+        """Begin to copy units to these places; their memory is unchanged until it has ended."""
         ...
 
-    def scatter(self, staged: Any, units: Sequence[TierUnit]) -> None:
-        """Queue a copy of staged units to these places, in the same order, before the next step."""
+    def settle(self) -> None:
+        """Wait for all copies to and from host memory; keep no memory of the device for others."""
         ...
 
 
-class ArrayMover:
-    """A ``PageMover`` with an executable for each pool, and one for saved states."""
+class Pools:
+    """A program's arrays of layer state by pool; rows of saved states are the pool None."""
 
-    def __init__(self, program: Program, arrays: DeviceArrays) -> None:
-        self._arrays, self._limits = arrays, program.limits
+    def __init__(self, program: Program) -> None:
+        self._limits = program.limits
         self._first_snapshot = program.limits.max_num_seqs + 1  # after rows of slots and padding
-        self._indices, abstract = _indices(program), program.state()
+        self.indices, self.abstract = _indices(program), program.state()
         self.forms: Forms = forms_of(program)
-        self._gathers: dict[int | None, Any] = {}
-        self._scatters: dict[int | None, Any] = {}
-        with program.placement.as_default():
-            for pool, own in self._indices.items():
-                width = self._width(pool)
-                given = tuple(abstract[i] for i in own)
-                ids = jax.ShapeDtypeStruct((width,), np.int32)
-                values = tuple(jax.ShapeDtypeStruct((width, *a.shape[1:]), a.dtype) for a in given)
-                self._gathers[pool] = jax.jit(_gathered).lower(given, ids).compile()
-                donating = partial(jax.jit, donate_argnums=(0,))
-                self._scatters[pool] = donating(_scattered).lower(given, ids, values).compile()
 
-    def gather(self, units: Sequence[TierUnit]) -> ArrayGathered:
-        """See ``PageMover``."""
-        made = ArrayGathered()
-        for pool, own in self._by_pool(units).items():
-            given = tuple(self._arrays.state[i] for i in self._indices[pool])
-            for some in batched(own, self._width(pool)):
-                ids = self._ids(pool, [units[i].place for i in some], SINK)
-                keys = [units[i].key for i in some]
-                made.parts.append((keys, self._gathers[pool](given, ids)))
-        return made
+    def given(self, pool: int | None) -> tuple[Any, ...]:
+        """The shapes of a pool's arrays."""
+        return tuple(self.abstract[i] for i in self.indices[pool])
 
-    def stage(self, units: Sequence[Unit]) -> ArrayStaged:
-        """See ``PageMover``: the units are copied now, so their memory may be reused."""
-        staged = ArrayStaged()
-        for pool, own in self._by_pool(units).items():
-            width = self._width(pool)
-            for some in batched(own, width):
-                padded = [*some, *some[-1:] * (width - len(some))]
-                arrays = zip(*(units[i].arrays for i in padded), strict=True)
-                staged.parts.append((pool, padded, tuple(np.stack(each) for each in arrays)))
-        return staged
+    def form(self, pool: int | None) -> UnitForm:
+        """The form of its units."""
+        if pool is None:
+            return self.forms[SNAPSHOTS]
+        groups = enumerate(self._limits.groups)
+        return next(self.forms[number] for number, group in groups if group.pool == pool)
 
-    def scatter(self, staged: ArrayStaged, units: Sequence[TierUnit]) -> None:
-        """See ``PageMover``."""
-        state = list(self._arrays.state)
-        for pool, own, values in staged.parts:
-            indices = self._indices[pool]
-            ids = self._ids(pool, [units[i].place for i in own], SINK)
-            made = self._scatters[pool](tuple(state[i] for i in indices), ids, values)
-            for i, array in zip(indices, made, strict=True):
-                state[i] = array
-            self._arrays.state = tuple(state)
-
-    @property
-    def sink_bytes(self) -> int:
-        """The bytes that ``copy_to_sink`` copies."""
-        return WIDTH * self.forms[0].num_bytes
-
-    def copy_to_sink(self) -> None:
-        """Restore units of zeros to the page for padding, to measure the time that it takes."""
-        zeros = tuple(np.zeros(shape, dtype) for shape, dtype in self.forms[0].arrays)
-        key = bytes(DIGEST_SIZE)
-        staged = self.stage([Unit(0, key, zeros)] * WIDTH)
-        self.scatter(staged, [TierUnit(key, SINK)] * WIDTH)
-
-    def _width(self, pool: int | None) -> int:
-        return 1 if pool is None else WIDTH
-
-    def _by_pool(self, units: Sequence[TierUnit] | Sequence[Unit]) -> dict[int | None, list[int]]:
-        """The indices of the units of each pool, and of saved states."""
+    def split(self, units: Sequence[TierUnit] | Sequence[Unit]) -> dict[int | None, list[int]]:
+        """The indices of the units of each pool."""
         found: dict[int | None, list[int]] = {}
         for i, unit in enumerate(units):
             group = group_of(unit.key)
@@ -145,41 +109,114 @@ class ArrayMover:
             found.setdefault(pool, []).append(i)
         return found
 
-    def _ids(self, pool: int | None, places: Sequence[int], padding: int) -> np.ndarray:
-        ids = np.full(self._width(pool), padding, np.int32)
+    def rows(self, pool: int | None, places: Sequence[int], width: int) -> np.ndarray:
+        """The rows of a pool's arrays: int32[width], padded with those for padding."""
+        if pool is None:
+            places = [place + self._first_snapshot for place in places]
+        ids = np.full(width, self._first_snapshot - 1 if pool is None else SINK, np.int32)
         ids[: len(places)] = places
-        return ids + self._first_snapshot if pool is None else ids
+        return ids
 
 
-class ArrayGathered:
-    """The results of gathers; see ``Gathered``."""
+class ArrayMover:
+    """A ``PageMover`` with an executable for each pool, and one for saved states."""
+
+    def __init__(self, program: Program, arrays: DeviceArrays) -> None:
+        self._arrays, self._pools = arrays, Pools(program)
+        self.forms = self._pools.forms
+        self._gathers: dict[int | None, Any] = {}
+        self._scatters: dict[int | None, Any] = {}
+        with program.placement.as_default():
+            for pool in self._pools.indices:
+                width, given = self._width(pool), self._pools.given(pool)
+                ids = jax.ShapeDtypeStruct((width,), np.int32)
+                values = tuple(jax.ShapeDtypeStruct((width, *a.shape[1:]), a.dtype) for a in given)
+                self._gathers[pool] = jax.jit(_gathered).lower(given, ids).compile()
+                donating = partial(jax.jit, donate_argnums=(0,))
+                self._scatters[pool] = donating(_scattered).lower(given, ids, values).compile()
+
+    def gather(self, units: Sequence[TierUnit]) -> ArraySaving:
+        """See ``PageMover``."""
+        made = ArraySaving()
+        for pool, own in self._pools.split(units).items():
+            given = tuple(self._arrays.state[i] for i in self._pools.indices[pool])
+            width = self._width(pool)
+            for some in batched(own, width):
+                ids = self._pools.rows(pool, [units[i].place for i in some], width)
+                keys = [units[i].key for i in some]
+                made.parts.append((keys, self._gathers[pool](given, ids)))
+        return made
+
+    def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
+        """See ``PageMover``: the units are copied now."""
+        for pool, own in self._pools.split(units).items():
+            width, indices = self._width(pool), self._pools.indices[pool]
+            for some in batched(own, width):
+                padded = [*some, *some[-1:] * (width - len(some))]
+                arrays = zip(*(units[i].arrays for i in padded), strict=True)
+                values = tuple(np.stack(each) for each in arrays)
+                ids = self._pools.rows(pool, [places[i].place for i in padded], width)
+                given = tuple(self._arrays.state[i] for i in indices)
+                self._arrays.replace(indices, self._scatters[pool](given, ids, values))
+        return ArrayLoading()
+
+    def settle(self) -> None:
+        """See ``PageMover``: nothing is under way."""
+
+    @property
+    def sink_bytes(self) -> int:
+        """The bytes that ``copy_to_sink`` copies."""
+        return WIDTH * self.forms[0].num_bytes
+
+    def copy_to_sink(self) -> None:
+        """Load units of zeros to the page for padding, to measure the time that it takes."""
+        zeros = tuple(np.zeros(shape, dtype) for shape, dtype in self.forms[0].arrays)
+        key = bytes(DIGEST_SIZE)
+        self.load([Unit(0, key, zeros)] * WIDTH, [TierUnit(key, SINK)] * WIDTH)
+        jax.block_until_ready(self._arrays.state)
+
+    def _width(self, pool: int | None) -> int:
+        return 1 if pool is None else WIDTH
+
+
+class ArraySaving:
+    """The results of gathers; see ``Saving``."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[list[bytes], tuple[jax.Array, ...]]] = []
+        self.is_copied = False
+
+    @property
+    def keys(self) -> list[bytes]:
+        """See ``Saving``."""
+        return [key for keys, _ in self.parts for key in keys]
 
     @property
     def is_ready(self) -> bool:
-        """True if all have been computed."""
+        """See ``Saving``."""
         results: list[Any] = [array for _, arrays in self.parts for array in arrays]
         return all(array.is_ready() for array in results)
 
-    def read(self) -> list[tuple[bytes, Arrays]]:
-        """See ``Gathered``."""
-        found: list[tuple[bytes, Arrays]] = []
+    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+        """See ``Saving``: it ends at once."""
+        found = iter(memory)
         for keys, arrays in self.parts:
             host = [np.asarray(array) for array in arrays]  # on a CPU no copy
-            found += [(key, tuple(array[i] for array in host)) for i, key in enumerate(keys)]
-        return found
+            for i, unit in enumerate([next(found) for _ in keys]):
+                for to, array in zip(unit or (), host, strict=False):
+                    np.copyto(to, array[i])
+        self.is_copied = True
 
 
-class ArrayStaged:
-    """Stacked units of each call; see ``Staged``."""
+class ArrayLoading:
+    """Units that have been written; see ``Loading``."""
 
-    is_ready = True
+    def advance(self) -> bool:
+        """See ``Loading``."""
+        return True
 
-    def __init__(self) -> None:
-        # the pool, the indices of the units, and the arrays of a call
-        self.parts: list[tuple[int | None, list[int], Arrays]] = []
+    def drop(self) -> None:
+        """See ``Loading``."""
 
 
 def forms_of(program: Program) -> Forms:

@@ -6,12 +6,11 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from jaxinfer.core.connector import Connector, Forms, Unit
+from jaxinfer.core.connector import Arrays, Connector, Forms, Unit
 from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
@@ -24,7 +23,17 @@ from jaxinfer.core.tiers import (
     TierStats,
     group_of,
 )
-from jaxinfer.exec.tiers.mover import Gathered, PageMover
+from jaxinfer.exec.tiers.mover import Loading, PageMover, Saving
+
+POLL_SECONDS = 50e-6  # between two looks at copies, while nothing else is to be done
+
+
+class Save(NamedTuple):
+    """Units that are copied to memory of the connector, where it has space, and since when."""
+
+    copy: Saving
+    memory: list[Arrays | None]
+    since: float
 
 
 class TierRunner:
@@ -42,10 +51,10 @@ class TierRunner:
         self.policy = policy
         self._version = b""  # of the weights: see ``Connector.clear``
         self._bytes = {group: form.num_bytes for group, form in mover.forms.items()}
-        self._gathers: deque[Gathered] = deque()
+        self._gathers: deque[Saving] = deque()  # which the device has not finished
+        self._saves: deque[Save] = deque()  # which are copied to the connector's memory
         self._loads: dict[int, tuple[Load, float]] = {}  # with the time of the order
-        self._staged: dict[int, Any] = {}  # units on their way to the device
-        self._ready: dict[int, Any] = {}  # units that can be scattered
+        self._loading: dict[int, Loading] = {}  # those whose units the connector has brought
         self._counters = TierStats()
 
     @property
@@ -55,8 +64,8 @@ class TierRunner:
 
     @property
     def num_held(self) -> int:
-        """Loads whose units are kept, until they are restored or dropped."""
-        return len(self._loads) + len(self._staged) + len(self._ready)
+        """Loads whose units are kept, until they are on the device or dropped."""
+        return len(self._loads)
 
     @property
     def is_shared(self) -> bool:
@@ -65,15 +74,13 @@ class TierRunner:
 
     def obey(self, orders: TierOrders) -> None:
         """Queue the copies of one call of the scheduler, before its step is launched."""
-        for restore in orders.restores:
-            self._mover.scatter(self._ready.pop(restore.ticket), restore.units)
+        for ticket in orders.dropped:
+            self._forget(ticket)
         if orders.saves:
             self._gathers.append(self._mover.gather(orders.saves))
         for load in orders.loads:
             self._loads[load.ticket] = load, time.monotonic()
             self._connector.load(load.ticket, load.keys)
-        for ticket in orders.dropped:
-            self._forget(ticket)
 
     def look_up(self, keys: Sequence[bytes]) -> tuple[Event, ...]:
         """The event of units of a prompt that others have saved."""
@@ -82,8 +89,16 @@ class TierRunner:
 
     def poll(self, seconds: float = 0.0) -> tuple[Event, ...]:
         """The events of copies that have ended; waits so long for the first of them."""
+        end = time.monotonic() + seconds
+        while not (events := self._polled(seconds)) and time.monotonic() < end:
+            if self._loading:
+                time.sleep(POLL_SECONDS)
+        return events
+
+    def _polled(self, seconds: float) -> tuple[Event, ...]:
+        """The same, once; the connector is waited for if nothing else is under way."""
         self._save_gathered()
-        polled = self._connector.poll(seconds)
+        polled = self._connector.poll(0.0 if self._loading else seconds)
         events: list[Event] = []
         if polled.added or polled.removed:
             changed = dict.fromkeys((*polled.added, *polled.removed))
@@ -91,13 +106,13 @@ class TierRunner:
             removed = tuple(key for key in changed if key not in there)
             events.append(TierChanged(tuple(there), removed))
         for ticket, units in polled.loaded.items():
-            events += self._loaded(ticket, units)
-        for ticket in [ticket for ticket, staged in self._staged.items() if staged.is_ready]:
-            self._ready[ticket] = self._staged.pop(ticket)
+            events += self._begun(ticket, units)
+        for ticket in [ticket for ticket, loading in self._loading.items() if loading.advance()]:
+            del self._loading[ticket]
             load, since = self._loads.pop(ticket)
             self._connector.finished(ticket)
             self._count(
-                num_restored=len(load.keys),
+                num_restored=len(load.units),
                 restored_bytes=self._num_bytes(load.keys),
                 restore_seconds=time.monotonic() - since,
             )
@@ -107,14 +122,22 @@ class TierRunner:
     def clear(self, *, weights_changed: bool) -> None:
         """Drop all units; no step is in flight."""
         self._gathers.clear()
-        for ticket in (*self._loads, *self._ready):
+        self._saves.clear()
+        for ticket in tuple(self._loads):
             self._forget(ticket)
+        self._mover.settle()  # the memory that they read and write belongs to others from now on
         if weights_changed:
             self._version = secrets.token_bytes(16)
         self._connector.clear(self._version)
 
+    def settle(self) -> None:
+        """Wait for copies under way, before the device's arrays are freed."""
+        self._mover.settle()
+
     def close(self) -> None:
         """Save what has been copied, and end the connector's threads."""
+        self.poll()
+        self._mover.settle()
         self.poll()
         self._connector.close()
 
@@ -123,46 +146,52 @@ class TierRunner:
         return msgspec.structs.replace(self._counters, **self._sizes())
 
     def _save_gathered(self) -> None:
-        """Copy the units of ended gathers to the tier."""
+        """Copy units that the device has gathered, and save those that have been copied."""
         while self._gathers and self._gathers[0].is_ready:
-            since, units = time.monotonic(), self._gathers.popleft().read()
-            saved, num_bytes, num_dropped = 0, 0, 0
-            for key, arrays in units:
-                group = group_of(key)
-                if (memory := self._connector.reserve(group, key)) is None:
-                    num_dropped += not self._connector.match((key,))
-                    continue
-                for to, array in zip(memory, arrays, strict=True):
-                    np.copyto(to, array)
-                self._connector.save(Unit(group, key, memory))
-                saved, num_bytes = saved + 1, num_bytes + self._bytes[group]
-            self._count(
-                num_saved=saved,
-                saved_bytes=num_bytes,
-                num_dropped=num_dropped,
-                save_seconds=time.monotonic() - since,
-            )
+            since, gathered = time.monotonic(), self._gathers.popleft()
+            memory = [self._connector.reserve(group_of(key), key) for key in gathered.keys]
+            gathered.copy_to(memory)
+            self._saves.append(Save(gathered, memory, since))
+        while self._saves and self._saves[0].copy.is_copied:
+            self._save(self._saves.popleft())
 
-    def _loaded(self, ticket: int, units: list[Unit | None]) -> list[Event]:
-        """Stage the units of a load, or report those that failed."""
+    def _save(self, save: Save) -> None:
+        saved = dropped = num_bytes = 0
+        for key, memory in zip(save.copy.keys, save.memory, strict=True):
+            if memory is None:
+                dropped += not self._connector.match((key,))
+                continue
+            group = group_of(key)
+            self._connector.save(Unit(group, key, memory))
+            saved, num_bytes = saved + 1, num_bytes + self._bytes[group]
+        self._count(
+            num_saved=saved,
+            saved_bytes=num_bytes,
+            num_dropped=dropped,
+            save_seconds=time.monotonic() - save.since,
+        )
+
+    def _begun(self, ticket: int, units: list[Unit | None]) -> list[Event]:
+        """Begin to copy the units of a load to the device, or report those that failed."""
         if ticket not in self._loads:
             self._connector.finished(ticket)
             return []
         load, _ = self._loads[ticket]
         found = [unit for unit in units if unit is not None]
-        if len(found) == len(load.keys):
-            self._staged[ticket] = self._mover.stage(found)
+        if len(found) == len(load.units):
+            self._loading[ticket] = self._mover.load(found, load.units)
             return []
-        failed = [key for key, unit in zip(load.keys, units, strict=True) if unit is None]
+        pairs = zip(load.keys, units, strict=True)
+        failed = tuple([key for key, unit in pairs if unit is None])
         self._count(num_failed=len(failed))
         self._forget(ticket)
-        return [Loaded(ticket, tuple(failed))]
+        return [Loaded(ticket, failed)]
 
     def _forget(self, ticket: int) -> None:
-        """Let the connector have the units of a load back, if it has not yet."""
-        self._ready.pop(ticket, None)
+        """Stop a load, and let the connector have its units back."""
+        if (loading := self._loading.pop(ticket, None)) is not None:
+            loading.drop()
         if self._loads.pop(ticket, None) is not None:
-            self._staged.pop(ticket, None)
             self._connector.finished(ticket)
 
     def _num_bytes(self, keys: Sequence[bytes]) -> int:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.activations import ACTIVATIONS, xielu
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, linear, normalised
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear, normalised, scaled
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(
         self, stream: Stream, norm: Norm, ctx: StepContext, *, summed: bool = True
-    ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+    ) -> tuple[jax.Array, PlainOutput]:  # [T, D]
         """The stream with its delta added, and the network's output; of several devices, unless it
         is ``summed``, only what this one adds to it.
         """
@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
             split = ctx.splits
             args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
             y = quantised_mlp(args)
-            return stream.x, ctx.across(y) if summed else y
+            return stream.x, ctx.addends(y) if summed else y
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         if c.activation == "xielu":
@@ -65,5 +65,7 @@ class FeedForward(nn.Module):
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
         bias = param(self, "down_bias") if c.bias else None
-        y = linear(hidden, down, ctx, bias=bias, partial=True, summed=summed).y
-        return stream.x, y if c.out_scale == 1.0 else y * c.out_scale
+        if summed:
+            return stream.x, scaled(block_output(hidden, down, ctx, bias=bias), c.out_scale)
+        assert bias is None, "each device would add the bias"
+        return stream.x, scaled(linear(hidden, down, ctx, partial=True).y, c.out_scale)

@@ -20,9 +20,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Angles, StepContext
+from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig, QueryGrowth
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """The stream [T, D] with its delta added, attention's output, and the layer's new state.
 
         With ``only``, stream and output have only these tokens: the last of each row, in the last
@@ -115,13 +115,13 @@ def output(
     out: jax.Array,  # [T, N, H]
     ctx: StepContext,
     only: jax.Array | None,  # int32[B]
-) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+) -> tuple[jax.Array, PlainOutput]:  # [T, D]
     """The stream, and the projection of the heads' outputs; with ``only`` these have B tokens."""
     out = ctx.at("z", out)
     x = stream.x if only is None else stream.take(only)
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)
-    return x, linear(out, weight(module, "o"), ctx, bias=bias, partial=True).y
+    return x, block_output(out, weight(module, "o"), ctx, bias=bias)
 
 
 def _normalised_heads(

@@ -11,8 +11,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import StepContext
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.context import PlainOutput, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.recurrent import convolved, empty_state, whole_sequence
 from jaxinfer.nn.state import LayerArrays
@@ -32,7 +32,7 @@ class GatedConv(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         c, is_dense = self.config, state is None
         bias = {name: param(self, name) if c.bias else None for name in ("into_bias", "conv_bias")}
@@ -53,5 +53,5 @@ class GatedConv(nn.Module):
         if only is not None:
             own, out = stream.take(only), take_rows(out, only)
         o_bias = param(self, "o_bias") if c.bias else None
-        y = linear(out, weight(self, "o"), ctx, bias=o_bias, partial=True).y
+        y = block_output(out, weight(self, "o"), ctx, bias=o_bias)
         return own, y, None if is_dense else {"conv": kept}

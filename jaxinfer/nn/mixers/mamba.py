@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Rows, StepContext
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.context import PlainOutput, Rows, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from jaxinfer.nn.mixers.recurrent import (
     PromptRows,
@@ -44,7 +44,7 @@ class Mamba(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         c, is_dense = self.config, state is None
         bias = param(self, "into_bias") if c.bias else None
@@ -64,14 +64,14 @@ class Mamba(nn.Module):
         out = (out * jax.nn.silu(gate.astype(jnp.float32))).astype(y.dtype)
         out = ctx.at("z", out[:, None])[:, 0]
         o_bias = param(self, "o_bias") if c.bias else None
-        delta = linear(out, weight(self, "o"), ctx, bias=o_bias, partial=True).y
+        delta = block_output(out, weight(self, "o"), ctx, bias=o_bias)
         return own, delta, None if is_dense else {"ssm": states, "conv": kept}
 
     def _tokens(self, x: jax.Array, ctx: StepContext) -> ScanTokens:  # [T, I]
         """The inputs of the scan."""
         c, float32 = self.config, jnp.float32
         # every device needs the sums over all channels
-        found = linear(x, weight(self, "x"), ctx, partial=ctx.axis is not None).y
+        found = ctx.across(linear(x, weight(self, "x"), ctx).y)
         widths = (c.rank, c.rank + c.state_dim)
         parts = jnp.split(found, widths, axis=1)
         if c.inner_norms is not None:
@@ -96,13 +96,13 @@ class Mamba(nn.Module):
         """The outputs of decode rows, then of prompts, and the new states."""
         d, parts, tokens = ctx.num_decodes, [], self._tokens(x, ctx)
         if d:
-            first = ScanTokens(*(one[:d] for one in tokens[:4]), tokens.rates)
+            first = tokens.take(slice(d))
             positions, slots = ctx.positions[:d], rows.slots[:d]
             out, states = selective_decode(first, states, positions, slots)
             states = with_kept(states, rows, d)
             parts.append(out)
         if len(x) > d:
-            rest = ScanTokens(*(one[d:] for one in tokens[:4]), tokens.rates)
+            rest = tokens.take(slice(d, None))
             out, states = selective_prefill(rest, states, PromptRows.of(rows.prompts(d)))
             parts.append(out)
         out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]

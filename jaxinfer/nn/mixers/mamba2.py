@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Rows, StepContext
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.context import PlainOutput, Rows, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.recurrent import (
     PromptRows,
@@ -42,7 +42,7 @@ class Mamba2(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         c, is_dense = self.config, state is None
         bias = param(self, "into_bias") if c.into_bias else None
@@ -66,7 +66,7 @@ class Mamba2(nn.Module):
         out = self._gated(out.reshape(len(out), -1), gate, ctx).astype(y.dtype)
         out = ctx.at("z", out.reshape(heads)).reshape(out.shape)
         o_bias = param(self, "o_bias") if c.o_bias else None
-        delta = linear(out, weight(self, "o"), ctx, bias=o_bias, partial=True).y
+        delta = block_output(out, weight(self, "o"), ctx, bias=o_bias)
         return x, delta, None if is_dense else {"ssm": states, "conv": kept}
 
     def _mixed(

@@ -24,6 +24,11 @@ class ScanTokens(NamedTuple):
     steps: jax.Array  # float32[T, I]
     rates: jax.Array  # float32[I, N], below 0
 
+    def take(self, part: slice) -> ScanTokens:
+        """Some of the tokens."""
+        x, b, c, steps = (one[part] for one in (self.x, self.b, self.c, self.steps))
+        return ScanTokens(x, b, c, steps, self.rates)
+
 
 @jax.jit  # one trace serves every layer
 def selective_decode(
@@ -34,7 +39,7 @@ def selective_decode(
 ) -> tuple[jax.Array, jax.Array]:  # float32[B, I], float32[S, I, N]
     """One token of each row, whose state is at ``rows`` before and after."""
     found = jnp.where((positions == 0)[:, None, None], 0, states[rows])
-    decay, addend = _maps(*(one.astype(jnp.float32) for one in tokens))
+    decay, addend = _maps(tokens)
     state = found * decay + addend
     return _outputs(state, tokens.c), states.at[rows].set(state)
 
@@ -47,25 +52,26 @@ def selective_prefill(
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, I], float32[S, I, N]
     """The tokens of prompts; steps of no token are 0, so that nothing changes."""
     chunks = chunks_of(rows.query_start_loc, len(tokens.x))
-    each = tuple(map(chunks.take, tokens[:4]))
+    each = (*map(chunks.take, (tokens.x, tokens.b, tokens.c, tokens.steps)),)
 
     def advance(
         state: jax.Array, one: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, jax.Array]:  # [I, N], [I, CHUNK]
-        since, own = jax.lax.associative_scan(_after, _maps(*one, tokens.rates))
+        x, b, c, steps = one
+        maps = _maps(ScanTokens(x, b, c, steps, tokens.rates))
+        since, own = jax.lax.associative_scan(_after, maps)
         all_states = own + since * state
-        return all_states[-1], _outputs(all_states, one[2]).T
+        return all_states[-1], _outputs(all_states, c).T
 
     out, states = scan_chunks(rows, states, chunks, advance, each)
     return by_token(out, rows.query_start_loc, chunks, len(tokens.x)), states
 
 
-def _maps(
-    x: jax.Array, b: jax.Array, c: jax.Array, steps: jax.Array, rates: jax.Array
-) -> tuple[jax.Array, jax.Array]:  # float32[T, I, N] each
+def _maps(tokens: ScanTokens) -> tuple[jax.Array, jax.Array]:  # float32[T, I, N] each
     """What each token's state is multiplied by, and what is added to it."""
-    del c
-    return jnp.exp(rates * steps[..., None]), (steps * x)[..., None] * b[:, None]
+    x, b = tokens.x.astype(jnp.float32), tokens.b.astype(jnp.float32)
+    decay = jnp.exp(tokens.rates * tokens.steps[..., None])
+    return decay, (tokens.steps * x)[..., None] * b[:, None]
 
 
 def _after(

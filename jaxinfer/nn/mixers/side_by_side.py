@@ -11,8 +11,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxinfer.nn.context import StepContext
-from jaxinfer.nn.linear import Norm, Stream, added, normalised
+from jaxinfer.nn.context import PlainOutput, StepContext
+from jaxinfer.nn.linear import Norm, Stream, added, normalised, scaled
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import take_rows
@@ -31,7 +31,7 @@ class SideBySide(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``. Points within the mixers are those of attention."""
         c, none = self.config, norm.as_none()
         stream, h = normalised(stream, norm, ctx)
@@ -39,11 +39,11 @@ class SideBySide(nn.Module):
         nn.share_scope(self, attention)
         beside: Any = c.other.module().clone(name="beside", parent=self)
         own, others = self._states(state, h.dtype)
-        given = Stream(_times(h, c.attention_scales.into))
+        given = Stream(h * c.attention_scales.into)
         _, first, own = attention(given, none, own, ctx, only)
-        given = Stream(_times(h, c.other_scales.into))
+        given = Stream(h * c.other_scales.into)
         _, second, others = beside(given, none, others, replace(ctx, points=None), only)
-        delta = added(_times(first, c.attention_scales.out), _times(second, c.other_scales.out))
+        delta = added(scaled(first, c.attention_scales.out), scaled(second, c.other_scales.out))
         x = stream.x if only is None else take_rows(stream.x, only)
         return x, delta, own if others is None else {**(own or {}), **others}
 
@@ -56,7 +56,3 @@ class SideBySide(nn.Module):
         names = {entry.name for entry in self.config.other.state(dtype).per_slot}
         others = {name: array for name, array in state.items() if name in names}
         return {name: array for name, array in state.items() if name not in names}, others
-
-
-def _times(x: jax.Array, scale: float) -> jax.Array:
-    return x if scale == 1.0 else x * scale

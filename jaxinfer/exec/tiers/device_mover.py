@@ -1,0 +1,293 @@
+"""``DeviceMover``: units of a GPU, packed into blocks on the device and copied by own streams.
+
+A page is a piece of every layer's arrays: 72 pieces of 32 KB in Qwen3-4B. Copies of such pieces
+take longer than their bytes do, so an executable packs the pages of a save into one block, from
+which each unit is one copy, and another unpacks the blocks of a load. The copy engines work beside
+the steps. No fence is needed: a save is copied when the host has seen that its block is there, and
+a load is unpacked by a call that is queued when the host has seen that its copy has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import batched
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.core.connector import Arrays, Forms, Unit
+from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
+from jaxinfer.exec.compile.memory_plan import TIER_BLOCK_BYTES
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.run.copy_stream import CopyEvent, CopyStream, HostCopy
+from jaxinfer.exec.run.device_arrays import DeviceArrays
+from jaxinfer.exec.tiers.locked_memory import Allocate
+from jaxinfer.exec.tiers.mover import SINK, Pools
+
+MAX_WIDTH = 256  # units of a block
+NUM_BLOCKS = 4  # of loads: while one is unpacked behind two steps, others are copied
+
+
+def block_sizes(pools: Pools) -> tuple[dict[int | None, int], int]:
+    """The units of a block of each pool, and the bytes of the largest block."""
+    sizes = {pool: pools.form(pool).num_bytes for pool in pools.indices}
+    widths = {
+        pool: max(1, min(MAX_WIDTH, TIER_BLOCK_BYTES // size)) for pool, size in sizes.items()
+    }
+    return widths, max(widths[pool] * size for pool, size in sizes.items())
+
+
+class DeviceMover:
+    """A ``PageMover`` with two executables for each pool, a ring of blocks and two streams."""
+
+    def __init__(
+        self,
+        program: Program,
+        arrays: DeviceArrays,
+        streams: tuple[CopyStream, CopyStream],
+        allocate: Allocate,
+    ) -> None:
+        """``streams``: of saves and of loads. ``allocate``: see ``locked_memory``."""
+        self.arrays, self._allocate = arrays, allocate
+        self._saves, self._loads = streams
+        self._measured: np.ndarray | None = None  # a unit that ``copy_to_sink`` copies
+        self.pools = Pools(program)
+        self.forms: Forms = self.pools.forms
+        self.widths, self._block_bytes = block_sizes(self.pools)
+        self._placement = program.placement
+        self._packs: dict[int | None, Any] = {}
+        self._unpacks: dict[int | None, Any] = {}
+        block = jax.ShapeDtypeStruct((self._block_bytes,), np.uint8)
+        with program.placement.as_default():
+            for pool in self.pools.indices:
+                given = self.pools.given(pool)
+                ids = jax.ShapeDtypeStruct((self.widths[pool],), np.int32)
+                both = jax.ShapeDtypeStruct((2, self.widths[pool]), np.int32)
+                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile()
+                donating = partial(jax.jit, donate_argnums=(0,))
+                self._unpacks[pool] = donating(_unpacked).lower(given, both, block).compile()
+        self._ring: list[Block] = []
+
+    def gather(self, units: Sequence[TierUnit]) -> DeviceSaving:
+        """See ``PageMover``."""
+        made = DeviceSaving(self._saves)
+        for pool, own in self.pools.split(units).items():
+            given = tuple(self.arrays.state[i] for i in self.pools.indices[pool])
+            size = self.pools.form(pool).num_bytes
+            for some in batched(own, self.widths[pool]):
+                ids = self.pools.rows(pool, [units[i].place for i in some], self.widths[pool])
+                made.keys += [units[i].key for i in some]
+                made.parts.append(Packed(len(some), size, self._packs[pool](given, ids)))
+        return made
+
+    def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> DeviceLoading:
+        """See ``PageMover``."""
+        parts = deque[Part]()
+        for pool, own in self.pools.split(units).items():
+            for some in batched(own, self.widths[pool]):
+                of_part = [units[i].arrays for i in some]
+                parts.append(Part(pool, of_part, [places[i].place for i in some]))
+        loading = DeviceLoading(self, parts)
+        loading.advance()
+        return loading
+
+    def settle(self) -> None:
+        """See ``PageMover``."""
+        self._saves.wait()
+        self._loads.wait()
+        self._ring.clear()
+
+    def copied(self, part: Part) -> Block | None:
+        """The block into which a part is being copied; None while all are in use."""
+        if not self._ring:
+            zeros = [np.zeros(self._block_bytes, np.uint8) for _ in range(NUM_BLOCKS)]
+            made = [self._placement.put(own) for own in zeros]
+            self._ring = [Block(array) for array in jax.block_until_ready(made)]
+        block = next((one for one in self._ring if one.is_free), None)
+        if block is None:
+            return None
+        to, copies = block.address, list[HostCopy]()
+        for arrays in part.units:
+            for copy in pieces(to, arrays):
+                copies.append(copy)
+                to += copy.size
+        block.event, block.is_taken = self._loads.to_device(merged(copies)), True
+        return block
+
+    def unpack(self, part: Part, block: Block) -> None:
+        """Queue the call that writes a part to its places, its last unit also as padding."""
+        indices, last = self.pools.indices[part.pool], len(part.places) - 1
+        numbers = [min(i, last) for i in range(self.widths[part.pool])]
+        places = [part.places[i] for i in numbers]
+        rows = self.pools.rows(part.pool, places, len(places))
+        ids = np.stack([rows, np.asarray(numbers, np.int32)])
+        given = tuple(self.arrays.state[i] for i in indices)
+        made, block.reader = self._unpacks[part.pool](given, ids, block.array)
+        self.arrays.replace(indices, made)
+        block.is_taken = False
+
+    @property
+    def sink_bytes(self) -> int:
+        """The bytes that ``copy_to_sink`` copies: those of two blocks."""
+        return len(self._sunk()) * self.forms[0].num_bytes
+
+    def copy_to_sink(self) -> None:
+        """Load units to the page for padding, to measure the time that it takes."""
+        units = self._sunk()
+        if self._measured is None:
+            self._measured = self._allocate(self.forms[0].num_bytes)
+        arrays = self.forms[0].views(self._measured)
+        loading = self.load([Unit(0, unit.key, arrays) for unit in units], units)
+        while not loading.advance():
+            pass
+        jax.block_until_ready(self.arrays.state)
+
+    def _sunk(self) -> list[TierUnit]:
+        sink = TierUnit(bytes(DIGEST_SIZE), SINK)
+        (pool,) = self.pools.split([sink])
+        return [sink] * (2 * self.widths[pool])
+
+
+class Part(NamedTuple):
+    """Units that are loaded by one block."""
+
+    pool: int | None
+    units: list[Arrays]
+    places: list[int]
+
+
+class Block:
+    """Memory on the device for the units of one copy."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self.array = array  # uint8[bytes]
+        self.address: int = array.unsafe_buffer_pointer()
+        self.event: CopyEvent | None = None  # of the copy into it
+        self.reader: jax.Array | None = None  # a result of the call that reads it
+        self.is_taken = False  # for a copy that has not been unpacked
+
+    @property
+    def is_free(self) -> bool:
+        """True if it may be overwritten."""
+        if self.is_taken or (self.event is not None and not self.event.is_done):
+            return False
+        return self.reader is None or _is_ready(self.reader)
+
+
+class DeviceLoading:
+    """See ``Loading``."""
+
+    def __init__(self, mover: DeviceMover, parts: deque[Part]) -> None:
+        self._mover, self._parts = mover, parts
+        self._copied = deque[tuple[Part, Block]]()  # in the order of their copies
+
+    def advance(self) -> bool:
+        """See ``Loading``."""
+        while self._copied and (event := self._copied[0][1].event) and event.is_done:
+            self._mover.unpack(*self._copied.popleft())
+        while self._parts and (block := self._mover.copied(self._parts[0])) is not None:
+            self._copied.append((self._parts.popleft(), block))
+        return not self._parts and not self._copied
+
+    def drop(self) -> None:
+        """See ``Loading``: copies that have begun end in their blocks."""
+        self._parts.clear()
+        for _, block in self._copied:
+            block.is_taken = False
+        self._copied.clear()
+
+
+class Packed(NamedTuple):
+    """A block of ``count`` units on the device."""
+
+    count: int
+    size: int  # bytes of a unit
+    block: jax.Array  # uint8[width, size]
+
+
+class DeviceSaving:
+    """See ``Saving``. The blocks live until they have been copied."""
+
+    def __init__(self, stream: CopyStream) -> None:
+        self._stream = stream
+        self.keys: list[bytes] = []
+        self.parts: list[Packed] = []
+        self._event: CopyEvent | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """See ``Saving``."""
+        return all([_is_ready(part.block) for part in self.parts])
+
+    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+        """See ``Saving``."""
+        found, copies = iter(memory), list[HostCopy]()
+        for part in self.parts:
+            address = part.block.unsafe_buffer_pointer()
+            for i in range(part.count):
+                if (arrays := next(found)) is not None:
+                    copies += pieces(address + i * part.size, arrays)
+        self._event = self._stream.to_host(merged(copies))
+
+    @property
+    def is_copied(self) -> bool:
+        """See ``Saving``."""
+        return self._event is not None and self._event.is_done
+
+
+def _is_ready(array: Any) -> bool:
+    return bool(array.is_ready())
+
+
+def pieces(device: int, arrays: Arrays) -> Iterator[HostCopy]:
+    """Copies between a unit on the device and its arrays in host memory."""
+    for array in arrays:
+        yield HostCopy(device, array.ctypes.data, array.nbytes)
+        device += array.nbytes
+
+
+def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
+    """The same copies, those that follow each other on both sides as one."""
+    found: list[HostCopy] = []
+    for copy in copies:
+        if found:
+            last = found[-1]
+            if (last.device + last.size, last.host + last.size) == (copy.device, copy.host):
+                found[-1] = last._replace(size=last.size + copy.size)
+                continue
+        found.append(copy)
+    return found
+
+
+def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint8[width, bytes]
+    """The units in these rows (int32[width]), with the pieces of all arrays one after the other."""
+    rows = [array.at[ids].get(mode="promise_in_bounds") for array in arrays]
+    return jnp.concatenate([_as_bytes(own) for own in rows], axis=1)
+
+
+def _as_bytes(rows: jax.Array) -> jax.Array:
+    """A row's bytes, as they are in memory: uint8[width, bytes]."""
+    return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
+
+
+def _unpacked(
+    arrays: Sequence[jax.Array], ids: jax.Array, block: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The arrays with units of a block (uint8[bytes]), and a result that is ready when it has been
+    read. ``ids``: int32[2, width], the rows to be written, and for each the number of its unit.
+    """
+    (rows, numbers), at, made = ids, 0, list[jax.Array]()
+    width = ids.shape[1]
+    sizes = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
+    units = block[: width * sum(sizes)].reshape(width, -1)[numbers]
+    for array, size in zip(arrays, sizes, strict=True):
+        each = array.dtype.itemsize
+        shape = (width, *array.shape[1:], *((each,) if each > 1 else ()))
+        own = jax.lax.bitcast_convert_type(units[:, at : at + size].reshape(shape), array.dtype)
+        made.append(array.at[rows].set(own))
+        at += size
+    return tuple(made), ids.sum()

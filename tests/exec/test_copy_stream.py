@@ -1,0 +1,152 @@
+"""Copies by streams of a GPU, with a stand-in of CUDA's driver; and the memory that they need."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.core.connector import UnitForm
+from jaxinfer.core.errors import EngineError
+from jaxinfer.core.tiers import key_in
+from jaxinfer.exec.run import cuda_driver
+from jaxinfer.exec.run.copy_stream import NOT_READY, CudaCopyStream, HostCopy
+from jaxinfer.exec.tiers import locked_memory
+from jaxinfer.exec.tiers.device_mover import merged, pieces
+from jaxinfer.exec.tiers.host import HostTier
+
+
+class Driver:
+    """A fake of libcuda with one stream: what is queued is done by ``run``, or by waiting."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.queue = fails, list[Any]()
+        self.recorded: dict[int, bool] = {}  # by event: whether it has been reached
+        self.num_events = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*args: Any) -> int:
+            return 2 if name == self.fails else getattr(self, f"_{name}", lambda *_: 0)(*args)
+
+        return call
+
+    def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
+        self.queue.append((to.value, source.value, size.value))
+        return 0
+
+    def _cuMemcpyDtoHAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
+        self.queue.append((to.value, source.value, size.value))
+        return 0
+
+    def _cuEventCreate(self, made: Any, flags: int) -> int:
+        self.num_events += 1
+        ctypes.cast(made, ctypes.POINTER(ctypes.c_void_p))[0] = self.num_events
+        return 0
+
+    def _cuEventRecord(self, event: Any, stream: Any) -> int:
+        self.recorded[event.value] = False
+        self.queue.append(event.value)
+        return 0
+
+    def _cuEventQuery(self, event: Any) -> int:
+        return 0 if self.recorded[event.value] else NOT_READY
+
+    def _cuStreamSynchronize(self, stream: Any) -> int:
+        self.run()
+        return 0
+
+    def run(self) -> None:
+        for one in self.queue:
+            if isinstance(one, int):
+                self.recorded[one] = True
+            else:
+                ctypes.memmove(*one)
+        self.queue.clear()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: made)
+    return made
+
+
+def copy_of(device: np.ndarray, host: np.ndarray) -> HostCopy:
+    return HostCopy(device.ctypes.data, host.ctypes.data, host.nbytes)
+
+
+def test_an_event_is_done_when_its_copies_are(driver: Driver) -> None:
+    stream = CudaCopyStream(0)
+    device, host = np.zeros(8, np.uint8), np.arange(8, dtype=np.uint8)
+    event = stream.to_device([copy_of(device[:4], host[:4]), copy_of(device[4:], host[4:])])
+    assert not event.is_done and not device.any()
+    driver.run()
+    assert event.is_done and device.tolist() == host.tolist()
+    back = np.zeros(8, np.uint8)
+    second = stream.to_host([copy_of(device, back)])
+    assert driver.num_events == 1  # the first one is used again
+    assert event.is_done and not second.is_done  # and still tells what it told
+    stream.wait()
+    assert second.is_done and back.tolist() == host.tolist()
+
+
+@pytest.mark.parametrize("call", ["cuStreamCreate", "cuMemcpyHtoDAsync_v2", "cuEventRecord"])
+def test_a_driver_that_copies_nothing(call: str, driver: Driver) -> None:
+    driver.fails = call
+    with pytest.raises(EngineError, match=r"between the host and device 0 \(its error 2\)"):
+        CudaCopyStream(0).to_device([HostCopy(0, 0, 1)])
+
+
+def test_a_failed_copy_is_an_error_of_its_event(driver: Driver) -> None:
+    event = CudaCopyStream(0).to_device([])
+    driver.fails = "cuEventQuery"
+    with pytest.raises(EngineError, match="start the engine again"):
+        print(event.is_done)
+
+
+def test_a_unit_of_one_piece_of_memory_is_one_copy() -> None:
+    form = UnitForm((((4,), np.dtype(np.float32)), ((3,), np.dtype(np.int8))))
+    together = form.views(np.zeros(form.num_bytes, np.uint8))
+    assert merged([*pieces(100, together)]) == [HostCopy(100, together[0].ctypes.data, 19)]
+    apart = [*pieces(100, form.new())]
+    assert merged(apart) == apart and [one.size for one in apart] == [16, 3]
+
+
+def test_a_tier_grows_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked_memory, "PIECE_BYTES", 64)
+    form, go, sizes = UnitForm((((40,), np.dtype(np.uint8)),)), threading.Event(), list[int]()
+
+    def allocate(size: int) -> np.ndarray:
+        go.wait(5)
+        sizes.append(size)
+        return np.zeros(size, np.uint8)
+
+    memory = locked_memory.LockedMemory(3 * 64 + 10, allocate)
+    tier = HostTier(202, {0: form}, memory)
+    keys = [key_in(0, bytes([i]) * 16) for i in range(4)]
+    assert tier.reserve(0, keys[0]) is None and not tier.num_bytes
+    go.set()
+    memory._thread.join()  # pyright: ignore[reportPrivateUsage]
+    assert all([tier.reserve(0, key) is not None for key in keys[:3]])
+    assert tier.num_bytes == 120 and tier.reserve(0, keys[3]) is None  # none is saved yet
+    assert sizes == [64, 64, 64, 10]
+    tier.close()
+
+
+def test_memory_that_the_system_does_not_lock(caplog: pytest.LogCaptureFixture) -> None:
+    def allocate(size: int) -> np.ndarray:
+        raise EngineError("no memory")
+
+    memory = locked_memory.LockedMemory(1 << 31, allocate)
+    memory.close()
+    assert memory.taken() == []
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "the host tier has 0.0 of 2.0 GiB: no memory"
