@@ -110,10 +110,11 @@ def _limit(config: Mapping[str, Any], key: str) -> tuple[float, float]:
 
 def _number(value: Any) -> float | None:
     """A number as JSON has it, or as transformers writes an infinite one."""
-    if isinstance(value, Mapping) and set(value) == {"__float__"}:
-        value = {"Infinity": math.inf}.get(value["__float__"])
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and not math.isnan(value) else None
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return float(value)
 
 
 def with_attention(config: Mapping[str, Any], *keys: str) -> list[bool] | None:
