@@ -119,7 +119,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     report = parser.add_argument_group("report")
     report.add_argument("--percentile-metrics", type=_names, default=list(TITLES))
     report.add_argument("--metric-percentiles", type=percents, default=[50.0, 90.0, 99.0])
-    report.add_argument("--goodput", nargs="*", type=_limit, metavar="METRIC:MS")
+    report.add_argument("--goodput", nargs="*", type=goodput_limit, metavar="METRIC:MS")
     report.add_argument("--save-detailed", action="store_true", help="records with their texts")
     report.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_output(report)
@@ -191,7 +191,8 @@ def percents(text: str) -> list[float]:
     return numbers
 
 
-def _limit(text: str) -> tuple[str, float]:
+def goodput_limit(text: str) -> tuple[str, float]:
+    """``ttft:200``: a metric and its limit in ms."""
     name, _, limit = text.partition(":")
     if name not in ("ttft", "tpot", "e2el"):
         raise argparse.ArgumentTypeError(f"{name}: a limit is on ttft, tpot or e2el")

@@ -25,11 +25,13 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "replay": ("serve", "replay"),
         "compare": ("compare", "main"),
         "plan": ("plan", "main"),
+        "simulate": ("simulate", "main"),
         "plot": ("draw", "main"),
         "verify": ("verify", "main"),
     }
 )
-OF_ENGINES = frozenset(("throughput", "latency", "plan"))  # whose other flags are the engine's
+# whose other flags are the engine's
+OF_ENGINES = frozenset(("throughput", "latency", "plan", "simulate"))
 
 
 def presets() -> list[str]:

@@ -158,19 +158,24 @@ def main(arguments: list[str], read_settings: Callable[[list[str]], dict[str, An
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given, more = parser.parse_known_args(arguments)
     settings = read_settings(more)
-    path = Path(given.config)
-    if path.suffix == ".json" and not path.is_file():
-        raise BenchError(f"{path} does not exist; name a config.json")
-    config = EngineConfig(
-        **{"load_format": "auto" if not _is_config(path) else "dummy", **settings},
-        model=given.config,
-        skip_tokenizer_init=True,
-    )
+    config = config_of(given.config, settings)
     device = DEVICES[given.device]
     jax.config.update("jax_platforms", "cpu")  # a plan takes no memory of a GPU
     found = described(plan_on(config, device), device, given.context)
     print(json.dumps(found) if given.json else "\n".join(lines(found)))
     return 0
+
+
+def config_of(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """The settings of an engine that is planned; raises ``BenchError`` for a missing file."""
+    path = Path(model)
+    if path.suffix == ".json" and not path.is_file():
+        raise BenchError(f"{path} does not exist; name a config.json")
+    return EngineConfig(
+        **{"load_format": "auto" if not _is_config(path) else "dummy", **settings},
+        model=model,
+        skip_tokenizer_init=True,
+    )
 
 
 def _is_config(path: Path) -> bool:

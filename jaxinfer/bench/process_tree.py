@@ -19,7 +19,7 @@ class TreeMemory(NamedTuple):
 
 def tree_memory(pid: int) -> TreeMemory:
     """Memory of ``pid`` and its descendants; raises ``ProcessLookupError`` if it has exited."""
-    sizes = [size for each in _tree(pid) if (size := _rollup(each)) is not None]
+    sizes = [size for each in tree_processes(pid) if (size := _rollup(each)) is not None]
     if not sizes:
         raise ProcessLookupError(f"no process {pid}")
     return TreeMemory(sum(rss for rss, _ in sizes), sum(pss for _, pss in sizes), len(sizes))
@@ -35,7 +35,7 @@ class TreeCpu(NamedTuple):
 def tree_cpu(pid: int) -> TreeCpu:
     """CPU time since the start, of living processes. Raises ``OSError`` if ``pid`` has exited."""
     own = _cpu_seconds(pid)
-    return TreeCpu(own, own + sum(_cpu_seconds(each) for each in _tree(pid)[1:]))
+    return TreeCpu(own, own + sum(_cpu_seconds(each) for each in tree_processes(pid)[1:]))
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -44,7 +44,8 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _tree(pid: int) -> list[int]:
+def tree_processes(pid: int) -> list[int]:
+    """``pid`` and its descendants."""
     found = [pid]
     for each in found:  # the list grows during the loop
         for children in Path(f"/proc/{each}/task").glob("*/children"):

@@ -36,6 +36,7 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
     sweep       the most requests a second within limits
     replay      the requests and times of a trace
     plan        memory, context, TTFT and TPOT of a config.json on a device
+    simulate    a trace on engines that need not exist
     plot        one figure of several runs against another, as SVG
     verify      compute a run's figures and verdicts again from its records
 

@@ -30,6 +30,7 @@ from jaxinfer.cli.models import list_, pull, rm
 from jaxinfer.cli.replay import replay
 from jaxinfer.cli.run_batch import run_batch
 from jaxinfer.cli.serve import serve
+from jaxinfer.cli.simulate import simulate
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.host_memory import limit_heap_arenas
 
@@ -82,7 +83,7 @@ class Commands(click.Group):
     cls=Commands,
     commands=(
         *(bench, chat, compile_, convert, doctor, export, generate, inspect, list_, pull, replay),
-        *(rm, run_batch, serve),
+        *(rm, run_batch, serve, simulate),
     ),
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -63,6 +63,7 @@ MEMORY = Group(
         Setting("kv_offloading_disk", text, "A folder behind that memory, kept between starts."),
         Setting("kv_offloading_disk_size", number, "GiB of that folder."),
         Setting("kv_connector", text, "A store of your own instead: FILE.py:FUNCTION."),
+        Setting("preemption", text, "Pages of preempted requests: recompute, or offload."),
         Setting("prefill_first", boolean, "Prompts before running answers: for batches."),
         Setting("async_scheduling", boolean, "Plan a step while one runs.", ("--overlap",)),
         Setting("decode_bucket_start", size, "Decode buckets of 1, N, 2N, 4N ... rows."),
@@ -122,4 +123,5 @@ PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init", "score_tokens"
 PLANNED_MEMORY = MEMORY.without(
     *("prefill_first", "async_scheduling", "bundle"),
     *("kv_offloading_size", "kv_offloading_disk", "kv_offloading_disk_size", "kv_connector"),
+    "preemption",
 )

@@ -29,6 +29,7 @@ CHOICES = MappingProxyType(
         "generation_config": ("auto", "vllm"),
         "task": ("auto", "generate", "embed", "score"),
         "pooling": KINDS,
+        "preemption": ("recompute", "offload"),
         "cpu_weights": ("auto", "quantised", "float32"),
         # on load, then the methods of quantised files, with vLLM's names for other kernels
         "quantization": (
@@ -80,6 +81,9 @@ class EngineConfig:
     behind it for ``kv_offloading_disk_size`` GiB, which later engines of the same model read.
     ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
     takes the arrays of units and returns a ``core.connector.Connector``.
+    ``preemption``: when no page is left, the last request in order gives up its pages. "recompute"
+    computes them again, unless a tier happens to have them and is faster; "offload" saves its full
+    pages and its last saved state in the tier before, and always restores them.
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
@@ -99,7 +103,8 @@ class EngineConfig:
     ``bundle``: a folder that ``jaxinfer compile`` wrote; its sizes replace those that are None.
     ``tensor_parallel_size``: the devices among which every layer is divided; None is 1. Memory
     sizes are those of each device. ``enable_expert_parallel``: a device has whole experts; else a
-    part of each expert's columns where kernels can read that (``nn.placement.slices_experts``).
+    part of each expert's columns where kernels can read that (``nn.placement.slices_experts``). It
+    is an error for a model without experts.
     ``num_hosts``: machines that share the engine, each with a process, its number ``host_rank`` and
     as many devices; ``tensor_parallel_size`` counts those of all. ``coordinator`` is HOST:PORT of
     host 0, which also uses the next port; all start within ``hosts_timeout`` seconds.
@@ -153,6 +158,7 @@ class EngineConfig:
     kv_offloading_disk: str | None = None
     kv_offloading_disk_size: float | None = None
     kv_connector: str | None = None
+    preemption: str = "recompute"
     prefill_first: bool | None = None
     overlap: bool = True
     tap_points: str | None = None

@@ -92,6 +92,9 @@ class TierPolicy(msgspec.Struct, frozen=True):
     most_saves: int = 256  # units that one call of the scheduler saves
     # pages are saved while less than this share of a pool is free without losing a prefix
     watermark: float = 0.25
+    # whether all units of a preempted sequence are saved before their places are returned, and
+    # restored whatever that costs (preemption "offload")
+    offloads: bool = False
 
     def num_bytes(self, keys: Iterable[bytes]) -> int:
         """The bytes of the units with these keys."""

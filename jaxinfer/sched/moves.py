@@ -15,12 +15,18 @@ class Moves:
     def __init__(self, keys: Map[bytes, None]) -> None:
         self.keys: Map[bytes, None] = keys
         self.saves: list[TierUnit] = []
+        self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
         self.dropped: list[int] = []
 
     def save(self, units: Iterable[TierUnit]) -> None:
         """Save these units, but those that a tier has."""
-        self.saves += [unit for unit in units if unit.key not in self.keys]
+        known = self.keys, self.offloads
+        self.saves += [unit for unit in units if not any([unit.key in one for one in known])]
+
+    def offload(self, units: Iterable[TierUnit]) -> None:
+        """Save these units of a preempted sequence, but those that a tier has, however many."""
+        self.offloads.update((unit.key, unit) for unit in units if unit.key not in self.keys)
 
     def save_snapshot(self, page_hash: bytes, row: int) -> None:
         """Save the state in a row."""
@@ -38,14 +44,15 @@ class Moves:
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
         self.saves.clear()
+        self.offloads.clear()
         self.loads.clear()
         if not keeps_keys:
             self.keys = Map()
 
     def orders(self, most_saves: int) -> TierOrders:
-        """The orders."""
+        """The orders: all offloads, and up to ``most_saves`` of the other saves."""
         return TierOrders(
-            tuple(self.saves[:most_saves]),
+            (*self.offloads.values(), *self.saves[:most_saves]),
             tuple(self.loads),
             tuple(self.dropped),
         )

@@ -195,6 +195,11 @@ class PageWriter:
                 self.index_changes.append(IndexChange(page_hash, page, True))
         self._page_by_hash, self._hash_by_page = page_by_hash.finish(), hash_by_page.finish()
 
+    def units(self, pages: Items[int]) -> list[TierUnit]:
+        """The units of those pages that have a hash: all of their tokens have been computed."""
+        known = ((page, self._hash_by_page.get(page)) for page in pages)
+        return [TierUnit(key, page) for page, key in known if key is not None]
+
     def offer(self, least: int, most: int) -> list[TierUnit]:
         """Up to ``most`` cached pages, in the order of eviction, that were not offered before.
 

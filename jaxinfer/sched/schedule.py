@@ -19,7 +19,11 @@ flight, which adds ``(depth - 1) * min(max_tokens, query_tokens * depth)`` steps
 
 With tiers the first request may also wait for a load, once (``Sequence.may_restore``); steps of
 others are planned in the meantime, so the bound counts only steps that are planned after the load
-has ended. A tier must report the end of each load, and only the loads of a request delay it.
+has ended. A tier must report the end of each load, and only the loads of a request delay it. This
+holds as well where preempted sequences are offloaded (``TierPolicy.offloads``): each readmission of
+a request may wait for a load, but the first request is never preempted again, so of the steps after
+it has become the first only those during one load do not count. What a load brings back need not
+be prefilled again, so the first term can only become smaller.
 
 With ``prefill_first`` a planned step may leave out all decodes, also the first request's, if
 prompts wait or prefill. Such a step computes a chunk of the first prompt, or its rest, so it adds

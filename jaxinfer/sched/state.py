@@ -18,7 +18,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import Bucket, StepPlan, TokenEvent, choices
-from jaxinfer.core.tiers import NO_ORDERS, TierOrders, TierPolicy
+from jaxinfer.core.tiers import NO_ORDERS, SNAPSHOTS, TierOrders, TierPolicy, TierUnit, key_in
 from jaxinfer.sched.moves import Moves
 from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pools
 from jaxinfer.sched.sequence import NO_SLOT, Order, Sequence
@@ -231,7 +231,20 @@ class Draft:
         the token at a position is a function of (seed, position).
         """
         self.num_preemptions += 1
-        self.requeue(next(reversed(self.running.values())))
+        seq = next(reversed(self.running.values()))
+        if self.tiers is not None and self.tiers.offloads:
+            seq = self._offload(seq)
+        self.requeue(seq)
+
+    def _offload(self, seq: Sequence) -> Sequence:
+        """Save the full pages that ``seq`` owns, and the last state that was saved of it."""
+        for pages, own in zip(self.pages, seq.pages, strict=True):
+            self.moves.offload(pages.units(own.ids.array().tolist()))
+        if count := self.snapshots.last_within(seq.page_hashes[: seq.num_registered_pages]):
+            page_hash = seq.page_hashes[count - 1]
+            unit = TierUnit(key_in(SNAPSHOTS, page_hash), self.snapshots.by_hash[page_hash].row)
+            self.moves.offload((unit,))
+        return msgspec.structs.replace(seq, was_offloaded=True)
 
     def requeue(self, seq: Sequence) -> None:
         """Move a running sequence back to waiting: see ``preempt_last``."""

@@ -85,7 +85,8 @@ class Continued(NamedTuple):
 def continued_in_tiers(
     draft: Draft, seq: Sequence, page_hashes: Items[bytes], hit: PrefixHit
 ) -> Continued | None:
-    """The longer prefix that tiers have, if it takes less time to restore than to compute.
+    """The longer prefix that tiers have, if it takes less time to restore than to compute, or
+    belongs to a sequence that was offloaded.
 
     ``hit``: the prefix that the device has.
     """
@@ -102,7 +103,9 @@ def continued_in_tiers(
     num_bytes = 0 if state_key is None else policy.state_bytes
     for group, ids in enumerate(far.ids):
         num_bytes += ids.count(IN_TIER) * policy.unit_bytes[group]
-    start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
+    start: int | None = hit.num_pages
+    if not (policy.offloads and seq.was_offloaded):
+        start = _start(policy, limits, hit.num_pages, far.num_pages, num_bytes)
     if start is None:
         return None
     return Continued(_from(far, hit, start, limits), hit.num_pages, start, state_key)

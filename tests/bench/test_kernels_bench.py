@@ -134,7 +134,10 @@ def test_a_device_has_all_its_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "refused"),
     [
-        (["--op", "kv_append,attention"], "--op attention: not one of all_reduce, append_decode, "),
+        (
+            ["--op", "kv_append,attention"],
+            "--op attention: not one of all_reduce, all_",
+        ),
         (["--op", "publish", "--impl", "xla,mosaic"], "--impl mosaic: not one of triton, xla"),
     ],
 )

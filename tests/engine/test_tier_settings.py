@@ -48,6 +48,7 @@ def test_sizes_that_are_none(name: str, value: Any) -> None:
         ({"kv_offloading_disk_size": 1.0}, "give both"),
         ({"kv_offloading_disk": "DIR", "kv_offloading_disk_size": 1.0}, "give kv_offloading_size"),
         ({"kv_connector": "DIR/own.py:f"}, "give kv_offloading_size"),
+        ({"preemption": "offload"}, "preemption offload.*give kv_offloading_size"),
         (DISK | {"kv_connector": "DIR/own.py:f"}, "exclude each other"),
         (OFFLOADS | {"kv_connector": "DIR/none.py:f"}, "cannot be run.*FILE.py:FUNCTION"),
         (OFFLOADS | {"kv_connector": "DIR/own.py:f"}, "defines no function 'f'"),
@@ -70,7 +71,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_settings_that_fit(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(forms): pass")
-    for changes in ({}, OFFLOADS, DISK, OFFLOADS | {"kv_connector": "DIR/own.py:f"}):
+    offload = OFFLOADS | {"preemption": "offload"}
+    for changes in ({}, OFFLOADS, offload, DISK, OFFLOADS | {"kv_connector": "DIR/own.py:f"}):
         check(changes, tmp_path)
 
 

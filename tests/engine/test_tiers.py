@@ -35,14 +35,16 @@ from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.exec.tiers.mover import ArrayMover, PageMover, forms_of
 from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 from kit.copy_streams import LateStream, allocate
-from kit.engines import compiled_for, engine_of, run, tiny_limits
+from kit.engines import compiled_for, engine_of, run, tiny_limits, tokens
 from kit.tiny_models import VOCAB_SIZE, tiny_model
 
 # all kinds of layer state: K and V; windows; latents; states of the delta rule beside K and V
 NAMES = ("llama", "gemma3", "deepseek_v3", "qwen3_5")
 LENGTH, TURN, ANSWER = 150, 20, 6
+LONGEST = LENGTH + TURN + 2 * ANSWER
 DRAWN = SamplingParams(max_tokens=ANSWER, temperature=1.0, seed=5, ignore_eos=True)
 RESTORES = CostModel(token_seconds=1.0)  # of this model it always takes less time
+COMPUTES = CostModel(token_seconds=1e-9, bytes_per_second=1.0)
 PLENTY = 1 << 26
 
 type Make = Callable[[Forms], Connector]
@@ -95,18 +97,26 @@ def served(
     make: Make | None = None,
     cost: CostModel = RESTORES,
     mover_of: Callable[[Program, Executor], PageMover] = array_mover,
+    *,
+    offloads: bool = False,
+    chunk: int = 128,
+    num_snapshots: int = 2,
 ) -> Served:
-    """An engine with few pages and the connector that ``make`` returns, or one with many pages."""
+    """An engine with few pages and the connector that ``make`` returns, or one with many pages.
+
+    With smaller chunks of prompts a sequence needs fewer pages of windows at once.
+    """
     program, compiled = executables(name)
     executor = Executor(program, compiled, tiny_model(name)[1], *init_state(program))
     if make is None:
         return Served(engine_of(executor, program.limits), executor)
     mover = mover_of(program, executor)
-    tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost))
+    tiers = TierRunner(mover, make(mover.forms), policy_of(mover.forms, cost, offloads=offloads))
+    limits = replace(program.limits, max_num_batched_tokens=chunk)
     limits = replace(  # executables are for more pages than the scheduler uses
-        program.limits,
-        num_pages=tuple(1 + n for n in program.limits.pages_needed(LENGTH + TURN + 2 * ANSWER)),
-        num_snapshots=min(2, program.limits.num_snapshots),
+        limits,
+        num_pages=tuple(1 + n for n in limits.pages_needed(LONGEST)),
+        num_snapshots=min(num_snapshots, limits.num_snapshots),
     )
     return Served(engine_of(executor, limits, tiers=tiers), executor)
 
@@ -211,7 +221,7 @@ def test_a_damaged_page_is_computed_again_and_counted(tmp_path: Path) -> None:
 
 
 def test_copies_that_take_longer_than_computing_are_not_made() -> None:
-    one = served("llama", host, CostModel(token_seconds=1e-9, bytes_per_second=1.0))
+    one = served("llama", host, COMPUTES)
     assert [found[2] for found in conversations(one, (1, 2, 3))][3:] == [0, 0, 0]
     stats = one.engine.stats().tiers
     assert stats.num_saved > 0 == stats.num_restored
@@ -227,6 +237,32 @@ def test_many_requests_at_once_restore_while_others_decode() -> None:
         found = [output.outputs[0].token_ids for output in run(one.engine, prompts, DRAWN)]
         assert found == [expected.answer(prompt)[0] for prompt in prompts]
     assert one.engine.stats().tiers.num_restored > 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "offload"])
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_times_as_many_tokens_as_the_pool_holds(name: str, preemption: str) -> None:
+    """All requests arrive at once; their tokens are those of an engine in which each is alone.
+
+    Computing takes less time than restoring, so nothing is restored but what is offloaded.
+    """
+    offloads = preemption == "offload"
+    chunk = max(16, executables(name)[0].limits.align)
+    one = served(name, host, COMPUTES, offloads=offloads, chunk=chunk, num_snapshots=12)
+    prompts = [prompt_of(seed, 10 + 7 * (seed % 5)) for seed in range(12)]
+    drawn = [
+        replace(DRAWN, seed=seed, max_tokens=LONGEST - len(prompt))
+        for seed, prompt in enumerate(prompts)
+    ]
+    limits = one.engine.limits
+    needed = sum(limits.pages_needed(LONGEST)) * len(prompts)
+    assert needed >= 10 * sum(limits.num_pages)
+    found = run(one.engine, prompts, drawn)
+    assert tokens(found) == tokens(run(served(name).engine, prompts, drawn, together=False))
+    stats = one.engine.stats()
+    assert stats.num_preemptions > 3
+    assert (stats.tiers.num_restored > 0) == offloads
+    assert stats.tiers.num_failed == 0
 
 
 def test_reset_prefix_cache_empties_all_tiers(tmp_path: Path) -> None:

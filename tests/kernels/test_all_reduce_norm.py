@@ -73,6 +73,16 @@ def test_one_kernel_where_it_saves_a_launch(args: AllReduceNormArgs, reason: str
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_each_row_has_an_sm() -> None:
+    """As all CTAs must run at the same time."""
+    args = replace(on_devices(59, 5120), pins=Pins((("all_reduce_norm", "triton"),)))
+    with compiling_for(Device("gpu", "NVIDIA L4", "8.9", num_sms=58)):
+        assert launch.supports(args) == "59 rows are above 58"
+    with compiling_for(Device("gpu", "NVIDIA L4", "8.9", num_sms=59)):
+        assert launch.supports(args) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 @pytest.mark.parametrize(("ranks", "width"), [(2, 4096), (2, 8192), (8, 5120), (8, 8192)])
 def test_compiles_for_several_devices_without_spills(ranks: int, width: int) -> None:
     from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call

@@ -101,6 +101,7 @@ class Drive:
     # the connector of its tiers; None: there are none
     connector: Callable[[Forms], Connector] | None = None
     cost: CostModel = field(default_factory=CostModel)
+    offloads: bool = False  # see ``TierPolicy``
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
@@ -110,7 +111,7 @@ class Drive:
         self.tiers: TierRunner | None = None
         if self.connector is not None:
             mover = FakeMover(self.limits, lambda: self.executor)
-            policy = policy_of(mover.forms, self.cost)
+            policy = policy_of(mover.forms, self.cost, offloads=self.offloads)
             self.tiers = TierRunner(mover, self.connector(mover.forms), policy)
         policy = None if self.tiers is None else self.tiers.policy
         self.state = initial_state(self.limits, tiers=policy)

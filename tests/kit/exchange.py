@@ -128,7 +128,9 @@ def main(path: str, rank: int, ranks: int, alone: bool) -> None:
         patch.object(fused, "MAX_READS", reads),
         in_place_of_triton_call(interpreted),
     ):
-        for call in range(len(CALLS)):
+        for call, one in enumerate(CALLS):
+            if one.tokens > 8 and ranks < 3:
+                continue  # the interpreter takes seconds
             if (call + rank) % 3 == 0:
                 time.sleep(0.05)  # now this device is late, now that one
             arrays = results(call, peers)

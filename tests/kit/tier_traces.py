@@ -1,7 +1,9 @@
 """Random traces of an engine with tiers: conversations, pools that hold little more than one.
 
 A trace is a function of its seed. Its limits have every kind of layer state; its connectors are
-small, slow and fail; requests are aborted, steps fail, and the engine sleeps.
+small, slow and fail; requests are aborted, steps fail, and the engine sleeps. In half of the traces
+preempted sequences are offloaded, and in half of these and of the others answers are long, so that
+many are preempted.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class TierTrace:
 
     def __init__(self, seed: int, *, reliable: bool = False) -> None:
         draw = self._draw = random.Random(seed)
-        self._reliable = reliable
+        self._reliable, self._has_pressure = reliable, seed % 4 > 1
         requests = [self._request(i) for i in range(draw.randint(6, 10))]
         self.requests = {request.request_id: request for request in requests}
         self.limits = self._limits()
@@ -52,8 +54,14 @@ class TierTrace:
         self._slowness = draw.choice((0, 0, 1, 4, 15))
         self._failures = 0.0 if reliable else draw.choice((0.0, 0.0, 0.0, 0.2))
         depth = draw.randint(1, 3)
-        self.drive = Drive(self.limits, depth=depth, connector=self._connector, cost=self.cost)
-        self.drive.twice = seed % 25 == 0
+        self.drive = Drive(
+            self.limits,
+            depth=depth,
+            twice=seed % 25 == 0,
+            connector=self._connector,
+            cost=self.cost,
+            offloads=seed % 2 == 1,
+        )
 
     def run(self) -> None:
         """Run the trace and check tokens, events, pages and what the tiers hold."""
@@ -130,7 +138,7 @@ class TierTrace:
         query_tokens = draw.choice((1, 1, 1, 3))
         values = {
             "page_size": PAGE_SIZE,
-            "max_num_seqs": draw.choice((1, 1, 2, 4)),
+            "max_num_seqs": 4 if self._has_pressure else draw.choice((1, 1, 2, 4)),
             "max_model_len": MAX_MODEL_LEN,
             "max_num_batched_tokens": chunk,
             "prefill_first": draw.random() < 0.2,
@@ -157,7 +165,7 @@ class TierTrace:
             prompt,
             arrival=number,
             seed=draw.randint(0, 1),
-            max_tokens=1 if pools else draw.randint(1, 4),
+            max_tokens=1 if pools else draw.randint(1, 24 if self._has_pressure else 4),
             pools=pools,
             priority=0 if self._reliable else int(draw.random() < 0.2),
             cache_salt=draw.choice(("",) * 9 + ("tenant",)),

@@ -14,16 +14,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.points import Point
 from jaxinfer.core.request import FinishReason, Request
 from jaxinfer.core.shapes import cdiv
 from jaxinfer.core.steering import Steering
 from jaxinfer.core.step import Abort, Arrive, Bucket, Event, Hold, PageGroup, StepFailed
+from jaxinfer.core.tiers import CostModel
+from jaxinfer.exec.tiers.host import HostTier
 from jaxinfer.sched.schedule import ScheduleOutput
 from kit.drive import EOS, POINT, Drive, make_limits, make_request
 from kit.fake_executor import activations, digest, expected_tokens, salt_digest
 
 NIGHTLY_TRACES = 100_000
+# other ones each night, as derandomised ones depend on the loaded modules
+RANDOM = settings(max_examples=10_000, derandomize=False, print_blob=True)
+COMPUTES = CostModel(0.0, 1e-9, 1.0)  # computing takes less time than restoring
 MAX_MODEL_LEN = 48
 WINDOWS = ((None,), (None,), (None, 6), (None, 9, 9), (5,), (None, None, 1))
 GROUPS = (
@@ -334,17 +340,53 @@ def test_a_failed_step_ends_its_own_requests_only(trace: Trace, at: int) -> None
 @settings(max_examples=25)
 @given(traces(in_order=True))
 def test_no_request_starves(trace: Trace) -> None:
-    """The bound of ``sched.schedule`` holds, and each step has a row for the first request."""
-    drive = trace.drive()
+    check_starvation(trace, trace.drive())
+
+
+@settings(max_examples=25)
+@given(traces(in_order=True))
+def test_no_request_starves_when_others_are_offloaded(trace: Trace) -> None:
+    check_starvation(trace, offloading(trace))
+
+
+@pytest.mark.nightly
+@RANDOM
+@given(traces(in_order=True))
+def test_no_request_starves_in_many_traces(trace: Trace) -> None:
+    check_starvation(trace, trace.drive())
+
+
+@pytest.mark.nightly
+@RANDOM
+@given(traces(in_order=True))
+def test_no_request_starves_when_others_are_offloaded_in_many_traces(trace: Trace) -> None:
+    check_starvation(trace, offloading(trace))
+
+
+def offloading(trace: Trace) -> Drive:
+    """A drive of the trace with a host tier to which preempted sequences are offloaded."""
+    drive = trace.drive(enable_prefix_caching=True)
+
+    def host(forms: Forms) -> Connector:
+        return HostTier(1 << 16, forms)
+
+    return Drive(drive.limits, trace.depth, connector=host, cost=COMPUTES, offloads=True)
+
+
+def check_starvation(trace: Trace, drive: Drive) -> None:
+    """The bound of ``sched.schedule`` holds, and each step has a row for the first request.
+
+    Steps that are planned while the first request waits for a load do not count.
+    """
     planned: dict[str, int] = {}  # number of steps planned when a request ended
     iteration = 0
-    first, epoch = "", -1
+    first, epoch, num_loading = "", -1, 0
     while iteration <= trace.last_iteration or drive.state.num_unfinished:
         output = drive.tick(*trace.events(iteration))
         iteration += 1
         for event in output.events:
             if event.finish_reason is not None:
-                planned[event.request_id] = len(drive.plans)
+                planned[event.request_id] = len(drive.plans) - num_loading
         if not drive.state.num_unfinished:
             continue
         head = drive.state.running[0]
@@ -352,10 +394,11 @@ def test_no_request_starves(trace: Trace) -> None:
         assert head.epoch == epoch or head.request_id != first, "the first was preempted"
         first, epoch = head.request_id, head.epoch
         if output.step is not None:
+            num_loading += head.is_waiting_for_load
             has_row = head.request_id in {row.request_id for row in output.step.rows}
             only_prefills = trace.prefill_first and not output.step.decodes
             all_in_flight = head.num_computed_tokens + 1 == head.max_num_tokens
-            assert has_row or only_prefills or all_in_flight
+            assert has_row or only_prefills or all_in_flight or head.is_waiting_for_load
     mixed = Bucket(trace.max_num_seqs, 1, 1)
     chunk = min(
         trace.max_num_batched_tokens,

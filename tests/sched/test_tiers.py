@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxinfer.core.connector import Connector, Forms
@@ -15,7 +16,7 @@ from jaxinfer.exec.tiers.host import HostTier
 from kit.drive import Drive, make_limits, make_request
 from kit.fake_executor import expected_tokens
 from kit.fake_tiers import Unreliable
-from kit.tier_traces import TierTrace
+from kit.tier_traces import COMPUTES, PAGE_SIZE, TierTrace
 
 DAILY, NIGHTLY = 150, 100_000
 PAGE_BYTES = 32
@@ -52,13 +53,13 @@ def run(seed: int) -> Counter[str]:
 
 def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     """A drive whose pool holds one long request, and a host tier that holds all."""
-    cost = changes.pop("cost", CostModel())
+    cost, offloads = changes.pop("cost", CostModel()), changes.pop("offloads", False)
 
     def connector(forms: Forms) -> Connector:
         return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
 
     values = {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 16} | changes
-    return Drive(make_limits(**values), connector=connector, cost=cost)
+    return Drive(make_limits(**values), connector=connector, cost=cost, offloads=offloads)
 
 
 def answer(one: Drive, prompt: tuple[int, ...]) -> int:
@@ -184,6 +185,46 @@ def test_costs_decide(
     for prompt in (PROMPT, OTHER, PROMPT):
         answer(one, prompt)
     assert computed(one.plans, "r2") == expected
+
+
+@pytest.mark.parametrize("offloads", [True, False], ids=["offload", "recompute"])
+def test_a_preempted_sequence_is_offloaded_and_restored(offloads: bool) -> None:
+    """All of its full pages come back, though to compute them takes less time."""
+    one = drive(num_pages=14, max_model_len=48, cost=COMPUTES, offloads=offloads)
+    requests = [
+        make_request("first", PROMPT[:20], arrival=0, max_tokens=28),
+        make_request("last", OTHER[:18], arrival=1, max_tokens=20),
+    ]
+    one.arrive(*requests)
+    one.finish()
+    for request in requests:
+        assert one.tokens()[request.request_id] == expected_tokens(request, 48)
+    rows = [row for plan in one.plans for row in plan.rows if row.request_id == "last"]
+    epochs = {row.epoch: 0 for row in rows}
+    for row in rows:
+        epochs[row.epoch] += row.num_scheduled_tokens if row.token_ids is not None else 0
+    assert one.state.num_preemptions == 1 and len(epochs) == 2
+    prompt, again = epochs.values()
+    assert prompt == 18
+    assert (again <= PAGE_SIZE + one.depth) == offloads, "computed again, without its full pages"
+    assert (one.tiers.stats().num_restored > 0) == offloads  # type: ignore[union-attr]
+
+
+def test_every_page_of_a_preempted_sequence_is_saved() -> None:
+    """However few units one call saves besides."""
+    one = drive(num_pages=14, cost=COMPUTES, offloads=True)
+    assert (policy := one.state.tiers) is not None
+    policy = msgspec.structs.replace(policy, most_saves=0)
+    one.state = msgspec.structs.replace(one.state, tiers=policy)
+    one.arrive(
+        make_request("first", PROMPT[:20], arrival=0, max_tokens=28),
+        make_request("last", OTHER[:18], arrival=1, max_tokens=20),
+    )
+    while not one.state.num_preemptions:
+        one.tick()
+    num_saved = len(one.last.orders.saves)
+    one.finish()
+    assert num_saved == len(one.state.tier_keys) >= 18 // PAGE_SIZE
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

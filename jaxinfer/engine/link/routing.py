@@ -13,13 +13,18 @@ REMEMBERED = 1 << 16  # blocks of each replica, the last used ones: 4 million to
 # does not.
 SLACK_TOKENS = 2048
 LEAST_TOKENS = 256  # of an open request, whose answer is a load beside its prompt
+PREFIX, LEAST_LOADED, ROUND_ROBIN = POLICIES = ("prefix", "least-loaded", "round-robin")
 
 
 class Router:
-    """Counts the open tokens of each replica, and remembers which prompts it has had."""
+    """Counts the open tokens of each replica, and remembers which prompts it has had.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    It reads no clock and does no I/O, so ``jaxinfer simulate`` uses it as well.
+    """
+
+    def __init__(self, count: int, policy: str = PREFIX) -> None:
+        """``policy``: one of ``POLICIES``; the others are there to be compared with."""
+        self.count, self.policy = count, policy
         self._open_tokens = [0] * count
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
         self._turn = 0  # of those that are equal
@@ -28,17 +33,21 @@ class Router:
         """The rank for a prompt, one of ``ranks``. Prompts with another ``salt`` share no prefix.
 
         It is the replica with the fewest tokens to compute: those of its open requests, and those
-        of this prompt that it does not know. Equal ones take turns.
+        of this prompt that it does not know. Equal ones take turns. Without the policy "prefix" no
+        prompt is known, and with "round-robin" all are equal.
         """
-        blocks = tuple(_blocks(tokens, salt))
+        blocks = tuple(_blocks(tokens, salt)) if self.policy == PREFIX else ()
         least = min(self._open_tokens[rank] for rank in ranks)
 
         def cost(rank: int) -> tuple[int, int]:
+            turn = (rank - self._turn) % self.count
+            if self.policy == ROUND_ROBIN:
+                return 0, turn
             waiting = max(self._open_tokens[rank] - least - SLACK_TOKENS, 0)
             known = self._num_known(rank, blocks) * BLOCK_TOKENS
             # without a known prefix the load alone decides
             load = waiting if known else self._open_tokens[rank] - least
-            return load - known, (rank - self._turn) % self.count
+            return load - known, turn
 
         chosen = min(ranks, key=cost)
         self._turn = (chosen + 1) % self.count
@@ -47,6 +56,8 @@ class Router:
     def began(self, rank: int, tokens: Sequence[int], salt: str = "") -> None:
         """A replica got this prompt."""
         self._open_tokens[rank] += max(len(tokens), LEAST_TOKENS)
+        if self.policy != PREFIX:
+            return
         known = self._known[rank]
         for block in _blocks(tokens, salt):
             known[block] = None

@@ -57,6 +57,11 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
         )
     if folder is not None and config.kv_connector is not None:
         raise ConfigError("kv_offloading_disk and kv_connector exclude each other; leave one out")
+    if size is None and config.preemption == "offload":
+        raise ConfigError(
+            "preemption offload saves pages in a tier in host memory; give kv_offloading_size too, "
+            "or leave preemption out"
+        )
     if size is None:
         name = "kv_offloading_disk" if folder is not None else "kv_connector"
         if folder is not None or config.kv_connector is not None:
@@ -183,7 +188,8 @@ def begin_tiers(
             "token_seconds": cost.token_seconds,
         }
 
-    return TierRunner(mover, connector, policy_of(mover.forms, cost), sizes)
+    policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
+    return TierRunner(mover, connector, policy, sizes)
 
 
 def _mover(

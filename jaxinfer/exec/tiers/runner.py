@@ -203,8 +203,9 @@ class TierRunner:
         self._counters = msgspec.structs.replace(before, **changes)
 
 
-def policy_of(forms: Forms, cost: CostModel) -> TierPolicy:
-    """The scheduler's policy for units of these forms."""
+def policy_of(forms: Forms, cost: CostModel, *, offloads: bool = False) -> TierPolicy:
+    """The scheduler's policy for units of these forms; ``offloads``: see ``TierPolicy``."""
     pages = {group: form.num_bytes for group, form in forms.items() if group != SNAPSHOTS}
     state_bytes = forms[SNAPSHOTS].num_bytes if SNAPSHOTS in forms else 0
-    return TierPolicy(cost, tuple(pages[group] for group in sorted(pages)), state_bytes)
+    unit_bytes = tuple(pages[group] for group in sorted(pages))
+    return TierPolicy(cost, unit_bytes, state_bytes, offloads=offloads)

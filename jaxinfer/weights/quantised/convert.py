@@ -61,13 +61,16 @@ def _refuse_stacks(model: Model, ignore: Sequence[str]) -> None:
     Files of compressed-tensors have a matrix for each layer, and readers of such a family look for
     no tensors of single experts.
     """
-    specs = (spec for spec in model.param_specs if spec.matrix in ("experts", "experts_in_out"))
-    for source in (spec.sources[0] for spec in specs):
+    for spec in model.param_specs:
+        source = spec.sources[0]
         layer = source.name.removesuffix(".weight")
-        if source.part is not None and not is_ignored(layer, ignore):
-            parent = layer.split(".")[-2]
-            raise ConfigError(
-                f"tensor {source.name} has all experts of a layer, which compressed-tensors has no "
-                f"form for; leave experts as they are with --ignore 're:.*{parent}.*', or convert "
-                "nothing and use --quantization of the other commands, which quantises them, too"
-            )
+        if spec.matrix not in ("experts", "experts_in_out") or source.part is None:
+            continue
+        if is_ignored(layer, ignore):
+            continue
+        also = ", or quantise them while they load, with --quantization of the other commands"
+        raise ConfigError(
+            f"tensor {source.name} has all experts of a layer, which compressed-tensors has no "
+            f"form for; leave experts as they are with --ignore 're:.*{layer.split('.')[-2]}.*'"
+            f"{also if spec.is_linear else ''}"
+        )
