@@ -62,7 +62,8 @@ class Costs:
 def costs_of(model: Model) -> Costs:
     """From the model's own parameters, without tables of which a step gathers only a few rows."""
     config = model.config
-    mixers: list[Any] = [layer.mixer for layer in config.layers]  # attention, also latent
+    # attention, also latent, and beside another mixer
+    mixers: list[Any] = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
     whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
     mixtures = list(config.experts.values())
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
@@ -107,7 +108,7 @@ def _pair_flops(mixer: Any) -> int:
 
     A recurrent mixer has no pairs; the operations of its state are few beside its matrices.
     """
-    if not hasattr(mixer, "head_dim"):
+    if not hasattr(mixer, "head_dim") or not mixer.state(jnp.dtype(jnp.float32)).paged:
         return 0
     value_dim = getattr(mixer, "value_dim", mixer.head_dim)
     return 2 * mixer.num_heads * (mixer.head_dim + value_dim)

@@ -81,8 +81,14 @@ def _specs(
     width: int,
     norm_dtype: jnp.dtype | None,
     tensors: tuple[_Tensors, _Tensors],
+    *,
+    out: str = "out_proj",
+    convs: Mapping[str, int] | None = None,
+    norm: str = "norm",
 ) -> Iterator[ParamSpec]:
-    """The parameters; ``tensors`` are those of the inputs and of the gates."""
+    """The parameters; ``tensors`` are those of the inputs and of the gates, ``convs`` of the
+    convolution, by default one.
+    """
     parts = ((*c.channels.widths, c.values), (c.num_v_heads, c.num_v_heads))
     linears = [
         Linear(
@@ -96,15 +102,30 @@ def _specs(
         )
         for name, widths, given in zip(("qkvz", "ba"), parts, tensors, strict=True)
     ]
-    linears.append(Linear("o", ("out_proj",), (c.values, width), ("heads", None), bias=False))
+    linears.append(Linear("o", (out,), (c.values, width), ("heads", None), bias=False))
     weights, _ = linear_specs(path, own, linears)
     # a decay to the power of the tokens is sensitive, so that the gates are never quantised
     yield from (replace(w, matrix=None) if w.path == f"{path}ba" else w for w in weights)
-    yield _conv_spec(path, c, {f"{own}conv1d": sum(c.channels.widths)})
+    yield _conv_spec(path, c, convs or {f"{own}conv1d": sum(c.channels.widths)})
     decay = tuple(Source(f"{own}{name}", (c.num_v_heads,)) for name in ("A_log", "dt_bias"))
     array = ArraySpec((2, c.num_v_heads), (None, "heads"), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, stack)
-    yield _norm_spec(path, c, f"{own}norm", norm_dtype)
+    yield _norm_spec(path, c, f"{own}{norm}", norm_dtype)
+
+
+def separate_delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The same with OLMo Hybrid's names, whose tensors are of one part each."""
+    own, keys, values = f"{source}linear_attn.", c.keys, c.values
+    tensors = (
+        _Tensors(("q_proj", "k_proj", "v_proj", "g_proj"), (keys, keys, values, values)),
+        _Tensors(("b_proj", "a_proj"), (c.num_v_heads, c.num_v_heads)),
+    )
+    convs = zip((f"{own}{name}_conv1d" for name in "qkv"), c.channels.widths, strict=True)
+    yield from _specs(
+        path, own, c, width, norm_dtype, tensors, out="o_proj", convs=dict(convs), norm="o_norm"
+    )
 
 
 def channel_delta_specs(

@@ -6,6 +6,7 @@ The differences between families are arguments of ``gqa_config`` and ``gqa_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -26,9 +27,11 @@ from jaxinfer.nn.decoder_config import (
     FeedForwardConfig,
     FeedForwardSpec,
     LayerSpec,
+    MixerSpec,
     QKNormKind,
 )
 from jaxinfer.nn.layer_spec import NormKind
+from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.rope import RopeConfig
 
@@ -145,6 +148,14 @@ def gqa_config(
     )
 
 
+def with_mixers(decoder: DecoderSpec, mixers: Mapping[int, MixerSpec]) -> DecoderSpec:
+    """The decoder with other mixers than attention in these layers."""
+    layers = list(decoder.layers)
+    for i, mixer in mixers.items():
+        layers[i] = replace(layers[i], mixer=mixer)
+    return replace(decoder, layers=tuple(layers))
+
+
 def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's windows: layers from ``max_window_layers`` on, if ``use_sliding_window``."""
     first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
@@ -184,11 +195,16 @@ def windows_by_layer(
 
 
 class NormSources(NamedTuple):
-    """The names of a layer's norms in order, and the functions that build one and several."""
+    """The names of a layer's norms in order, and the functions that build one and several.
+
+    ``after`` are the names in layers whose norms are after their blocks, if those of others are
+    before them.
+    """
 
     names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     one: Callable[..., np.ndarray] = as_is
     several: Callable[..., np.ndarray] = stack
+    after: tuple[str, ...] = ()
 
 
 PRE_NORMS = NormSources()
@@ -295,26 +311,32 @@ def _layer_specs(
     mixer, ffn, d = config.layers[index].mixer, config.layers[index].ffn, config.hidden_size
     path, source = f"layers_{index}/", names.layer.format(index)
     linears: tuple[Linear, ...] = ()
-    if isinstance(mixer, AttentionConfig):
-        rows = partial(_rotary_rows, mixer, interleaved=interleaved)
-        heads = mixer.num_heads * mixer.head_dim
+    attention = mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
+    if isinstance(attention, AttentionConfig):
+        rows = partial(_rotary_rows, attention, interleaved=interleaved)
+        heads = attention.num_heads * attention.head_dim
         linears = (
-            _qkv_linear(mixer, d, names, rows),
-            Linear("o", (names.o,), (heads, d), ("heads", None), mixer.o_bias),
+            _qkv_linear(attention, d, names, rows),
+            Linear("o", (names.o,), (heads, d), ("heads", None), attention.o_bias),
         )
-    else:
+    if isinstance(mixer, SideBySideConfig):
+        assert mixers is not None, "the family has no other mixers"
+        yield from mixers(f"{path}beside/", source, mixer.other, d, config.norm_dtype)
+    elif not isinstance(mixer, AttentionConfig) and not mixer.is_absent:
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(path, source, mixer, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
         linears += dense_linears(ffn, d, names=names)
     weights, biases = linear_specs(path, source, linears)
     yield from weights
-    tensors = tuple(f"{name}.{kind}" for name in norms.names for kind in _NORM_TENSORS[config.norm])
+    is_after = norms.after and config.layers[index].norms == "after"
+    own_names, kinds = norms.after if is_after else norms.names, _NORM_TENSORS[config.norm]
+    tensors = tuple(f"{name}.{kind}" for name in own_names for kind in kinds)
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
-    if isinstance(mixer, AttentionConfig):
-        yield from _head_specs(path, source, mixer, config, norms, names.qk_norms, rows)
+    if isinstance(attention, AttentionConfig):
+        yield from _head_specs(path, source, attention, config, norms, names.qk_norms, rows)
 
 
 def _norm_stack(

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
+"""Granite 3 (dense, mixtures): factors on embeddings, blocks' outputs, scores and logits.
 
 Source: ``modeling_granite``, ``modeling_granitemoe`` and ``modeling_granitemoeshared`` of Hugging
 Face transformers.
@@ -6,7 +6,7 @@ Face transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,34 +15,13 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_axes,
-    experts_config,
-    experts_per_token,
-    router_specs,
-)
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
-from jaxinfer.models.linears import dense_linears, linear_specs
-from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, join
-from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.nn.decoder_config import (
-    DecoderSpec,
-    ExpertsConfig,
-    FeedForwardConfig,
-    PlainResidual,
-)
+from jaxinfer.models.experts import experts_config, experts_per_token
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs, windows_by_layer
+from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig
 from pallas_kernels.route.routing import Routing
 
 _MIXTURES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
-_TENSORS = ExpertTensors(router="block_sparse_moe.router.layer")
-_SHARED = TensorNames(into=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -58,20 +37,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         if "GraniteMoeSharedForCausalLM" in names:
             experts = replace(experts, shared=_shared(config))
         ffns = [experts] * len(windows)
-    return gqa_config(
-        config,
-        dtype,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=ffns is None and hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
-        windows=windows,
-        ffns=ffns,
-        scale=hf.positive_float(config, "attention_multiplier", 1.0),
-        embed_scale=hf.positive_float(config, "embedding_multiplier", 1.0),
-        residual=PlainResidual(scale=hf.positive_float(config, "residual_multiplier", 1.0)),
-        logit_scale=1.0 / hf.positive_float(config, "logits_scaling", 1.0),
-    )
+    mlp_bias = ffns is None and hf.flag(config, "mlp_bias", False)
+    return granite_config(config, dtype, bias=bias, windows=windows, mlp_bias=mlp_bias, ffns=ffns)
 
 
 def _shared(config: Mapping[str, Any]) -> FeedForwardConfig | None:
@@ -80,27 +47,9 @@ def _shared(config: Mapping[str, Any]) -> FeedForwardConfig | None:
     return FeedForwardConfig(width=width, activation="silu", gated=True) if width else None
 
 
-def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:
-    """The parameters of a layer's experts: a tensor for all gates and ups, one for all downs."""
-    yield from router_specs(path, source, ffn, width, _TENSORS)
-    axes = expert_axes(ffn)
-    for name, tensor, shape, own_axes in (
-        ("gate_up", "input_linear", (2 * ffn.width, width), axes.gate_up),
-        ("down", "output_linear", (width, ffn.width), axes.down),
-    ):
-        stack = (ffn.count, *shape)
-        tensor = f"{source}block_sparse_moe.{tensor}.weight"
-        parts = tuple(Source(tensor, stack, part=i) for i in range(ffn.count))
-        array = ArraySpec(stack, own_axes)
-        yield ParamSpec(path + name, array, parts, join, pieces=ffn.count, matrix="experts")
-    if ffn.shared is not None:
-        linears = dense_linears(ffn.shared, width, names=_SHARED)
-        yield from linear_specs(f"{path}shared/", source, linears)[0]
-
-
 FAMILY = ModelFamily(
     name="granite",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, experts=_expert_specs),
+    param_specs=partial(gqa_param_specs, experts=granite_expert_specs),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

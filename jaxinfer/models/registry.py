@@ -97,6 +97,17 @@ _MODULES = (
     ("PhiMoEForCausalLM", "jaxinfer.models.phimoe"),  # of published files
     ("Llama4ForCausalLM", "jaxinfer.models.llama4"),
     ("MiniCPM3ForCausalLM", "jaxinfer.models.minicpm3"),
+    ("Lfm2ForCausalLM", "jaxinfer.models.lfm2"),
+    ("Lfm2MoeForCausalLM", "jaxinfer.models.lfm2"),
+    ("GraniteMoeHybridForCausalLM", "jaxinfer.models.granite_hybrid"),
+    ("BambaForCausalLM", "jaxinfer.models.bamba"),
+    ("FalconH1ForCausalLM", "jaxinfer.models.falcon_h1"),
+    ("NemotronHForCausalLM", "jaxinfer.models.nemotron_h"),
+    ("Mamba2ForCausalLM", "jaxinfer.models.mamba2"),
+    ("MambaForCausalLM", "jaxinfer.models.falcon_mamba"),
+    ("FalconMambaForCausalLM", "jaxinfer.models.falcon_mamba"),
+    ("JambaForCausalLM", "jaxinfer.models.jamba"),
+    ("OlmoHybridForCausalLM", "jaxinfer.models.olmo_hybrid"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

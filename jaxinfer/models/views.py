@@ -14,8 +14,10 @@ from jaxinfer.models.base import Model, Params
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     FeedForwardConfig,
+    MixerSpec,
 )
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
+from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.weight import stored
 
 
@@ -241,8 +243,13 @@ class WeightViews:
     def _matrix(self, layer: int, name: str) -> jax.Array:  # [I, O]
         return self._dense(self.params[f"layers_{layer}"][name])
 
-    def _attention(self, layer: int) -> AttentionConfig:
+    def _mixer(self, layer: int) -> MixerSpec:
+        """The mixer of a layer; of two beside each other attention, whose parameters it has."""
         mixer = self.model.config.layers[layer].mixer
+        return mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
+
+    def _attention(self, layer: int) -> AttentionConfig:
+        mixer = self._mixer(layer)
         if not isinstance(mixer, AttentionConfig):
             raise AttributeError(
                 f"layer {layer} makes its queries, keys and values of latents, or has none; there "
@@ -288,9 +295,10 @@ class WeightViews:
         return jnp.zeros(width, self.model.config.dtype) if found is None else found
 
     def _output(self, layer: int) -> jax.Array:  # [N, H, D]
-        matrix, mixer = self._matrix(layer, "o"), self.model.config.layers[layer].mixer
+        mixer = self._mixer(layer)
         if not isinstance(mixer, AttentionConfig | LatentAttentionConfig):
             raise AttributeError(f"layer {layer} has no attention heads")
+        matrix = self._matrix(layer, "o")
         return matrix.reshape(mixer.num_heads, -1, matrix.shape[1])
 
     def _into_ffn(self, layer: int, *, gate: bool) -> jax.Array:  # [D, F]

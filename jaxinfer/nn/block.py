@@ -55,6 +55,11 @@ class BlockSpec(Protocol):
         """The module; its parameters are part of the layer's."""
         ...
 
+    @property
+    def is_absent(self) -> bool:
+        """True if the layer has no such block, and no norm before it (``nn.absent``)."""
+        return False
+
     def share(self, devices: int) -> Self:
         """One device's part of a block that is divided among ``devices``, as its parameters are.
 

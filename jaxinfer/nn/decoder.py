@@ -63,21 +63,28 @@ class DecoderLayer(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[Stream, LayerArrays | None]:
         """One layer. With ``only`` (see ``Attention``) the result has only those tokens."""
-        norms = self._norms()
-        mixer, ffn = self.spec.mixer.module(), self.spec.ffn.module()
-        nn.share_scope(self, mixer)
-        nn.share_scope(self, ffn)
+        norms, spec = self._norms(), self.spec
+        mixer, ffn = (None if b.is_absent else b.module() for b in (spec.mixer, spec.ffn))
+        for block in (mixer, ffn):
+            if block is not None:
+                nn.share_scope(self, block)
         stream = _at("resid_pre", stream, ctx)
         if self.spec.parallel:
             stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
             return _at("resid_post", stream, ctx), state
-        own, add = self.residual.module("mixer_residual").read(stream, only)
-        x, delta, state = mixer(own, norms[0], state, ctx, only)
-        stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
+        if mixer is None:
+            stream = _without_block("attn_out", stream, ctx, only)
+        else:
+            own, add = self.residual.module("mixer_residual").read(stream, only)
+            x, delta, state = mixer(own, norms[0], state, ctx, only)
+            stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
         stream = _at("resid_mid", stream, ctx)
-        own, add = self.residual.module("ffn_residual").read(stream, None)
-        x, delta = ffn(own, norms[2], ctx if only is None else ctx.of_tokens(only))
-        stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
+        if ffn is None:
+            stream = _without_block("mlp_out", stream, ctx)
+        else:
+            own, add = self.residual.module("ffn_residual").read(stream, None)
+            x, delta = ffn(own, norms[2], ctx if only is None else ctx.of_tokens(only))
+            stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
         if self.spec.end is not None:
             end = self.spec.end.module()
             nn.share_scope(self, end)
@@ -168,6 +175,21 @@ def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
     total = stream.total()
     new = ctx.seen(point, total)
     return stream if new is total else Stream(new)
+
+
+def _without_block(
+    point: str,
+    stream: Stream,
+    ctx: StepContext,
+    only: jax.Array | None = None,  # int32[B]
+) -> Stream:
+    """The stream after a block that the layer does not have, whose output is zeros."""
+    if only is not None:
+        stream = Stream(take_rows(stream.total(ctx.pins), only))
+    if not ctx.uses(point):
+        return stream
+    x = stream.total(ctx.pins)
+    return Stream(x, _output(point, x, jnp.zeros_like(x), None, ctx))
 
 
 def _output(

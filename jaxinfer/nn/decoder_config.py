@@ -19,7 +19,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
+from jaxinfer.nn.state import LayerState, PagedKind, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
 from pallas_kernels.lib.numerics import Values
 from pallas_kernels.route.routing import Routing
@@ -138,13 +138,16 @@ class AttentionConfig(BlockSpec):
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
-    has parameters.
+    has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
+    ``out_scale``.
     """
 
     width: int
     activation: str
     gated: bool
     bias: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
@@ -269,7 +272,8 @@ class NormSpec:
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
-    A norm after a block is of its output, before that is added to the residual stream. ``end`` is
+    A norm after a block is of its output, before that is added to the residual stream. A layer may
+    lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
     what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
     stream, and their outputs are added to it together; they may share the norm before them.
     """
@@ -378,7 +382,14 @@ class DecoderSpec:
         """The layout of the layers' state, that of all devices."""
         if self.own_layout is not None:
             return self.own_layout
-        return state_layout([layer.mixer.state(self.dtype) for layer in self.layers])
+        states = [layer.mixer.state(self.dtype) for layer in self.layers]
+        if not any(state.paged for state in states):
+            # The scheduler finds prefixes by their pages, so a model of recurrent layers alone has
+            # pages of no bytes.
+            first = next((i for i, state in enumerate(states) if state.per_slot), None)
+            if first is not None:
+                states[first] = replace(states[first], paged=(PagedKind(()),))
+        return state_layout(states)
 
     def module(self) -> nn.Module:
         """The module, which is cheap and holds no arrays."""

@@ -44,6 +44,15 @@ def added(a: PlainOutput, b: PlainOutput) -> PlainOutput:
     return added_partials(whole(a), whole(b))
 
 
+def scaled(output: PlainOutput, factor: float) -> PlainOutput:
+    """A block's output times a factor; what each device has of it is multiplied alike."""
+    if factor == 1.0:
+        return output
+    if isinstance(output, Addends):
+        return replace(output, partials=output.partials * factor)
+    return output * factor
+
+
 def added_partials(
     a: jax.Array, b: jax.Array
 ) -> jax.Array:  # [T, D] or float32[S, T, D] each -> [T, D] or float32[S, T, D]

@@ -194,8 +194,9 @@ class StateLayout:
 
     @property
     def last_with_state(self) -> int:
-        """The last layer with arrays of its own; later ones only read those of others."""
-        return max(i for i, place in enumerate(self.layers) if place.of is None)
+        """The last layer with arrays of its own; later ones only read those of others, or none."""
+        own = (i for i, place in enumerate(self.layers) if place.of is None and place.arrays)
+        return max(own, default=-1)
 
     @property
     def bytes_per_entry(self) -> tuple[int, ...]:

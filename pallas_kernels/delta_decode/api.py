@@ -34,12 +34,13 @@ def delta_decode(
     """The outputs [B, V * Dv] of decode rows, and the states and inputs of convolutions with them.
 
     Of each token: the causal convolution of its channels with SiLU; queries and keys of length 1,
-    queries over sqrt(Dk); the delta rule of ``delta_prefill`` with beta = sigmoid(b) and decay
-    exp(-exp(A) softplus(a + bias)); the RMS norm of each head times SiLU(z) (Gated DeltaNet: Yang
-    et al. 2024, arXiv:2412.06464; Qwen3-Next), or times sigmoid(z) as in Kimi Linear (2025,
-    arXiv:2510.26692), where each component of keys has a decay. In place when the caller donates
-    the states. Several padding rows may have the same row of states, which no other row reads.
-    ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
+    queries over sqrt(Dk); the delta rule of ``delta_prefill`` with beta = sigmoid(b) times
+    ``beta_scale`` and decay exp(-exp(A) softplus(a + bias)); the RMS norm of each head times
+    SiLU(z) (Gated DeltaNet: Yang et al. 2024, arXiv:2412.06464; Qwen3-Next), or times sigmoid(z) as
+    in Kimi Linear (2025, arXiv:2510.26692), where each component of keys has a decay. In place when
+    the caller donates the states. Several padding rows may have the same row of states, which no
+    other row reads. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit
+    together.
     """
     (rows, channels), (_, heads, key_dim, value_dim) = args.qkv.shape, args.states.shape
     k = args.num_key_heads

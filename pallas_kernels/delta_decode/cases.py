@@ -33,6 +33,7 @@ class DecodeCase:
     heads: DeltaHeads = TINY
     dtype: str = "float32"
     width: int = 4
+    beta_scale: float = 1.0
     tags: tuple[str, ...] = ("ci",)
 
     @property
@@ -72,6 +73,7 @@ CASES = (
         width=3,
         tags=("ci", "cpu"),
     ),
+    DecodeCase("tiny_betas", (0, 2, 77), padding=2, beta_scale=2.0, tags=("ci", "cpu")),
     DecodeCase("tiny_rows_bf16", (0, 2, 77), padding=2, dtype="bfloat16"),
     DecodeCase(
         "qwen3_5_4b_bf16",
@@ -153,7 +155,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         args["keeps"] = rows.copy()
         args["keeps"][:real:3] = places[real : real + len(range(0, real, 3))]
     z_act = "sigmoid" if case.by_channel else "silu"
-    return Inputs((DeltaDecodeArgs(**args, eps=1e-6, z_act=z_act),))
+    return Inputs((DeltaDecodeArgs(**args, eps=1e-6, z_act=z_act, beta_scale=case.beta_scale),))
 
 
 def observable(outputs: object) -> object:

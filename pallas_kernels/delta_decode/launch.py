@@ -25,6 +25,8 @@ def supports(args: DeltaDecodeArgs) -> str | None:
         return f"a state of {key_dim} x {value_dim} has more than {MAX_STATE} elements"
     if len(args.conv) > MAX_WIDTH:
         return f"the convolution has {len(args.conv)} taps, more than {MAX_WIDTH}"
+    if args.beta_scale != 1:
+        return f"betas are multiplied by {args.beta_scale}"
     return unfit_for_triton(args.qkv, args.convs)
 
 

@@ -36,6 +36,7 @@ class DeltaDecodeArgs:
     keeps: jax.Array | None = None  # int32[B]
     eps: float = field(metadata=STATIC)
     z_act: Literal["silu", "sigmoid"] = field(default="silu", metadata=STATIC)
+    beta_scale: float = field(default=1.0, metadata=STATIC)
 
     @property
     def num_key_heads(self) -> int:
@@ -70,7 +71,7 @@ def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array
         q, k = (
             _unit(x.reshape(-1, key_dim)).repeat(heads // args.num_key_heads, 0) for x in (q, k)
         )
-        beta = 1 / (1 + np.exp(-gates[row, :heads]))
+        beta = args.beta_scale / (1 + np.exp(-gates[row, :heads]))
         steps = np.logaddexp(0, gates[row, heads:] + decay[heads:]).reshape(heads, -1)
         log_decay = -np.exp(decay[:heads, None]) * steps
         state = states[own] if position else np.zeros(states.shape[1:])

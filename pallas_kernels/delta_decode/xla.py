@@ -9,18 +9,22 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_decode.ref import DeltaDecodeArgs
 from pallas_kernels.lib.numerics import rms_norm
+from pallas_kernels.short_conv.xla import short_conv_decode
 
 
 @jax.jit  # one trace serves every layer
 def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See ``delta_decode.api``."""
     (rows, _), (_, heads, key_dim, value_dim) = args.qkv.shape, args.states.shape
-    mixed, convs = _convolved(args)
+    mixed, convs = short_conv_decode(
+        args.qkv, args.conv, None, args.convs, args.positions, args.rows, silu=True
+    )
     widths = args.num_key_heads * key_dim
     q, k, v = jnp.split(mixed, (widths, 2 * widths), axis=1)
     q, k = unit(q.reshape(rows, -1, key_dim)) * key_dim**-0.5, unit(k.reshape(rows, -1, key_dim))
     q, k = (jnp.repeat(x, heads // args.num_key_heads, axis=1) for x in (q, k))
     beta, log_decay = betas_and_decays(args.gates, args.decay, heads)
+    beta = beta if args.beta_scale == 1 else beta * args.beta_scale
     is_new = (args.positions == 0)[:, None, None, None]
     kept = jnp.exp(log_decay).reshape(rows, heads, -1, 1)
     state = jnp.where(is_new, 0, args.states[args.rows]) * kept
@@ -48,19 +52,6 @@ def _as_they_are(
 ) -> tuple[jax.Array, jax.Array]:
     del args, state
     return states, convs
-
-
-def _convolved(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array]:  # float32[B, C], [P, W, C]
-    """The convolution of each row's token after SiLU, and the inputs with the new ones."""
-    width = len(args.conv)
-    weights, total = args.conv.astype(jnp.float32), jnp.zeros(args.qkv.shape, jnp.float32)
-    for tap in range(width - 1):
-        position = args.positions - (width - 1 - tap)
-        found = jnp.where((position >= 0)[:, None], args.convs[args.rows, position % width], 0)
-        total += weights[tap] * found.astype(jnp.float32)
-    total += weights[-1] * args.qkv.astype(jnp.float32)
-    convs = args.convs.at[args.rows, args.positions % width].set(args.qkv.astype(args.convs.dtype))
-    return jax.nn.silu(total), convs
 
 
 def unit(x: jax.Array) -> jax.Array:  # [..., D] -> float32[..., D]

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
 from pallas_kernels.harness.registry import Cost, Inputs
+from pallas_kernels.lib.chunk_scan import CHUNK
 
 
 @dataclass(frozen=True)

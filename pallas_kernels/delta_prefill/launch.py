@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
 from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.numerics import power_of_two
 
 MIN_DIM, MAX_DIM = 16, 128  # at least a tile of tl.dot

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHUNK = 64  # tokens that are computed at a time; states are saved between chunks
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.delta_prefill import launch
-from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
+from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
 from pallas_kernels.delta_prefill.triton_channels import channel_inverses, channel_products
 from pallas_kernels.delta_prefill.triton_parts import (
     halves,
@@ -40,6 +40,7 @@ from pallas_kernels.delta_prefill.triton_parts import (
     times,
     unit_inverse,
 )
+from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.numerics import power_of_two
 
 

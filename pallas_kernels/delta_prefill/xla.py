@@ -20,31 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_prefill.ref import CHUNK, DeltaPrefillArgs
-
-
-class Chunks(NamedTuple):
-    """The chunks of all rows, in order, and after them empty ones."""
-
-    row: jax.Array  # int32[N]; R if it is empty
-    number: jax.Array  # int32[N]: within its row
-    tokens: jax.Array  # int32[N, CHUNK]: indices in the step
-    is_token: jax.Array  # bool[N, CHUNK]
-    first: jax.Array  # int32[R + 1]: the number of chunks before each row
-
-
-def chunks_of(query_start_loc: jax.Array, num_tokens: int) -> Chunks:
-    """The chunks of rows that have these first tokens."""
-    num_rows = len(query_start_loc) - 1
-    counts = (query_start_loc[1:] - query_start_loc[:-1] + CHUNK - 1) // CHUNK
-    first = jnp.concatenate((jnp.zeros(1, jnp.int32), jnp.cumsum(counts).astype(jnp.int32)))
-    index = jnp.arange(num_tokens // CHUNK + num_rows, dtype=jnp.int32)
-    row = jnp.searchsorted(first[1:], index, side="right").astype(jnp.int32)
-    of = jnp.minimum(row, num_rows - 1)
-    number = index - first[of]
-    tokens = (query_start_loc[of] + number * CHUNK)[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
-    is_token = (row < num_rows)[:, None] & (tokens < query_start_loc[of + 1][:, None])
-    return Chunks(row, number, jnp.minimum(tokens, num_tokens - 1), is_token, first)
+from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
+from pallas_kernels.lib.chunk_scan import (
+    CHUNK,
+    Advance,
+    Chunks,
+    by_token,
+    chunks_of,
+    scan_chunks,
+)
 
 
 def workspace_bytes(args: DeltaPrefillArgs) -> int:
@@ -87,32 +71,12 @@ def used_chunks(args: DeltaPrefillArgs) -> tuple[jax.Array, jax.Array]:
     return _scanned(args, chunks, advance, (chunks.tokens, chunks.is_token))
 
 
-# From the state [V, Dk, Dv] before a chunk, and a chunk of a type of its own: the state after it,
-# and its outputs [V, CHUNK, Dv].
-type Advance = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
-
-
 def _scanned(
     args: DeltaPrefillArgs, chunks: Chunks, advance: Advance, each: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Advance over the chunks, as ``each`` stacks them, from state to state."""
-
-    class Carry(NamedTuple):
-        state: jax.Array  # float32[V, Dk, Dv]
-        states: jax.Array  # float32[P, V, Dk, Dv]
-
-    def scan(carry: Carry, one: tuple[Any, ...]) -> tuple[Carry, jax.Array]:
-        chunk, (is_first, is_new, read), end = one
-        found = jnp.where(is_new, 0, carry.states[read])
-        state, out = advance(jnp.where(is_first, found, carry.state), chunk)
-        states = carry.states
-        for to in end:
-            states = states.at[to].set(state, mode="drop")
-        return Carry(state, states), out
-
-    empty = jnp.zeros(args.states.shape[1:], jnp.float32)
-    carry, out = jax.lax.scan(scan, Carry(empty, args.states), (each, *_borders(args, chunks)))
-    return _by_token(out, args, chunks), carry.states
+    """The outputs of tokens, and the states."""
+    out, states = scan_chunks(args, args.states, chunks, advance, each)
+    return by_token(out, args.query_start_loc, chunks, len(args.q)).astype(args.v.dtype), states
 
 
 class Factors(NamedTuple):
@@ -299,33 +263,3 @@ def unit_inverse(lower: jax.Array) -> jax.Array:  # float32[..., CHUNK, CHUNK] -
             )
         size *= 2
     return inverse
-
-
-def _borders(
-    args: DeltaPrefillArgs, chunks: Chunks
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """How the state of each chunk begins, and the rows to which it goes at the end; P: none."""
-    num_rows, nowhere = len(args.begins), len(args.states)
-    of = jnp.minimum(chunks.row, num_rows - 1)
-    starts = (chunks.number == 0, args.begins[of] == 0, args.reads[of])
-    is_last = (chunks.row < num_rows) & (
-        chunks.number == chunks.first[of + 1] - chunks.first[of] - 1
-    )
-    ends = (jnp.where(is_last, args.writes[of], nowhere),)
-    if args.save_tokens is not None and args.save_rows is not None:
-        saved = (chunks.first[:-1, None] + args.save_tokens // CHUNK - 1).reshape(-1)
-        saved = jnp.where(args.save_tokens.reshape(-1) > 0, saved, len(of))
-        empty = jnp.full(len(of), nowhere, jnp.int32)
-        ends += (empty.at[saved].set(args.save_rows.reshape(-1), mode="drop"),)
-    return starts, ends
-
-
-def _by_token(out: jax.Array, args: DeltaPrefillArgs, chunks: Chunks) -> jax.Array:  # [T, V, Dv]
-    """The outputs [N, V, CHUNK, Dv] in the order of tokens; zeros for tokens of no row."""
-    starts, tokens = args.query_start_loc, jnp.arange(len(args.q), dtype=jnp.int32)
-    row = jnp.searchsorted(starts[1:], tokens, side="right")
-    of = jnp.minimum(row, len(args.begins) - 1)
-    within = tokens - starts[of]
-    found = out[chunks.first[of] + within // CHUNK, :, within % CHUNK]
-    is_token = (row < len(args.begins))[:, None, None]
-    return jnp.where(is_token, found, 0).astype(args.v.dtype)

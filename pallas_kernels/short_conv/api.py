@@ -30,17 +30,19 @@ OP = KernelOp(
 def short_conv(args: ShortConvArgs, impl: str | None = None) -> tuple[jax.Array, jax.Array]:
     """SiLU of the convolution [T, C] of the tokens of prompts, and the state with their inputs.
 
-    Each channel is convolved on its own: y_t = SiLU(sum over w of ``weights[w]`` x_(t - W + 1 + w))
-    in float32. Rows are packed; row r starts from zeros or from the inputs at ``reads[r]``, and
-    stores the last W ones at ``writes[r]``, and others at ``save_rows``. No row reads what another
-    one stores. The sum has the same order wherever an input comes from, so a row in parts has the
-    bits of the whole row. In place when the caller donates ``kept``. ``impl`` pins an
-    implementation. Raises ValueError on arguments that do not fit together.
+    Each channel is convolved on its own: y_t = SiLU(sum over w of ``weights[w]`` x_(t - W + 1 + w)
+    + ``bias``) in float32, without ``silu`` the sum itself. Rows are packed; row r starts from
+    zeros or from the inputs at ``reads[r]``, and stores the last W ones at ``writes[r]``, and
+    others at ``save_rows``. No row reads what another one stores. The sum has the same order
+    wherever an input comes from, so a row in parts has the bits of the whole row. In place when the
+    caller donates ``kept``. ``impl`` pins an implementation. Raises ValueError on arguments that do
+    not fit together.
     """
     if (
         args.x.shape[1] < args.weights.shape[1]
         or args.kept.shape[1:] != args.weights.shape
         or args.kept.dtype != args.x.dtype
+        or (args.bias is not None and args.bias.shape != args.weights.shape[1:])
     ):
         raise ValueError(
             f"short_conv: inputs {args.x.dtype}{args.x.shape}, weights {args.weights.shape} and "

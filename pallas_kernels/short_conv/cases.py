@@ -29,6 +29,8 @@ class ConvCase:
     channels: int = 72
     more: int = 0
     width: int = 4
+    bias: bool = False
+    silu: bool = True
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
@@ -49,6 +51,8 @@ CASES = (
     ConvCase("only_padding", (0,), padding=16),
     ConvCase("two_taps", (1, 2, 40), starts=(1, 64, 0), saves=(1,), width=2),
     ConvCase("three_taps", (1, 2, 40), starts=(1, 64, 5), saves=(2,), width=3),
+    ConvCase("bias", (1, 2, 40), starts=(1, 64, 5), bias=True),
+    ConvCase("no_silu", (1, 2, 40), starts=(1, 64, 5), saves=(2,), width=3, silu=False),
     ConvCase(
         "qwen3_5_4b",
         (70, 200, 0, 64, 1),
@@ -107,7 +111,10 @@ def build(case: ConvCase, seed: int) -> Inputs:
         "writes": writes,
         "save_tokens": save_tokens,
         "save_rows": save_rows,
+        "silu": case.silu,
     }
+    if case.bias:
+        args["bias"] = rng.standard_normal(case.channels).astype(dtype)
     return Inputs((ShortConvArgs(**args),))
 
 

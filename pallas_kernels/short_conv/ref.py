@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.harness.registry import STATIC
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +30,8 @@ class ShortConvArgs:
     # where inputs are stored besides: those up to so many tokens of the row; 0 is none
     save_tokens: jax.Array | None = None  # int32[R, N]
     save_rows: jax.Array | None = None  # int32[R, N]
+    bias: jax.Array | None = None  # [C]
+    silu: bool = field(default=True, metadata=STATIC)  # False: the sum itself is the output
 
 
 def short_conv(args: ShortConvArgs) -> tuple[jax.Array, jax.Array]:  # [T, C], [P, W, C]
@@ -38,7 +42,9 @@ def short_conv(args: ShortConvArgs) -> tuple[jax.Array, jax.Array]:  # [T, C], [
     x, weights, before = (np.asarray(a, np.float64) for a in (args.x, args.weights, args.kept))
     width, channels = weights.shape
     x, kept, out = x[:, :channels], before.copy(), np.zeros((len(x), channels))
-    starts = np.asarray(args.query_start_loc)
+    starts, bias = np.asarray(args.query_start_loc), np.zeros(channels)
+    if args.bias is not None:
+        bias = np.asarray(args.bias, np.float64)
     for row in np.flatnonzero(np.diff(starts)).tolist():
         begin = int(args.begins[row])
         inputs = {p: np.zeros(channels) for p in range(begin - width, 0)}  # by position
@@ -48,8 +54,8 @@ def short_conv(args: ShortConvArgs) -> tuple[jax.Array, jax.Array]:  # [T, C], [
             position = begin + token - starts[row]
             inputs[position] = x[token]
             taps = [inputs[p] for p in range(position - width + 1, position + 1)]
-            total = np.einsum("wc,wc->c", weights, np.stack(taps))
-            out[token] = total / (1 + np.exp(-total))
+            total = np.einsum("wc,wc->c", weights, np.stack(taps)) + bias
+            out[token] = total / (1 + np.exp(-total)) if args.silu else total
         for count, to in _stores(args, row, starts[row + 1] - starts[row]):
             for position in range(begin + count - width, begin + count):
                 kept[to, position % width] = inputs[position]

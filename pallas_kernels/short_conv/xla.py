@@ -38,12 +38,42 @@ def short_conv(args: ShortConvArgs) -> tuple[jax.Array, jax.Array]:  # [T, C], [
     total = jnp.zeros((), jnp.float32)
     for weight, shifted in zip(args.weights.astype(jnp.float32), shifts, strict=True):
         total = total + weight * shifted.astype(jnp.float32)
-    mixed = jax.nn.silu(total).astype(x.dtype)  # of a token and the W - 1 inputs after it
+    # of a token and the W - 1 inputs after it
+    mixed = _activated(total, args.bias, silu=args.silu).astype(x.dtype)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(starts[1:], token, side="right")
     out = mixed[jnp.minimum(token + earlier * row, len(mixed) - 1)]
     out = jnp.where((row < num_rows)[:, None], out, 0)
     return out, _stored(args, inputs, firsts)
+
+
+def short_conv_decode(
+    x: jax.Array,  # [B, C]
+    weights: jax.Array,  # [W, C]
+    bias: jax.Array | None,  # [C]
+    kept: jax.Array,  # [P, W, C]: see ``ShortConvArgs``
+    positions: jax.Array,  # int32[B]
+    rows: jax.Array,  # int32[B]
+    *,
+    silu: bool,
+) -> tuple[jax.Array, jax.Array]:  # float32[B, C], [P, W, C]
+    """The same of one token in each of the rows, whose inputs are at ``rows`` before and after."""
+    width = len(weights)
+    taps, total = weights.astype(jnp.float32), jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width - 1):
+        position = positions - (width - 1 - tap)
+        found = jnp.where((position >= 0)[:, None], kept[rows, position % width], 0)
+        total += taps[tap] * found.astype(jnp.float32)
+    total += taps[-1] * x.astype(jnp.float32)
+    kept = kept.at[rows, positions % width].set(x.astype(kept.dtype))
+    return _activated(total, bias, silu=silu), kept
+
+
+def _activated(total: jax.Array, bias: jax.Array | None, *, silu: bool) -> jax.Array:
+    """The output of the taps' sum, in float32."""
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return jax.nn.silu(total) if silu else total
 
 
 def _before(args: ShortConvArgs) -> jax.Array:  # [R * (W - 1), C]

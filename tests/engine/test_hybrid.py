@@ -29,8 +29,12 @@ LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513)
 SNAPSHOTS, ANSWER = 8, 6
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
-NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear")
-TWO = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])  # decays of heads, of channels
+# of Mamba-2: among attention, beside it, in layers of one block, and alone
+MAMBAS = ("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba")
+NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", *MAMBAS)
+# scans over chunks of 64 tokens: decays of heads, of channels
+SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", *MAMBAS])
+EACH = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "lfm2", *MAMBAS])
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
@@ -100,7 +104,7 @@ def test_answers_pass_a_border(name: str) -> None:
     check(name, engine(name), [prompt_of(20, 2), prompt_of(62, 3), prompt_of(129, 4)], LONG)
 
 
-@TWO
+@SCANS
 def test_prefixes_are_reused_up_to_a_border(name: str) -> None:
     served = engine(name)
     check(name, served, [prompt_of(140)], GREEDY)
@@ -110,7 +114,13 @@ def test_prefixes_are_reused_up_to_a_border(name: str) -> None:
     assert check(name, served, [prompt_of(64), prompt_of(66)], GREEDY) == [0, 64]
 
 
-@TWO
+def test_without_a_scan_prefixes_are_reused_up_to_a_page() -> None:
+    served = engine("lfm2")
+    check("lfm2", served, [prompt_of(140)], GREEDY)
+    assert check("lfm2", served, [prompt_of(150)], GREEDY) == [136]
+
+
+@SCANS
 def test_the_next_turn_starts_near_the_end_of_the_answer(name: str) -> None:
     """States are saved at multiples of 64 while answers are decoded, also of several rows."""
     served = engine(name)
@@ -123,7 +133,7 @@ def test_the_next_turn_starts_near_the_end_of_the_answer(name: str) -> None:
     assert check(name, served, following, GREEDY) == [128, 128]
 
 
-@TWO
+@EACH
 def test_preempted_sequences_draw_the_same_tokens(name: str) -> None:
     served = engine(name, num_pages=90)
     check(name, served, [prompt_of(100, 5), prompt_of(110, 6), prompt_of(64, 7)], LONG)
@@ -147,13 +157,14 @@ def states_after(name: str, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     return {"cached": cached, **slots}
 
 
-@TWO
+@EACH
 def test_a_reused_prefix_has_the_same_state(name: str) -> None:
     """Bit for bit: a request alone is in the first slot."""
     cold = states_after(name, [prompt_of(150)])
     warm = states_after(name, [prompt_of(130), prompt_of(150)])
     assert (cold["cached"], warm["cached"]) == (0, 128)
-    used = [i for i in range(3) if cold["delta0"][i].any()]
+    first = next(name for name in cold if name != "cached")
+    used = [i for i in range(3) if cold[first][i].any()]
     assert used
     for array in cold.keys() - {"cached"}:
         assert np.array_equal(cold[array][used], warm[array][used]), array

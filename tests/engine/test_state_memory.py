@@ -126,10 +126,17 @@ def test_refused(folder: Path, settings: dict[str, int], message: str) -> None:
         planned(folder, **settings)
 
 
-def test_layers_without_pages_are_refused(tmp_path: Path) -> None:
-    config = {**tiny_config("qwen3_5"), "layer_types": ["linear_attention"] * 3}
-    write_hf_folder(tmp_path, config)
-    with pytest.raises(ConfigError, match="no layer of this Qwen3_5ForCausalLM has attention"):
+def test_a_model_without_attention_has_pages_of_no_bytes(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, tiny_config("mamba2"))
+    plan, _ = planned(tmp_path, max_num_seqs=2)
+    limits = plan.program.limits
+    assert limits.num_pages[0] > limits.pages_needed(limits.max_model_len)[0]
+    assert plan.memory.kv_bytes == 0 < plan.memory.state_bytes
+
+
+def test_layers_without_state_are_refused(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, {**tiny_config("nemotron_h"), "hybrid_override_pattern": "--"})
+    with pytest.raises(ConfigError, match="no layer of this NemotronHForCausalLM reads other"):
         planned(tmp_path)
 
 

@@ -31,6 +31,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BambaConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -44,6 +45,8 @@ from transformers import (
     Exaone4Config,
     ExaoneMoeConfig,
     FalconConfig,
+    FalconH1Config,
+    FalconMambaConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
@@ -63,16 +66,22 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
     Jais2Config,
+    JambaConfig,
     KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    Mamba2Config,
+    MambaConfig,
     MellumConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
@@ -82,10 +91,12 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
+    OlmoHybridConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -116,7 +127,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
 # transformers computes linear attention in chunks of 64
-LENGTHS = {"qwen3_5_long": 150, "kimi_linear": 80}
+LENGTHS = {
+    "qwen3_5_long": 150,
+    "kimi_linear": 80,
+    "bamba": 80,
+    "mamba2_tied": 80,
+    "falcon_mamba": 80,
+}
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
     "qwen3_5_tied": 8,
@@ -128,7 +145,13 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "kimi_linear": 5,
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
+    "granite_hybrid": 1,
+    "falcon_mamba": 28,
+    "olmo_hybrid": 1,
+    "olmo_hybrid_rope": 1,
 }
+FREE_STEPS = (0.0, float("inf"))
+RECURRENT = {"linear_attention", "conv"}
 ROUNDING = 3e-5  # what chunks and single steps may differ by; tests allow 1e-4
 SIZES = {
     "vocab_size": 96,
@@ -261,7 +284,7 @@ GEMMA4_VISION = {
 ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
 # published files have other names
 RENAMED = (
-    *("gpt_neox", "gpt_neox_sequential", "llava", "qwen2_5_vl", "qwen3_vl"),
+    *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
     *("gemma3_multimodal", "glm4v", "mistral4"),
 )
 STACKED = (
@@ -336,6 +359,24 @@ COHERE_EXPERTS = {
 SARVAM_ROPE = {key: value for key, value in LATENT_ROPE.items() if key != "rope_type"}
 # transformers loads these with another architecture's module
 ARCHITECTURES = {"sarvam_moe": "SarvamMoEForCausalLM", "sarvam_mla": "SarvamMLAForCausalLM"}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4}
+FALCON_FACTORS = {
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.9,
+}
+GRANITE_FACTORS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+}
 DEEPSEEK_ROPE = {
     **YARN_ROPE,
     "mscale": 1.0,
@@ -1034,6 +1075,147 @@ def cases() -> dict[str, PreTrainedConfig]:
             rope_parameters={"sliding_attention": LINEAR_ROPE, "full_attention": YARN_ROPE},
             attention_bias=True,
         ),
+        "lfm2": Lfm2Config(
+            **SIZES | {"num_hidden_layers": 3},
+            block_multiple_of=20,
+            block_ffn_dim_multiplier=1.1,
+            conv_bias=True,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
+        "lfm2_moe": Lfm2MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            moe_intermediate_size=24,
+            num_experts=5,
+            num_experts_per_tok=2,
+            num_dense_layers=1,
+            conv_L_cache=4,
+            routed_scaling_factor=1.5,
+            layer_types=["conv", "conv", "full_attention"],
+            tie_word_embeddings=False,
+        ),
+        "bamba": BambaConfig(  # in two chunks
+            **SIZES | {"num_hidden_layers": 3, "vocab_size": 48, "max_position_embeddings": 96},
+            **MAMBA2,
+            attn_layer_indices=[1],
+            attention_bias=True,
+            mlp_bias=True,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            time_step_limit=(0.3, 0.9),
+        ),
+        "granite_hybrid": GraniteMoeHybridConfig(
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 16},
+            **MAMBA2,
+            **GRANITE_FACTORS,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=3,
+            shared_intermediate_size=24,
+        ),
+        "granite_hybrid_rope": GraniteMoeHybridConfig(
+            **SIZES,
+            **MAMBA2 | {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_n_heads": 4},
+            **GRANITE_FACTORS,
+            layer_types=["full_attention", "linear_attention"],
+            num_local_experts=0,
+            shared_intermediate_size=24,
+            position_embedding_type="rope",
+            tie_word_embeddings=True,
+        ),
+        "falcon_h1": FalconH1Config(
+            **SIZES,
+            **MAMBA2 | FALCON_FACTORS | {"mamba_n_heads": 4},
+            mamba_d_ssm=48,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        "falcon_h1_plain": FalconH1Config(
+            **SIZES,
+            **MAMBA2 | {"mamba_n_groups": 1, "mamba_d_head": 16, "mamba_n_heads": 4},
+            mamba_d_ssm=64,
+            tie_word_embeddings=True,
+        ),
+        "falcon_h1_gate_first": FalconH1Config(
+            **SIZES | {"num_hidden_layers": 1},
+            **MAMBA2,
+            mamba_d_ssm=None,
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            head_dim=16,
+        ),
+        "nemotron_h": NemotronHConfig(
+            **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+            hybrid_override_pattern="MM-*-M",
+            head_dim=16,
+            mamba_num_heads=6,
+            mamba_head_dim=12,
+            ssm_state_size=16,
+            n_groups=2,
+            conv_kernel=3,
+            time_step_min=0.4,
+            use_bias=True,
+            mlp_bias=True,
+        ),
+        "mamba2": Mamba2Config(
+            vocab_size=96,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_heads=8,
+            head_dim=8,
+            state_size=16,
+            n_groups=2,
+            use_bias=True,
+        ),
+        "mamba2_tied": Mamba2Config(  # in two chunks
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_heads=4,
+            head_dim=16,
+            state_size=24,
+            n_groups=1,
+            use_conv_bias=False,
+            tie_word_embeddings=True,
+        ),
+        "mamba": MambaConfig(
+            vocab_size=48, hidden_size=32, num_hidden_layers=2, state_size=8, use_conv_bias=False
+        ),
+        "falcon_mamba": FalconMambaConfig(  # in two chunks
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+            conv_kernel=3,
+            time_step_rank=5,
+            use_bias=True,
+            tie_word_embeddings=False,
+        ),
+        "jamba": JambaConfig(
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
+            num_experts=3,
+            mamba_proj_bias=True,
+            mamba_d_state=8,
+            attn_layer_period=3,
+            attn_layer_offset=1,
+        ),
+        "olmo_hybrid": OlmoHybridConfig(
+            **SIZES,
+            **NO_TOKENS,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_key_head_dim=6,
+        ),
+        "olmo_hybrid_rope": OlmoHybridConfig(
+            **SIZES,
+            **NO_TOKENS,
+            attention_bias=True,
+            layer_types=["full_attention", "linear_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            linear_allow_neg_eigval=False,
+            tie_word_embeddings=True,
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -1092,7 +1274,7 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
             noise = noise * 0.5
         tensor.data.copy_(noise)
     for name, tensor in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             tensor.data.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
         if name.endswith("layer_scalar"):
             tensor.data.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
@@ -1100,6 +1282,8 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors as files have them: those of experts are mostly stacked only in memory."""
+    if name.startswith("olmo_hybrid"):
+        return _olmo_hybrid(model)
     as_published = any(".experts." in key for key in model.state_dict()) or name in RENAMED
     if name in STACKED or not as_published:
         return model.state_dict()
@@ -1108,6 +1292,30 @@ def published(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         tensors = load_file(Path(folder) / "model.safetensors")
     # Kimi Linear's dense layers, which transformers saves under the name of those with experts
     return {re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", n): t for n, t in tensors.items()}
+
+
+def _olmo_hybrid(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """OLMo Hybrid's, of which transformers saves convolutions in three equal parts."""
+    made: dict[str, torch.Tensor] = {}
+    config, tensors = model.config, model.state_dict()
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    names = {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    }
+    for key, tensor in tensors.items():
+        start, _, end = key.rpartition("conv1d.weight")
+        if not end and start:
+            parts = zip("qkv", tensor.split([keys, keys, values]), strict=True)
+            made |= {f"{start}{part}_conv1d.weight": own for part, own in parts}
+            continue
+        layer = re.match(r"model\.layers\.\d+\.", key)
+        linear = layer is not None and f"{layer[0]}input_layernorm.weight" in tensors
+        for one, other in names.items() if linear else ():
+            key = key.replace(one, other)
+        made[key] = tensor
+    return made
 
 
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
@@ -1131,7 +1339,11 @@ def make(name: str, config: PreTrainedConfig) -> None:
     length = LENGTHS.get(name, LENGTH)
     token_ids = torch.randint(0, text.vocab_size, (2, length), generator=generator)
     logits = model(token_ids).logits
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+    kinds = getattr(text, "layer_types", None) or ()
+    # single tokens of transformers' Mamba-2 ignore these limits
+    limited = getattr(text, "time_step_limit", FREE_STEPS) != FREE_STEPS
+    limited |= text.model_type == "nemotron_h"  # by time_step_min
+    if RECURRENT.intersection(kinds) and not limited:
         difference = (stepwise_logits(model, token_ids) - logits).abs().max()
         assert difference < ROUNDING, f"{name}: chunks and single steps differ by {difference:.1e}"
     sequence = token_ids

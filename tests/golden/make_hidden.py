@@ -91,7 +91,19 @@ CASES = (
     "phimoe",
     "llama4",
     "minicpm3",
+    "lfm2",
+    "granite_hybrid",
+    "bamba",
+    "falcon_h1_plain",
+    "nemotron_h",
+    "mamba2",
+    "falcon_mamba",
+    "jamba",
+    "olmo_hybrid",
 )
+
+# where transformers has the outputs of the layers and not their inputs
+AFTER = ("mamba2", "falcon_mamba")
 
 
 @torch.inference_mode()
@@ -111,8 +123,12 @@ def make(name: str) -> None:
     model = model.float().eval()
     ids = tensors["token_ids"][:1].long()
     out = model(ids, output_hidden_states=True, output_attentions=True)
+    patterns = [one for one in getattr(out, "attentions", None) or () if one is not None]
     assert (out.logits[0] - tensors["logits"][0]).abs().max() < 1e-4
-    made = {"hidden": torch.cat(out.hidden_states), "patterns": torch.cat(out.attentions)}
+    hidden, embedded = out.hidden_states, model.get_input_embeddings()(ids)
+    if model.config.model_type in AFTER:
+        hidden = (embedded, *hidden[:-2], hidden[-1])
+    made = {"hidden": torch.cat(hidden), "patterns": torch.cat(patterns or [torch.zeros(0)])}
     (DATA / "hidden").mkdir(exist_ok=True)
     save_file(made, DATA / "hidden" / f"{name}.safetensors")
     print(name, {key: tuple(value.shape) for key, value in made.items()})

@@ -42,6 +42,11 @@ _OPT = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
+_MAMBA2 = MappingProxyType({"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 16})
+_NEMOTRON_H = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings"),
+)
 _FALCON = MappingProxyType({**{key: _DECODER[key] for key in _OPT}, "ffn_hidden_size": 48})
 _LLAMA3_ROPE = MappingProxyType(
     {
@@ -651,6 +656,97 @@ CONFIGS = MappingProxyType(
             "layer_types": ["sliding_attention", "full_attention"],
             "mlp_layer_types": ["dense", "sparse"],
         },
+        "lfm2": {
+            **_WITHOUT_EPS,
+            "architectures": ["Lfm2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "intermediate_size": 72,
+            "block_multiple_of": 16,
+            "norm_eps": 1e-5,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        "lfm2_moe": {
+            **_WITHOUT_EPS,
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "layer_types": ["conv", "full_attention"],
+        },
+        "bamba": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["BambaForCausalLM"],
+            "attn_layer_indices": [1],
+        },
+        "granite_hybrid": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 24,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "residual_multiplier": 0.5,
+        },
+        "falcon_h1": {
+            **_DECODER,
+            **_MAMBA2,
+            "architectures": ["FalconH1ForCausalLM"],
+            "mamba_d_ssm": 32,
+            "mamba_norm_before_gate": False,
+            "mamba_rms_norm": True,
+            "attention_out_multiplier": 0.5,
+            "mlp_multipliers": [0.7, 1.3],
+            "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
+        },
+        "nemotron_h": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H},
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "M-*M-",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+        "mamba2": {
+            "architectures": ["Mamba2ForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+        },
+        "falcon_mamba": {
+            "architectures": ["FalconMambaForCausalLM", "MambaForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+            "use_bias": True,
+        },
+        "jamba": {
+            **_DECODER,
+            "architectures": ["JambaForCausalLM"],
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+        },
+        "olmo_hybrid": {
+            **_DECODER,
+            "architectures": ["OlmoHybridForCausalLM"],
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+        },
     }
 )
 NAMES = tuple(CONFIGS)
@@ -673,6 +769,9 @@ LIKE_OTHERS = (
     *("dots1", "minimax_m2", "glm4_moe_lite", "exaone_moe", "solar_open", "afmoe", "flex_olmo"),
     *("cohere2_moe", "hy_v3", "granite_moe_shared", "mistral4", "sarvam_moe", "sarvam_mla"),
     *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
+    # Of these also through the engine, in test_hybrid.py.
+    *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
+    *("falcon_mamba", "jamba", "olmo_hybrid"),
 )
 OF_EACH_KIND = (
     "qwen3",
@@ -686,7 +785,11 @@ OF_EACH_KIND = (
 )
 
 # with state for each sequence
-WITH_STATE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear")
+WITH_STATE = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
+    *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
+    *("jamba", "olmo_hybrid"),
+)
 
 
 @cache

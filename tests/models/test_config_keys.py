@@ -116,6 +116,13 @@ READ_BY = {
     "mellum": {*_COUNTS, "moe_intermediate_size"},
     "phimoe": {"num_local_experts"},
     "llama4": {"num_local_experts", "use_qk_norm", "attention_chunk_size"},
+    "lfm2_moe": {*_COUNTS, "moe_intermediate_size"},
+    "granite_hybrid": {*_FACTORS, "num_local_experts"},
+    "falcon_h1": {"embedding_multiplier"},
+    "nemotron_h": {"use_bias", "moe_intermediate_size", "num_local_experts"},
+    "mamba2": {"use_bias"},
+    "falcon_mamba": {"use_bias"},
+    "jamba": _COUNTS,
 }
 
 

@@ -38,10 +38,14 @@ def test_latent_attention_has_heads_of_outputs_only(name: str) -> None:
         _ = m.W_K[0]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in LATENT])
+WITHOUT = ("mamba2", "falcon_mamba")  # attention
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*LATENT, *WITHOUT)])
 def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     m = views_of(name)
-    mixers, d = [layer.mixer for layer in m.model.config.layers], m.model.config.hidden_size
+    layers, d = m.model.config.layers, m.model.config.hidden_size
+    mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in layers]  # or beside
     last = max(i for i, one in enumerate(mixers) if isinstance(one, AttentionConfig))
     mixer = mixers[last]
     assert isinstance(mixer, AttentionConfig)

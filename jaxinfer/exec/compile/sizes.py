@@ -142,8 +142,8 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         )
     if not model.state.groups:
         raise ConfigError(
-            f"no layer of this {model.architecture} has attention, whose keys and values are in "
-            "pages, and such models are not served; correct the kinds of layers in config.json"
+            f"no layer of this {model.architecture} reads other tokens than its own, and such "
+            "models are not served; correct the kinds of layers in config.json"
         )
     state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
     return limits_of(

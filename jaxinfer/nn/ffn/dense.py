@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS, xielu
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, block_output, linear, normalised
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear, normalised, scaled
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
@@ -41,6 +41,7 @@ class FeedForward(nn.Module):
         bias = param(self, f"{name}_bias") if c.bias else None
         gelu = c.activation == "gelu_tanh" and w.is_dense
         swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
+        swiglu = swiglu and c.gate_scale == c.out_scale == 1.0
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         # for one token ``norm_gemm`` has a kernel
         fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
@@ -58,12 +59,13 @@ class FeedForward(nn.Module):
             activation = ACTIVATIONS[c.activation]
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)
+            gate = gate if c.gate_scale == 1.0 else gate * c.gate_scale
             hidden = activation(ctx.at("mlp_pre", gate)) * ctx.at("mlp_linear", up)
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
         bias = param(self, "down_bias") if c.bias else None
         if summed:
-            return stream.x, block_output(hidden, down, ctx, bias=bias)
+            return stream.x, scaled(block_output(hidden, down, ctx, bias=bias), c.out_scale)
         assert bias is None, "each device would add the bias"
-        return stream.x, linear(hidden, down, ctx, partial=True).y
+        return stream.x, scaled(linear(hidden, down, ctx, partial=True).y, c.out_scale)

@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
+from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
+from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.short_conv import api as short_conv
 
 
@@ -69,3 +73,92 @@ def delta_bytes(
     return tokens * (between + sliced + expanded) + sum(
         workspace_of(op, platform, args, pins.of(op.name)) for op, args in ops
     )
+
+
+def gated_conv_bytes(
+    config: GatedConvConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: the inputs of the convolution, its outputs, and their products
+    with the gates.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    channels = config.width
+    conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=False)
+    return conv + 3 * x.shape[0] * channels * x.dtype.itemsize
+
+
+def mamba2_bytes(
+    config: Mamba2Config,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: of each chunk and head, in float32, some 4 matrices of chunk by
+    chunk, 6 of keys and 6 of inputs.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    channels, tokens = sum(config.channels.widths), x.shape[0]
+    conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=True)
+    chunks = tokens // CHUNK + num_prompts
+    of_token = 4 * CHUNK + 6 * config.state_dim + 6 * config.head_dim
+    scan = 4 * chunks * CHUNK * config.num_heads * of_token
+    return conv + scan + 2 * tokens * channels * x.dtype.itemsize
+
+
+def mamba_bytes(
+    config: MambaConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: in float32 some 8 arrays of the states after each token of one
+    chunk, and 6 of the channels of all tokens.
+    """
+    del params
+    if not num_prompts:
+        return 0
+    inner, chunks = config.inner, x.shape[0] // CHUNK + num_prompts
+    conv = _conv_bytes(x, inner, config.conv_width, num_prompts, platform, pins, silu=True)
+    scan = 4 * CHUNK * inner * (8 * config.state_dim + 6 * chunks)
+    return conv + scan
+
+
+def _conv_bytes(
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    channels: int,
+    width: int,
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+    *,
+    silu: bool,
+) -> int:
+    """The workspace of a convolution with a bias of so many channels and taps."""
+    of = jax.ShapeDtypeStruct
+    rows = of((num_prompts,), jnp.int32)
+    call: dict[str, Any] = {
+        "x": of((x.shape[0], channels), x.dtype),
+        "weights": of((width, channels), x.dtype),
+        "kept": of((1, width, channels), x.dtype),
+        "query_start_loc": of((num_prompts + 1,), jnp.int32),
+        "begins": rows,
+        "reads": rows,
+        "writes": rows,
+        "bias": of((channels,), x.dtype),
+        "silu": silu,
+    }
+    op = short_conv.OP
+    return workspace_of(op, platform, short_conv.ShortConvArgs(**call), pins.of(op.name))

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
+from jaxinfer.nn.mixers.recurrent import PromptRows, empty_state, whole_sequence
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.delta_decode.api import DeltaDecodeArgs, delta_decode
@@ -66,7 +67,8 @@ class Delta(nn.Module):
         qkvz, stream, h = linear(stream, w, ctx, norm=norm, keep=True)
         tokens = self._with_gates(qkvz, linear(h, weight(self, "ba"), ctx).y, ctx)
         if state is None:
-            out, _ = self._prompts(tokens, _empty(c, qkvz.dtype), _whole(len(qkvz)), ctx)
+            empty = empty_state(c.state(qkvz.dtype))
+            out, _ = self._prompts(tokens, empty, whole_sequence(len(qkvz)), ctx)
         else:
             out, state = self._step(tokens, state, ctx)
         out = ctx.at("z", out.reshape(-1, c.num_v_heads, c.v_dim)).reshape(out.shape)
@@ -114,6 +116,7 @@ class Delta(nn.Module):
                 keeps=ctx.rows.keeps,
                 eps=c.norm_eps,
                 z_act=c.gate_act,
+                beta_scale=c.beta_scale,
             )
             out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))
             state = {"delta": states, "conv": convs}
@@ -132,21 +135,14 @@ class Delta(nn.Module):
         ctx: StepContext,
     ) -> tuple[jax.Array, LayerArrays]:  # [T, V * Dv]
         """The outputs of the tokens of prompts, and the new state."""
-        c, qkvz, saves = self.config, given.qkvz, rows.saves
-        tokens = len(qkvz)
-        indices = {
-            "query_start_loc": rows.query_start_loc,
-            "begins": rows.begins,
-            "reads": rows.slots if rows.reads is None else rows.reads,
-            "writes": rows.slots,
-            "save_tokens": None if saves is None else saves.num_tokens,
-            "save_rows": None if saves is None else saves.state_rows,
-        }
+        c, qkvz, tokens = self.config, given.qkvz, len(given.qkvz)
+        indices = PromptRows.of(rows)._asdict()
         conv = ShortConvArgs(x=qkvz, weights=param(self, "conv"), kept=state["conv"], **indices)
         mixed, convs = short_conv(conv, ctx.pinned("short_conv"))
         q, k, v = jnp.split(mixed, (c.keys, 2 * c.keys), axis=1)
         decay = param(self, "decay").reshape(-1)
         beta, log_decay = betas_and_decays(given.gates, decay, c.num_v_heads)
+        beta = beta if c.beta_scale == 1 else beta * c.beta_scale
         args = DeltaPrefillArgs(
             q=(unit(q.reshape(tokens, -1, c.k_dim)) * c.k_dim**-0.5).astype(qkvz.dtype),
             k=unit(k.reshape(tokens, -1, c.k_dim)).astype(qkvz.dtype),
@@ -169,22 +165,3 @@ class Delta(nn.Module):
             return tokens.qkvz, tokens.z
         channels = sum(self.config.channels.widths)
         return tokens.qkvz[:, :channels], tokens.qkvz[:, channels:]
-
-
-def _whole(num_tokens: int) -> Rows:
-    """One new sequence of so many tokens, whose state is row 0."""
-    zero = jnp.zeros(1, jnp.int32)
-    return Rows(
-        of_token=jnp.zeros(num_tokens, jnp.int32),
-        is_token=jnp.ones(num_tokens, bool),
-        slots=zero,
-        begins=zero,
-        last_tokens=zero + num_tokens - 1,
-        query_start_loc=jnp.asarray((0, num_tokens), jnp.int32),
-    )
-
-
-def _empty(config: DeltaConfig, dtype: jnp.dtype) -> LayerArrays:
-    """The state of one sequence, for the dense form."""
-    entries = config.state(dtype).per_slot
-    return {entry.name: jnp.zeros((1, *entry.shape), entry.dtype) for entry in entries}

@@ -13,7 +13,7 @@ from jaxinfer.nn.block import part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import Entry, LayerState
-from pallas_kernels.delta_prefill.ref import CHUNK
+from pallas_kernels.lib.chunk_scan import CHUNK
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -28,7 +28,8 @@ class DeltaConfig(MixerSpec):
     the epsilon of the norm of each head's output, which is multiplied by ``gate_act`` of a gate.
     ``decay`` is of a head, or of each channel: a row of the head's state (Kimi Linear: 2025,
     arXiv:2510.26692). With ``gate_rank`` the gates of the decay and of the output are expanded from
-    two latents of that width.
+    two latents of that width. The strength of a correction, a sigmoid, is multiplied by
+    ``beta_scale``: with 2 a state may have negative eigenvalues (arXiv:2411.12537).
     """
 
     num_k_heads: int
@@ -40,6 +41,7 @@ class DeltaConfig(MixerSpec):
     decay: Literal["head", "channel"] = "head"
     gate_act: Literal["silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
+    beta_scale: float = 1.0
 
     @property
     def keys(self) -> int:

@@ -1,0 +1,247 @@
+"""Config keys and checkpoint tensors of mixers of Mamba and of Mamba-2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxinfer.core.checks import short
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.linears import Linear, linear_specs
+from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join, stack
+from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from jaxinfer.nn.mixers.mamba_spec import MambaConfig
+from jaxinfer.nn.placement import Fused
+
+_FLOAT32 = jnp.dtype(jnp.float32)
+# transformers' names, and those of older files
+ATTENTION, MAMBA = ("full_attention", "attention"), ("linear_attention", "mamba")
+_DEFAULT_LIMIT = (0.0, math.inf)
+
+
+class Mamba2Keys(NamedTuple):
+    """The keys of a mixer's sizes, and the values that count where they are absent."""
+
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    state: str = "mamba_d_state"
+    groups: str = "mamba_n_groups"
+    taps: str = "mamba_d_conv"
+    expand: str = "mamba_expand"
+    conv_bias: str = "mamba_conv_bias"
+    bias: str = "mamba_proj_bias"
+    limit: str = "time_step_limit"
+    norm_eps: str = "rms_norm_eps"
+    chunk: str = "mamba_chunk_size"  # how many tokens other programs compute at a time
+
+
+_KEYS = Mamba2Keys()
+
+
+def mamba2_config(
+    config: Mapping[str, Any],
+    keys: Mamba2Keys = _KEYS,
+    *,
+    inner: int | None = None,
+    heads: int = 128,
+    state: int = 256,
+    groups: int = 1,
+    **more: Any,
+) -> Mamba2Config:
+    """The mixer of a config; ``inner`` is its width where it is not ``expand`` times the stream's.
+
+    The numbers are transformers' defaults, ``more`` are further fields. Raises ``ConfigError`` for
+    sizes that do not fit together.
+    """
+    num_heads = hf.positive_int(config, keys.heads, heads)
+    expanded = int(
+        hf.positive_float(config, keys.expand, 2) * hf.positive_int(config, "hidden_size")
+    )
+    width, given = inner or expanded, config.get(keys.head_dim)
+    head_dim = width // num_heads if given in (None, "auto") else 0
+    head_dim = head_dim or hf.positive_int(config, keys.head_dim)
+    if num_heads * head_dim != width:
+        raise ConfigError(
+            f"config key {keys.heads!r} {num_heads} times {keys.head_dim!r} {head_dim} is not "
+            f"{width}, the width of the mixer; correct one of them"
+        )
+    num_groups = hf.positive_int(config, keys.groups, groups)
+    if num_heads % num_groups:
+        raise ConfigError(
+            f"config key {keys.heads!r} {num_heads} is not a multiple of {keys.groups!r} "
+            f"{num_groups}"
+        )
+    config.get(keys.chunk)
+    bias = hf.flag(config, keys.bias, False)
+    fields: dict[str, Any] = {"into_bias": bias, "o_bias": bias, "norm_groups": num_groups}
+    fields |= {"step_limit": _limit(config, keys.limit), **more}
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=hf.positive_int(config, keys.state, state),
+        num_groups=num_groups,
+        conv_width=hf.positive_int(config, keys.taps, 4),
+        norm_eps=hf.positive_float(config, keys.norm_eps, 1e-5),
+        conv_bias=hf.flag(config, keys.conv_bias, True),
+        **fields,
+    )
+
+
+def _limit(config: Mapping[str, Any], key: str) -> tuple[float, float]:
+    """The least and the largest step of a token."""
+    given = config.get(key)
+    if given is None:
+        return _DEFAULT_LIMIT
+    numbers = [_number(one) for one in given] if isinstance(given, list | tuple) else []
+    found = [one for one in numbers if one is not None]
+    if len(numbers) != 2 or len(found) != 2 or not 0 <= found[0] < found[1]:
+        raise ConfigError(
+            f"config key {key!r} must be two numbers from 0, the smaller one first, got "
+            f"{short(given)}"
+        )
+    return found[0], found[1]
+
+
+def _number(value: Any) -> float | None:
+    """A number as JSON has it, or as transformers writes an infinite one."""
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return None
+    return float(value)
+
+
+def with_attention(config: Mapping[str, Any], *keys: str) -> list[bool] | None:
+    """For each layer True if it has attention, False if it has Mamba; None without a list.
+
+    ``keys`` are the names of the list, of which the first one that is given counts.
+    """
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    lists = [(key, config.get(key)) for key in keys]
+    given = next(((key, found) for key, found in lists if found is not None), None)
+    if given is None:
+        return None
+    key, kinds = given
+    fits = isinstance(kinds, list | tuple) and len(kinds) == num_layers
+    if not fits or not all(kind in (*ATTENTION, *MAMBA) for kind in kinds):
+        raise ConfigError(
+            f"config key {key!r} must hold {MAMBA[0]!r} or {ATTENTION[0]!r} for each of the "
+            f"{num_layers} layers"
+        )
+    return [kind in ATTENTION for kind in kinds]
+
+
+def mamba2_specs(
+    path: str,
+    source: str,
+    c: Mamba2Config,
+    width: int,
+    norm_dtype: jnp.dtype | None,
+    name: str = "mamba.",
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.mixers.mamba2``; ``name`` is that of the mixer in tensors' names."""
+    own, channels = source + name, sum(c.channels.widths)
+    linears = (
+        Linear(
+            "into", ("in_proj",), (width, sum(c.projected.widths)), (None, c.projected), c.into_bias
+        ),
+        Linear("o", ("out_proj",), (c.inner, width), ("heads", None), c.o_bias),
+    )
+    weights, biases = linear_specs(path, own, linears)
+    yield from (*weights, *biases)
+    taps = (Source(f"{own}conv1d.weight", (channels, 1, c.conv_width)),)
+    array = ArraySpec((c.conv_width, channels), (None, c.channels))
+    yield ParamSpec(f"{path}conv", array, taps, conv_taps)
+    if c.conv_bias:
+        bias = (Source(f"{own}conv1d.bias", (channels,)),)
+        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), (c.channels,)), bias, as_is)
+    decay = tuple(Source(f"{own}{one}", (c.num_heads,)) for one in ("A_log", "dt_bias", "D"))
+    array = ArraySpec((3, c.num_heads), (None, "heads"), _FLOAT32)
+    yield ParamSpec(f"{path}decay", array, decay, stack)
+    if c.norm is not None:
+        norm = (Source(f"{own}norm.weight", (c.inner,)),)
+        array = ArraySpec((c.inner,), ("heads",), norm_dtype)
+        yield ParamSpec(f"{path}inner_norm", array, norm, as_is)
+
+
+class MambaKeys(NamedTuple):
+    """The keys of a mixer of Mamba."""
+
+    state: str = "state_size"
+    taps: str = "conv_kernel"
+    expand: str = "expand"
+    rank: str = "time_step_rank"
+    bias: str = "use_bias"
+    conv_bias: str = "use_conv_bias"
+
+
+_MAMBA_KEYS = MambaKeys()
+
+
+def mamba_config(
+    config: Mapping[str, Any], keys: MambaKeys = _MAMBA_KEYS, **more: Any
+) -> MambaConfig:
+    """The mixer of a config; ``more`` are further fields."""
+    hf.supported_only(config, "hidden_act", "silu", "swish")
+    width = hf.positive_int(config, "hidden_size")
+    rank = -(-width // 16)
+    if config.get(keys.rank) not in (None, "auto"):
+        rank = hf.positive_int(config, keys.rank)
+    return MambaConfig(
+        inner=int(hf.positive_float(config, keys.expand, 2) * width),
+        state_dim=hf.positive_int(config, keys.state, 16),
+        rank=rank,
+        conv_width=hf.positive_int(config, keys.taps, 4),
+        bias=hf.flag(config, keys.bias, False),
+        conv_bias=hf.flag(config, keys.conv_bias, True),
+        **more,
+    )
+
+
+def mamba_specs(
+    path: str,
+    source: str,
+    c: MambaConfig,
+    width: int,
+    norm_dtype: jnp.dtype | None,
+    name: str = "mamba.",
+) -> Iterator[ParamSpec]:
+    """The parameters of ``nn.mixers.mamba``; ``name`` is that of the mixer in tensors' names."""
+    own, inner, inputs = source + name, c.inner, c.rank + 2 * c.state_dim
+    into = (None, Fused("heads", (inner, inner)))
+    linears = (
+        Linear("into", ("in_proj",), (width, 2 * inner), into, c.bias),
+        Linear("o", ("out_proj",), (inner, width), ("heads", None), c.bias),
+    )
+    weights, biases = linear_specs(path, own, linears)
+    yield from (*weights, *biases)
+    steps = (
+        Linear("x", ("x_proj",), (inner, inputs), ("heads", None), bias=False),
+        Linear("dt", ("dt_proj",), (c.rank, inner), (None, "heads"), bias=False),
+    )
+    # a decay to the power of the tokens is sensitive, so that steps are never quantised
+    yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, steps)[0])
+    taps = (Source(f"{own}conv1d.weight", (inner, 1, c.conv_width)),)
+    yield ParamSpec(
+        f"{path}conv", ArraySpec((c.conv_width, inner), (None, "heads")), taps, conv_taps
+    )
+    if c.conv_bias:
+        bias = (Source(f"{own}conv1d.bias", (inner,)),)
+        yield ParamSpec(f"{path}conv_bias", ArraySpec((inner,), ("heads",)), bias, as_is)
+    rates = (Source(f"{own}A_log", (inner, c.state_dim)),)
+    array = ArraySpec((inner, c.state_dim), ("heads", None), _FLOAT32)
+    yield ParamSpec(f"{path}rates", array, rates, as_is)
+    decay = tuple(Source(f"{own}{one}", (inner,)) for one in ("dt_proj.bias", "D"))
+    array = ArraySpec((2, inner), (None, "heads"), _FLOAT32)
+    yield ParamSpec(f"{path}decay", array, decay, stack)
+    if c.inner_norms == "weights":
+        widths = {"dt": c.rank, "b": c.state_dim, "c": c.state_dim}
+        norms = tuple(Source(f"{own}{n}_layernorm.weight", (w,)) for n, w in widths.items())
+        array = ArraySpec((inputs,), (None,), norm_dtype)
+        yield ParamSpec(f"{path}inner_norm", array, norms, join)

@@ -1,0 +1,127 @@
+"""Mamba-2: a state space of each head. Parameters of ``Mamba2``, with H heads of width P, G groups
+with states of width N, I = H * P, and W taps:
+
+into [D, 2I + 2G * N + H]: gates, inputs, b, c, steps   into_bias with into_bias
+conv [W, I + 2G * N]                                    conv_bias with conv_bias
+o    [I, D]                                             o_bias    with o_bias
+decay float32[3, H]: logarithms of the rates, biases of the steps, what adds inputs to outputs
+inner_norm [I] with a norm
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.context import PlainOutput, Rows, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
+from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from jaxinfer.nn.mixers.recurrent import (
+    PromptRows,
+    convolved,
+    empty_state,
+    whole_sequence,
+    with_kept,
+)
+from jaxinfer.nn.mixers.ssd import SsdTokens, ssd_decode, ssd_prefill
+from jaxinfer.nn.state import LayerArrays
+from jaxinfer.nn.weight import param, take_rows, weight
+
+
+class Mamba2(nn.Module):
+    """The mixer of a layer, with the norm before it."""
+
+    config: Mamba2Config
+
+    @nn.compact
+    def __call__(
+        self,
+        stream: Stream,
+        norm: Norm,
+        state: LayerArrays | None,
+        ctx: StepContext,
+        only: jax.Array | None = None,  # int32[B]
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
+        """See ``attention.Attention``."""
+        c, is_dense = self.config, state is None
+        bias = param(self, "into_bias") if c.into_bias else None
+        y, stream, _ = linear(stream, weight(self, "into"), ctx, norm=norm, bias=bias)
+        if c.multipliers is not None:
+            y = y * _by_part(c.multipliers, c.projected.widths, y.dtype)
+        if state is None:
+            state, rows = empty_state(c.state(y.dtype)), whole_sequence(len(y))
+        else:
+            assert ctx.rows is not None
+            rows = ctx.rows
+        gate, mixed, steps = jnp.split(y, (c.inner, -c.num_heads), axis=1)
+        conv_bias = param(self, "conv_bias") if c.conv_bias else None
+        taps = param(self, "conv")
+        mixed, kept = convolved(mixed, taps, conv_bias, state["conv"], rows, ctx, silu=True)
+        out, states = self._mixed(mixed, steps, state["ssm"], rows, ctx)
+        x = stream.x
+        if only is not None:
+            x, out, gate = stream.take(only), take_rows(out, only), take_rows(gate, only)
+        heads = (len(out), c.num_heads, c.head_dim)
+        out = self._gated(out.reshape(len(out), -1), gate, ctx).astype(y.dtype)
+        out = ctx.at("z", out.reshape(heads)).reshape(out.shape)
+        o_bias = param(self, "o_bias") if c.o_bias else None
+        delta = block_output(out, weight(self, "o"), ctx, bias=o_bias)
+        return x, delta, None if is_dense else {"ssm": states, "conv": kept}
+
+    def _mixed(
+        self,
+        mixed: jax.Array,  # [T, I + 2G * N]
+        steps: jax.Array,  # [T, H]
+        states: jax.Array,  # float32[S, H, P, N]
+        rows: Rows,
+        ctx: StepContext,
+    ) -> tuple[jax.Array, jax.Array]:  # float32[T, H, P], float32[S, H, P, N]
+        """The outputs of decode rows, then of prompts, and the new states."""
+        c, d, parts = self.config, ctx.num_decodes, []
+        rates, biases, skip = param(self, "decay")
+        steps = jax.nn.softplus(steps.astype(jnp.float32) + biases)
+        # transformers limits those of prompts alone, so that its states depend on the path
+        steps = jnp.clip(steps, *c.step_limit)
+        x, b, of_c = jnp.split(mixed, (c.inner, c.inner + c.keys), axis=1)
+        x = x.reshape(len(x), c.num_heads, c.head_dim)
+        b, of_c = (one.reshape(len(x), c.num_groups, c.state_dim) for one in (b, of_c))
+        rates = -jnp.exp(rates)
+
+        def tokens(part: slice) -> SsdTokens:
+            return SsdTokens(x[part], b[part], of_c[part], steps[part], rates)
+
+        if d:
+            slots = rows.slots[:d]
+            out, states = ssd_decode(tokens(slice(d)), states, ctx.positions[:d], slots)
+            states = with_kept(states, rows, d)
+            parts.append(out)
+        if len(x) > d:
+            of_prompts = PromptRows.of(rows.prompts(d))
+            out, states = ssd_prefill(tokens(slice(d, None)), states, of_prompts)
+            parts.append(out)
+        out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return out + skip[:, None] * x.astype(jnp.float32), states
+
+    def _gated(self, out: jax.Array, gate: jax.Array, ctx: StepContext) -> jax.Array:
+        """The outputs [T, I] times SiLU of their gates, with the norm; float32."""
+        c, gate = self.config, jax.nn.silu(gate.astype(jnp.float32))
+        if c.norm is None:
+            return out * gate
+        if c.norm == "after_gate":
+            out = out * gate
+        groups = out.reshape(len(out), c.norm_groups, -1)
+        mean = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
+        if c.spread and ctx.axis is not None:
+            mean = jax.lax.pmean(mean, ctx.axis)
+        groups = groups * jax.lax.rsqrt(mean + c.norm_eps)
+        out = groups.reshape(out.shape) * param(self, "inner_norm").astype(jnp.float32)
+        return out * gate if c.norm == "before_gate" else out
+
+
+def _by_part(
+    factors: tuple[float, ...], widths: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:  # [sum of widths]
+    """A factor for each part of a projection, of which a device has an equal share."""
+    pairs = zip(factors, widths, strict=True)
+    return jnp.concatenate([jnp.full(width, factor, dtype) for factor, width in pairs])
