@@ -25,8 +25,8 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
 
 _BASE = 10000.0  # not a key of config.json
-_NORMS = NormSources(names=("ln_1",))
-_NAMES = TensorNames(
+NORMS = NormSources(names=("ln_1",))
+NAMES = TensorNames(
     embed="wte",
     layer="h.{}.",
     final_norm="ln_f",
@@ -80,7 +80,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 FAMILY = ModelFamily(
     name="gptj",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES, interleaved=True),
+    param_specs=partial(gqa_param_specs, norms=NORMS, names=NAMES, interleaved=True),
     ignored_tensors=(r"h\.\d+\.attn\.(bias|masked_bias)", r"lm_head\.weight"),
     optional_prefix="transformer.",
 )

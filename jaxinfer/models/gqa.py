@@ -43,12 +43,15 @@ _MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _NORM_TENSORS = MappingProxyType(
     {
         "rms": ("weight",),
+        "rms_plain": (),
         "layer": ("weight", "bias"),
         "layer_weight": ("weight",),
         "layer_plain": (),
     }
 )
-_EPS_KEYS = MappingProxyType({"rms": "rms_norm_eps"})  # others: layer_norm_eps
+_EPS_KEYS = MappingProxyType(
+    {"rms": "rms_norm_eps", "rms_plain": "rms_norm_eps"}
+)  # others: layer_norm_eps
 # The parameters of a network with experts, of (path, start of tensor names, spec, width).
 type ExpertSpecs = Callable[[str, str, Any, int], Iterable[ParamSpec]]
 # The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
@@ -230,13 +233,9 @@ def outer_specs(
         array = ArraySpec((config.num_positions + config.first_position, d), (None, None))
         table = (Source(f"{names.positions}.weight", array.shape),)
         specs.append(ParamSpec("positions", array, table, as_is))
-    final = tuple(Source(f"{names.final_norm}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
-    if len(final) == 1:
-        array = ArraySpec((d,), (None,), config.norm_dtype)
-        specs.append(ParamSpec("final_norm", array, final, norms.one))
-    elif final:
-        array = ArraySpec((len(final), d), (None, None), config.norm_dtype)
-        specs.append(ParamSpec("final_norm", array, final, norms.several))
+    if config.embed_norm:
+        specs += _outer_norm("embed_norm", names.embed_norm, config, norms)
+    specs += _outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:
         head = Source(f"{names.head}.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
@@ -245,6 +244,19 @@ def outer_specs(
         bias = (Source(f"{names.head}.bias", (v,)),)
         specs.append(ParamSpec("lm_head_bias", ArraySpec((v,), ("vocab",)), bias, as_is))
     return specs
+
+
+def _outer_norm(path: str, name: str, config: DecoderSpec, norms: NormSources) -> list[ParamSpec]:
+    """The parameter of a norm outside the layers; none of a norm without parameters."""
+    d = config.hidden_size
+    found = tuple(Source(f"{name}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
+    if not found:
+        return []
+    if len(found) == 1:
+        array = ArraySpec((d,), (None,), config.norm_dtype)
+        return [ParamSpec(path, array, found, norms.one)]
+    array = ArraySpec((len(found), d), (None, None), config.norm_dtype)
+    return [ParamSpec(path, array, found, norms.several)]
 
 
 def _qkv_linear(
@@ -257,7 +269,10 @@ def _qkv_linear(
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     parts, widths, units = (n * h, k * h, k * h), (), (n, k, k)
     tensors, orders = names.qkv, (rows(n), rows(k), None)
-    if names.packed:
+    if names.groups:
+        local = n * h // names.groups
+        orders = (PackedHeads(names.groups, (local,) * 3, (0, 2, 1), orders),)
+    elif names.packed:
         orders = (PackedHeads(k, (n // k * h, h, h), (), orders),)
     elif len(tensors) == 1:
         orders = (rows(n + k),)
@@ -310,8 +325,12 @@ def _layer_specs(
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
+    if isinstance(ffn, FeedForwardConfig) and ffn.norm is not None:
+        array = ArraySpec((ffn.width,), ("ffn",), config.norm_dtype)
+        norm = (Source(f"{source}{names.down_norm}.weight", array.shape),)
+        yield ParamSpec(path + "down_norm", array, norm, norms.one)
     if isinstance(mixer, AttentionConfig):
-        yield from _head_specs(path, source, mixer, config, norms, names.qk_norms, rows)
+        yield from _head_specs(path, source, mixer, config, norms, names, rows)
 
 
 def _norm_stack(
@@ -335,23 +354,40 @@ def _head_specs(
     mixer: AttentionConfig,
     config: DecoderSpec,
     norms: NormSources,
-    qk_norms: tuple[str, str],
+    names: TensorNames,
     rows: Callable[[int], RotaryRows | None],
 ) -> Iterator[ParamSpec]:
-    """The sinks of attention heads, and the norms of their queries and keys."""
+    """The sinks of attention heads, and the norms of their queries, keys and outputs."""
+    if mixer.out_norm is not None:
+        array = ArraySpec((mixer.num_heads * mixer.head_dim,), ("heads",), config.norm_dtype)
+        norm = (Source(f"{source}{names.o_norm}.weight", array.shape),)
+        yield ParamSpec(path + "o_norm", array, norm, norms.one)
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm in ("head", "rotated"):
-        names = tuple(f"{name}.weight" for name in qk_norms)
-        yield _norm_stack(path + "qk_norms", source, names, mixer.head_dim, config, norms, rows(1))
+        own = tuple(f"{name}.weight" for name in names.qk_norms)
+        yield _norm_stack(path + "qk_norms", source, own, mixer.head_dim, config, norms, rows(1))
+    elif mixer.qk_norm == "layer":
+        own = tuple(f"{name}.{kind}" for name in names.qk_norms for kind in ("weight", "bias"))
+        yield _norm_stack(path + "qk_norms", source, own, mixer.head_dim, config, norms, rows(1))
+    elif mixer.qk_norm == "layers":
+        counts = (mixer.num_heads, mixer.num_kv_heads)
+        axis = Fused("heads", tuple(count * mixer.head_dim for count in counts), counts)
+        array = ArraySpec((sum(axis.widths),), (axis,), config.norm_dtype)
+        sources = tuple(
+            Source(f"{source}{name}.norms.{i}.weight", (mixer.head_dim,), rows=rows(1))
+            for name, count in zip(names.qk_norms, counts, strict=True)
+            for i in range(count)
+        )
+        yield ParamSpec(path + "qk_norms", array, sources, join)
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
         axis = Fused("heads", widths, (mixer.num_heads, mixer.num_kv_heads))
         array = ArraySpec((sum(widths),), (axis,), config.norm_dtype)
         sources = tuple(
             Source(f"{source}{name}.weight", (width,), rows=rows(width // mixer.head_dim))
-            for name, width in zip(qk_norms, widths, strict=True)
+            for name, width in zip(names.qk_norms, widths, strict=True)
         )
         yield ParamSpec(path + "qk_norms", array, sources, join)

@@ -78,10 +78,30 @@ _MODULES = (
     ("DeepseekV3ForCausalLM", "jaxinfer.models.deepseek_v3"),
     ("KimiK25ForConditionalGeneration", "jaxinfer.models.deepseek_v3"),
     ("KimiLinearForCausalLM", "jaxinfer.models.kimi_linear"),
+    ("BloomForCausalLM", "jaxinfer.models.bloom"),
+    ("MptForCausalLM", "jaxinfer.models.mpt"),
+    ("MPTForCausalLM", "jaxinfer.models.mpt"),  # of the published files
+    ("InternLM3ForCausalLM", "jaxinfer.models.internlm3"),
+    ("IQuestCoderForCausalLM", "jaxinfer.models.llama"),
+    ("NanoChatForCausalLM", "jaxinfer.models.nanochat"),
+    ("ExaoneForCausalLM", "jaxinfer.models.exaone"),
+    ("Exaone4_5_ForConditionalGeneration", "jaxinfer.models.exaone4"),
+    ("GPTBigCodeForCausalLM", "jaxinfer.models.gpt_bigcode"),
+    ("GPTNeoForCausalLM", "jaxinfer.models.gpt_neo"),
+    ("CodeGenForCausalLM", "jaxinfer.models.codegen"),
+    ("PersimmonForCausalLM", "jaxinfer.models.persimmon"),
+    ("VaultGemmaForCausalLM", "jaxinfer.models.vaultgemma"),
+    ("BitNetForCausalLM", "jaxinfer.models.bitnet"),
+    ("HyperCLOVAXForCausalLM", "jaxinfer.models.hyperclovax"),
+    ("GraniteSWAForCausalLM", "jaxinfer.models.granite_swa"),
+    ("BioGptForCausalLM", "jaxinfer.models.biogpt"),
+    ("XGLMForCausalLM", "jaxinfer.models.xglm"),
+    ("CTRLLMHeadModel", "jaxinfer.models.ctrl"),
 )
 
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = (
+    "Exaone4_5_ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.block import BlockSpec, kv_part, part
 from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
+from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
@@ -64,7 +65,7 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
-type QKNormKind = Literal["head", "all_heads", "rotated"]
+type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain", "layer", "layers"]
 
 
 class QueryGrowth(NamedTuple):
@@ -80,11 +81,14 @@ class AttentionConfig(BlockSpec):
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head. With ``sinks`` each head has a logit beside its
+    heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
+    rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
+    each ("layers"). With ``sinks`` each head has a logit beside its
     scores that takes part in the softmax. With ``gate`` the output of each head is multiplied by
     the sigmoid of a projection of the token. ``values`` says how values are made. Queries, keys and
     values are limited to ``clip`` and its negative, and queries grow with the position. Scores x
-    become c tanh(x / c) with a ``cap`` c.
+    become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
+    epsilon of an RMS norm of all heads' outputs.
     """
 
     num_heads: int
@@ -102,6 +106,8 @@ class AttentionConfig(BlockSpec):
     clip: float | None = None
     cap: float | None = None
     growth: QueryGrowth | None = None
+    alibi: Alibi | None = None
+    out_norm: float | None = None
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -132,13 +138,14 @@ class AttentionConfig(BlockSpec):
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
-    has parameters.
+    has parameters. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies.
     """
 
     width: int
     activation: str
     gated: bool
     bias: bool = False
+    norm: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
@@ -281,8 +288,9 @@ class DecoderSpec:
 
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
-    without), whose row ``first_position`` is that of the first token. ``dtype`` is that of weights
-    and activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
+    without), whose row ``first_position`` is that of the first token; ``sinusoids`` are a table
+    without parameters. With ``embed_norm`` embeddings have a norm. ``dtype`` is that of weights and
+    activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
     single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
     ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
@@ -299,6 +307,8 @@ class DecoderSpec:
     embed_scale: float | None = None
     num_positions: int | None = None
     first_position: int = 0
+    sinusoids: Sinusoids | None = None
+    embed_norm: bool = False
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | None = None
     logit_cap: float | None = None

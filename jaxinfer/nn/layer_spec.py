@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import flax.linen as nn
 
-# An RMS norm; LayerNorm with weight and bias, with a weight alone, and without parameters.
-type NormKind = Literal["rms", "layer", "layer_weight", "layer_plain"]
+# An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
+# without parameters.
+type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
 
 
 @dataclass(frozen=True)

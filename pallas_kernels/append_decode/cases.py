@@ -12,7 +12,7 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.numerics import Values, heads_of_new_token
-from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of
+from pallas_kernels.lib.shapes import Heads, PagedCase, paged_arrays, sinks_of, slopes_of
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class DecodeCase(PagedCase):
     appends: bool = True
 
 
+_XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
 _FP8 = "float8_e4m3fn"
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
@@ -267,6 +268,12 @@ CASES = (
         tags=("full",),
     ),
     DecodeCase("smollm2_tp3_cap", _SMOL_TP3, (70, 0, 16), cap=0.5),
+    DecodeCase(
+        "gpt2_slopes", shapes.GPT2, (3, 0, 300), rotary=False, slopes=True, padding=1, tags=_XLA
+    ),
+    DecodeCase(
+        "smollm2_tp3_slopes_window", _SMOL_TP3, (300, 9), slopes=True, window=140, tags=_XLA
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -313,6 +320,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "seq_lens": seq_lens,
         "arrivals": arrivals,
         "sinks": sinks_of(case, rng),
+        "slopes": slopes_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))

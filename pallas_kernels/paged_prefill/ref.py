@@ -14,7 +14,7 @@ from pallas_kernels.harness.registry import STATIC
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
-    """The arguments of ``paged_prefill``; sinks and cap are those of ``attend_ref.attend``."""
+    """The arguments of ``paged_prefill``; sinks, slopes and cap are as in ``attend_ref.attend``."""
 
     q: jax.Array  # [T, N, H]
     k_pages: jax.Array  # [P, S, K, H]
@@ -23,6 +23,7 @@ class PrefillArgs:
     seq_lens: jax.Array  # int32[R]
     query_start_loc: jax.Array  # int32[R + 1]
     sinks: jax.Array | None = None  # [N]
+    slopes: jax.Array | None = None  # float32[N]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
@@ -38,4 +39,5 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
     static = {"scale": args.scale, "window": args.window, "cap": args.cap}
-    return attend(args.q, args.k_pages, args.v_pages, table, seen, args.sinks, **static)
+    beside = args.sinks, args.slopes
+    return attend(args.q, args.k_pages, args.v_pages, table, seen, *beside, **static)

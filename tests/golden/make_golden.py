@@ -30,15 +30,22 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BioGptConfig,
+    BitNetConfig,
+    BloomConfig,
+    CodeGenConfig,
     Cohere2Config,
     CohereConfig,
+    CTRLConfig,
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DynamicCache,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Exaone4_5_Config,
     Exaone4Config,
+    ExaoneConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -50,14 +57,20 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteSWAConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     Jais2Config,
     KimiLinearConfig,
     LlamaConfig,
@@ -66,12 +79,15 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
+    NanoChatConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
     OlmoeConfig,
     OPTConfig,
+    PersimmonConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
@@ -88,6 +104,8 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
+    XGLMConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -120,6 +138,16 @@ SIZES = {
 WITHOUT_KV = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
 FALCON = {key: size for key, size in WITHOUT_KV.items() if key != "intermediate_size"}
 FALCON["ffn_hidden_size"] = 48
+MPT = {"vocab_size": 96, "n_layers": 2, "max_seq_len": 64}
+EXAONE_VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -236,8 +264,16 @@ GEMMA4_VISION = {
     "position_embedding_size": 4,
 }
 # norms multiply by 1 + weight
-ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
-RENAMED = ("gpt_neox", "gpt_neox_sequential")  # its published files have other names
+ZERO_CENTRED = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "nemotron",
+    "gemma",
+    "gemma2",
+    "vaultgemma",
+)
+RENAMED = ("gpt_neox", "gpt_neox_sequential", "exaone")  # its published files have other names
 STACKED = ("qwen3_5_moe_multimodal",)  # its published files stack the tensors of experts
 NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 # keys of config.json that transformers derives from those of published files
@@ -254,6 +290,18 @@ DEEPSEEK_ROPE = {
     "beta_fast": 4.0,
     "truncate": False,
 }
+
+
+# Architectures of published files, for which transformers has the modules of another one.
+ARCHITECTURES = {
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+}
+
+
+# Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
+IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}
 
 
 def cases() -> dict[str, PreTrainedConfig]:
@@ -605,6 +653,102 @@ def cases() -> dict[str, PreTrainedConfig]:
         "opt": OPTConfig(
             **{key: SIZES[key] for key in FALCON if key in SIZES}, ffn_dim=48, **NO_TOKENS
         ),
+        # six heads, which are no power of two
+        "bloom": BloomConfig(
+            vocab_size=96, hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-3, **NO_TOKENS
+        ),
+        "mpt": MptConfig(
+            **MPT, d_model=48, n_heads=6, attn_config={"clip_qkv": 1.0, "softmax_scale": 0.5}
+        ),
+        "mpt_plain": MptConfig(**MPT, d_model=32, n_heads=4),
+        "falcon_alibi": FalconConfig(  # four heads, whose slopes bfloat16 holds
+            **FALCON, alibi=True, bias=True, parallel_attn=False, multi_query=False, **NO_TOKENS
+        ),
+        "internlm3": InternLM3Config(
+            **SIZES, head_dim=16, attention_bias=True, mlp_bias=True, **NO_TOKENS
+        ),
+        "iquestcoder": IQuestCoderConfig(**SIZES, head_dim=16, attention_bias=True, **NO_TOKENS),
+        "nanochat": NanoChatConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "exaone": ExaoneConfig(**SIZES, rope_parameters=LLAMA3_ROPE, **NO_TOKENS),
+        "gpt_bigcode": GPTBigCodeConfig(**gpt2, **NO_TOKENS),
+        "gpt_bigcode_heads": GPTBigCodeConfig(
+            **gpt2, multi_query=False, scale_attn_weights=False, n_inner=40, **NO_TOKENS
+        ),
+        "gpt_neo": GPTNeoConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_heads=4,
+            num_layers=3,
+            attention_types=[[["global", "local"], 1], [["local"], 1]],
+            window_size=7,
+            max_position_embeddings=64,
+            **NO_TOKENS,
+        ),
+        "codegen": CodeGenConfig(**gpt2 | {"n_head": 8}, rotary_dim=2, **NO_TOKENS),
+        "persimmon": PersimmonConfig(**WITHOUT_KV, **NO_TOKENS),
+        "stablelm_parallel": StableLmConfig(
+            **SIZES,
+            use_parallel_residual=True,
+            qk_layernorm=True,
+            use_qkv_bias=True,
+            rope_parameters=HALF_ROTARY,
+            **NO_TOKENS,
+        ),
+        "phi_norms": PhiConfig(**SIZES, qk_layernorm=True, **NO_TOKENS),
+        "vaultgemma": VaultGemmaConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            sliding_window=7,
+            query_pre_attn_scalar=9,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+            **NO_TOKENS,
+        ),
+        "bitnet": BitNetConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "hyperclovax": HyperCLOVAXConfig(
+            **SIZES,
+            head_dim=16,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            attention_bias=True,
+            **NO_TOKENS,
+        ),
+        "hyperclovax_before": HyperCLOVAXConfig(
+            **SIZES, use_post_norm=False, residual_multiplier=0.7, mlp_bias=True, **NO_TOKENS
+        ),
+        "granite_swa": GraniteSWAConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            layer_rope_theta=[0, 10000.0, 500.0],
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            **NO_TOKENS,
+        ),
+        "biogpt": BioGptConfig(**WITHOUT_KV, **NO_TOKENS),
+        "xglm": XGLMConfig(
+            vocab_size=96,
+            d_model=32,
+            ffn_dim=48,
+            num_layers=2,
+            attention_heads=4,
+            max_position_embeddings=64,
+            **NO_TOKENS,
+        ),
+        "ctrl": CTRLConfig(**gpt2, dff=48, **NO_TOKENS),
+        "exaone4_5": Exaone4_5_Config(
+            text_config={
+                **SIZES | {"num_hidden_layers": 3},
+                "model_type": "exaone4",
+                "sliding_window": 7,
+                "sliding_window_pattern": 2,
+            },
+            vision_config=EXAONE_VISION,
+        ),
         "qwen3_moe": Qwen3MoeConfig(
             **SIZES | {"num_hidden_layers": 3},
             head_dim=16,
@@ -861,7 +1005,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
     text = config.get_text_config()
     auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    attention = IMPLEMENTATIONS.get(name, "eager")
+    model = auto.from_config(config, attn_implementation=attention).float().eval()
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
     with torch.no_grad():
         randomise(model, generator)
@@ -879,14 +1024,15 @@ def make(name: str, config: PreTrainedConfig) -> None:
     weights = {
         f"weights/{key}": tensor.contiguous()
         for key, tensor in published(name, model).items()
-        if not (tied and key == "lm_head.weight")
+        if not (tied and key in ("lm_head.weight", "output_projection.weight"))
     }
     outputs = {
         "token_ids": token_ids.int(),
         "logits": logits,
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
-    facts = {**config.to_dict(), "architectures": [type(model).__name__]}
+    architecture = ARCHITECTURES.get(name, type(model).__name__)
+    facts = {**config.to_dict(), "architectures": [architecture]}
     for key in DERIVED.get(name, ()):
         facts.pop(key, None)
     metadata = {"config": json.dumps(facts, sort_keys=True)}

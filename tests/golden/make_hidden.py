@@ -74,6 +74,22 @@ CASES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_linear",
+    "bloom",
+    "mpt",
+    "internlm3",
+    "nanochat",
+    "exaone",
+    "gpt_bigcode",
+    "gpt_neo",
+    "codegen",
+    "persimmon",
+    "vaultgemma",
+    "bitnet",
+    "hyperclovax",
+    "granite_swa",
+    "biogpt",
+    "xglm",
+    "ctrl",
 )
 
 

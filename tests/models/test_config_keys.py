@@ -73,7 +73,7 @@ READ_BY = {
     "qwen3_next": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,
-    "stablelm": {"layer_norm_eps"},
+    "stablelm": {"layer_norm_eps", "qk_layernorm"},
     "cohere": {"layer_norm_eps", "logit_scale"},
     "cohere2": {"layer_norm_eps", "logit_scale", "sliding_window_pattern"},
     "hunyuan": {"use_qk_norm"},
@@ -85,7 +85,7 @@ READ_BY = {
     "starcoder2": {"use_bias"},
     "olmo": {"clip_qkv"},
     "jais2": {"layer_norm_eps"},
-    "phi": {"layer_norm_eps"},
+    "phi": {"layer_norm_eps", "qk_layernorm"},
     "gpt_neox": {"layer_norm_eps", "rotary_emb_base", "rotary_pct"},
     "granite": _FACTORS,
     "granite_moe": {*_FACTORS, "num_local_experts"},
@@ -95,6 +95,15 @@ READ_BY = {
     "deepseek_v2": {"moe_intermediate_size"},
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
+    **{name: {"alibi"} for name in ("falcon", "falcon_7b", "falcon_alibi")},
+    "stablelm_12b": {"layer_norm_eps", "qk_layernorm"},
+    "persimmon": {"layer_norm_eps", "qk_layernorm"},
+    "biogpt": {"layer_norm_eps"},
+    "gpt_neo": {"window_size"},
+    "nanochat": {"final_logit_softcapping"},
+    "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
+    "hyperclovax": _FACTORS,
+    "granite_swa": _FACTORS,
 }
 
 
