@@ -38,6 +38,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3next": "qwen3_next",
         "deepseek2": "deepseek_v2",
         "kimi-linear": "kimi_linear",
+        "starcoder": "gpt_bigcode",
     }
 )
 HEAD = ("family", "architectures", "GGUF", "golden files", "served on a GPU as the dense form")

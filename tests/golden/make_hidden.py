@@ -86,7 +86,6 @@ CASES = (
     "vaultgemma",
     "bitnet",
     "hyperclovax",
-    "granite_swa",
     "biogpt",
     "xglm",
     "ctrl",

@@ -327,7 +327,7 @@ CONFIGS = MappingProxyType(
         },
         "exaone4": {
             **_DECODER,
-            "architectures": ["Exaone4ForCausalLM"],
+            "architectures": ["Exaone4ForCausalLM", "Exaone4_5_ForConditionalGeneration"],
             "num_hidden_layers": 3,
             "sliding_window": 7,
             "sliding_window_pattern": 2,
@@ -371,7 +371,7 @@ CONFIGS = MappingProxyType(
         },
         "mpt": {
             "vocab_size": VOCAB_SIZE,
-            "architectures": ["MptForCausalLM"],
+            "architectures": ["MptForCausalLM", "MPTForCausalLM"],
             "d_model": 32,
             "n_layers": 2,
             "n_heads": 4,
@@ -562,8 +562,18 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
-    # bloom has ALiBi, bitnet the norms within blocks, persimmon LayerNorms of heads
-    *("mpt", "falcon_alibi", "internlm3", "iquestcoder", "nanochat", "exaone", "gpt_bigcode"),
+    # bloom has ALiBi
+    *(
+        "bitnet",
+        "persimmon",
+        "mpt",
+        "falcon_alibi",
+        "internlm3",
+        "iquestcoder",
+        "nanochat",
+        "exaone",
+        "gpt_bigcode",
+    ),
     *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
     *("xglm", "ctrl"),
 )
