@@ -1,10 +1,14 @@
 """Times the sums of several devices: the library's kernel, NCCL, and XLA's own kernel.
 
 Run from the repository root on a machine with several GPUs:
-``python -m bench.all_reduce [--devices N] [--rows ...] [--width ...] [--sums N] [--output FILE]``.
+``python -m bench.all_reduce [--devices N] [--rows ...] [--width ...] [--sums N] [--norms]
+[--output FILE]``.
 One computation has a chain of sums of float32[rows, width], each the argument of the next; the time
 is that of one sum of the chain. A sum of equal values doubles them (of two devices), so the result
 of a chain is known to the bit, and is checked after ``--sums`` sums of the library's kernel. With
+``--norms`` the chains are of sums, each with the residual addition and the RMS norm after it, in
+bfloat16: in one kernel, and in two. The first call of both must have the same sums, and norms that
+differ by no more than ``all_reduce_norm`` allows, on every device. With
 ``XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE`` "xla" is XLA's own kernel.
 """
 
@@ -27,6 +31,10 @@ from jaxinfer.bench.circumstances import host_circumstances, write_report
 from jaxinfer.exec.run.exchange import Exchange
 from jaxinfer.nn.placement import TENSOR, Placement, default_placement
 from pallas_kernels.all_reduce.api import AllReduceArgs, Peers, all_reduce
+from pallas_kernels.all_reduce_norm.api import OP as NORM_OP
+from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm
+from pallas_kernels.harness.pins import Pins
+from pallas_kernels.residual_norm.ref import NormArgs
 
 CHAIN = 60  # sums of one computation: those of a model with 30 layers
 FIRST = 2.0**-100  # whose doubles of a chain on up to 8 devices are finite
@@ -55,16 +63,63 @@ def chain_of(impl: str, placement: Placement) -> Callable[..., jax.Array]:
     return jax.jit(mapped)
 
 
-def seconds_per_sum(run: Callable[[], jax.Array]) -> float:
+def norm_chain_of(impl: str, placement: Placement, length: int) -> Callable[..., Any]:
+    """A chain of sums with norms; it returns the residual stream and its norm on each device."""
+
+    def run(x: jax.Array, own: jax.Array, weights: jax.Array, addresses: jax.Array) -> Any:
+        rank = jax.lax.axis_index(TENSOR).reshape(1).astype(jnp.int32)
+        on: dict[str, Any] = {"peers": Peers(rank=rank, addresses=addresses), "axis": TENSOR}
+        on["pins"] = Pins((("all_reduce_norm", impl),))
+        for _ in range(length):
+            norm = NormArgs(x=x, partials=own, weights=weights, row=0, eps=1e-6)
+            x, own = all_reduce_norm(AllReduceNormArgs(norm=norm, **on))
+        return x, own
+
+    mapped = jax.shard_map(
+        run,
+        mesh=placement.mesh,
+        in_specs=(P(), P(TENSOR), P(), P()),
+        out_specs=P(TENSOR),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def norm_row(placement: Placement, shape: tuple[int, int], addresses: jax.Array) -> dict[str, Any]:
+    """The times of a sum with its norm, by each way, and whether both agree."""
+    rng, count = np.random.default_rng(0), placement.num_devices
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(jnp.bfloat16)
+
+    own = jax.sharding.NamedSharding(placement.mesh, P(TENSOR))
+    parts = jax.device_put(random(count * shape[0], shape[1]), own)
+    given = (placement.put(random(*shape)), parts, placement.put(random(1, shape[1])), addresses)
+    us, first = {}, {}
+    for impl in ("triton", "unfused"):
+        arrays = norm_chain_of(impl, placement, 1)(*given)
+        first[impl] = [np.asarray(one, np.float32).reshape(count, *shape) for one in arrays]
+        run = partial(norm_chain_of(impl, placement, CHAIN), *given)
+        us[impl] = round(1e6 * seconds_per_sum(run), 2)
+    (total, normed), (other, other_normed) = first["triton"], first["unfused"]
+    tolerance = NORM_OP.tolerance["bfloat16"]
+    right = np.array_equal(total, other) and all(
+        np.array_equal(one[0], each) for one in (total, normed) for each in one
+    )
+    right &= np.allclose(normed, other_normed, rtol=tolerance, atol=tolerance)
+    return {"rows": shape[0], "width": shape[1], "us": us, "norms": True, "right": bool(right)}
+
+
+def seconds_per_sum(run: Callable[[], Any]) -> float:
     """The median over samples, of several computations in a row each."""
     for _ in range(3):
-        run().block_until_ready()
+        jax.block_until_ready(run())
     found = []
     for _ in range(SAMPLES):
         begun = time.perf_counter()
         for _ in range(CALLS):
             result = run()
-        result.block_until_ready()
+        jax.block_until_ready(result)
         found.append((time.perf_counter() - begun) / CALLS / CHAIN)
     return median(found)
 
@@ -77,6 +132,11 @@ def rows_of(options: argparse.Namespace, placement: Placement) -> list[dict[str,
     made = []
     for rows in options.rows:
         for width in options.width:
+            if options.norms:
+                made.append(row := norm_row(placement, (rows, width), addresses))
+                exchange.check()
+                print(row, flush=True)
+                continue
             shape = (placement.num_devices * rows, width)
             values = np.random.default_rng(0).random(shape[1:], np.float32)
             host = np.tile(values * np.float32(FIRST), (shape[0], 1))
@@ -104,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--width", type=int, nargs="+", default=[2560, 4096])
     parser.add_argument("--sums", type=int, default=0, help="of each size, at least")
+    parser.add_argument("--norms", action="store_true", help="with the norm after each sum")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -6,6 +6,7 @@ Source: ``modeling_apertus`` of Hugging Face transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,12 +20,24 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     windows_by_layer,
 )
+from jaxinfer.models.hf_rope import with_rope
 from jaxinfer.models.names import PLAIN
 from jaxinfer.models.params import ParamSpec, join
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_THETA = 12e6  # transformers' default
+# transformers' defaults
+_THETA = 12e6
+_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": _THETA,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+)
 _NORMS = NormSources(names=("attention_layernorm", "feedforward_layernorm"))
 _ALPHAS = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
 
@@ -37,7 +50,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "post_norm", False)
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
-        config,
+        with_rope(config, _ROPE),
         dtype,
         qkv_bias=bias,
         o_bias=bias,

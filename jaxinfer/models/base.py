@@ -42,7 +42,8 @@ class ModelFamily:
     checkpoints of the family, or several. ``calls`` are executables beside the step that only this
     family has: records ``exec.calls.call.Call``, whose functions are those of modules, as another
     process may compile them. With ``stacked_experts`` some checkpoints have a layer's experts in
-    two tensors, which ``weights.stacked_experts`` presents as those of single experts.
+    two tensors, which ``weights.stacked_experts`` presents as those of single experts; models of
+    floats are saved so.
     """
 
     name: str

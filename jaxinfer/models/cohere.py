@@ -28,16 +28,17 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
 _SCALE, _PATTERN = 0.0625, 4
+_THETA, _THETA_2 = 5e5, 1e4  # Cohere, Cohere 2
 _NORMS = NormSources(names=("input_layernorm",))
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "use_qk_norm", False)
-    bias, rotates = hf.flag(config, "attention_bias", False), None
+    bias, rotates, theta = hf.flag(config, "attention_bias", False), None, _THETA
     if "Cohere2ForCausalLM" in config.get("architectures", ()):
         windows = _windows(config)
-        rotates = [window is not None for window in windows]
+        rotates, theta = [window is not None for window in windows], _THETA_2
     else:
         windows = windows_by_layer(config, None)
     return gqa_config(
@@ -48,6 +49,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm=None,
         windows=windows,
         rotates=rotates,
+        theta=theta,
         norms="shared",
         norm="layer_weight",
         parallel=True,

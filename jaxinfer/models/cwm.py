@@ -6,6 +6,7 @@ Source: ``modeling_cwm`` of Hugging Face transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,10 +20,21 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
+from jaxinfer.models.hf_rope import with_rope
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
 _HEAD_DIM, _THETA, _PATTERN, _WINDOW = 128, 1e6, 4, 8192
+_ROPE = MappingProxyType(
+    {
+        "rope_type": "llama3",
+        "rope_theta": _THETA,
+        "factor": 16.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -35,7 +47,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if config.get("layer_types") is not None:
         windows = windows_by_layer(config, window)
     return gqa_config(
-        config,
+        with_rope(config, _ROPE),
         dtype,
         qkv_bias=False,
         o_bias=False,

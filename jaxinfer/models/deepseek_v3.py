@@ -7,6 +7,7 @@ without the bias. Kimi-K2.5's tensors for images are not used.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +24,9 @@ from jaxinfer.models.latent import (
 )
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_NUM_DENSE = 3  # transformers' default of first_k_dense_replace
+# transformers' defaults
+_NUM_DENSE = 3  # of first_k_dense_replace
+_ROUTING = MappingProxyType({"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4})
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -36,7 +39,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
             config,
             count="n_routed_experts",
             width="moe_intermediate_size",
-            routing=grouped_routing(config, "sigmoid"),
+            routing=grouped_routing(hf.with_defaults(config, _ROUTING), "sigmoid"),
             choice_bias=True,
             shared=shared_experts(config),
         )

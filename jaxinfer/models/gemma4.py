@@ -20,7 +20,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import ExpertTensors, expert_axes, router_specs
+from jaxinfer.models.experts import ExpertTensors, expert_specs
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -30,7 +30,7 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, join, stack
+from jaxinfer.models.params import ParamSpec, as_is, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
@@ -73,7 +73,12 @@ _FFN_NORMS = (
     "post_feedforward_layernorm_2.weight",
     "router.scale",
 )
-_TENSORS = ExpertTensors(router="router.proj")
+_TENSORS = ExpertTensors(
+    router="router.proj",
+    gate="experts.{}.gate_proj",
+    up="experts.{}.up_proj",
+    down="experts.{}.down_proj",
+)
 _EXPERT_ACTIVATIONS = MappingProxyType({"silu": SWIGLU, "gelu_tanh": GEGLU})
 IGNORED_TENSORS = (
     # layers that use the keys and values of another one may have such tensors as well
@@ -331,23 +336,13 @@ def _shared_specs(
 def _beside_specs(
     path: str, source: str, ffn: DenseAndExpertsConfig, width: int
 ) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.ffn.beside``; a layer's experts are stacked in two tensors."""
+    """The parameters of ``nn.ffn.beside``."""
     weights, _ = linear_specs(f"{path}dense/", source, dense_linears(ffn.dense, width))
     yield from weights
     own = ffn.mixture
-    yield from router_specs(path, source, own, width, _TENSORS)
+    yield from expert_specs(path, source, own, width, _TENSORS)
     scale = (Source(f"{source}router.per_expert_scale", (own.count,)),)
     yield ParamSpec(f"{path}expert_scale", ArraySpec((own.count,), (None,)), scale, as_is)
-    axes = expert_axes(own)
-    for name, rows, inputs, own_axes in (
-        ("gate_up", 2 * own.width, width, axes.gate_up),
-        ("down", width, own.width, axes.down),
-    ):
-        shape = (own.count, rows, inputs)
-        tensor = f"{source}experts.{name}_proj"
-        parts = tuple(Source(tensor, shape, part=i) for i in range(own.count))
-        array = ArraySpec(shape, own_axes)
-        yield ParamSpec(path + name, array, parts, join, pieces=own.count, matrix="experts")
     norms = tuple(Source(source + name, (width,)) for name in _FFN_NORMS)
     yield ParamSpec(f"{path}ffn_norms", ArraySpec((4, width), (None, None)), norms, stack)
 
@@ -393,4 +388,5 @@ FAMILY = ModelFamily(
     param_specs=param_specs,
     ignored_tensors=IGNORED_TENSORS,
     optional_prefix="model.language_model.",
+    stacked_experts=True,
 )

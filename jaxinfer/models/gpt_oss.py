@@ -31,11 +31,10 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     windows_by_layer,
 )
-from jaxinfer.models.hf_rope import ROPE_KEYS, SECTIONS, rope_config
+from jaxinfer.models.hf_rope import rope_config, with_rope
 from jaxinfer.models.params import ParamSpec, as_is, gates_first, transposed, transposed_gates_first
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
-from jaxinfer.nn.rope import RopeConfig
 from pallas_kernels.experts.stack import Activation
 from pallas_kernels.route.routing import Routing
 
@@ -88,7 +87,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=bias,
         qk_norm=None,
         head_dim=head_dim,
-        rope=_rope(config, head_dim),
+        rope=rope_config(with_rope(config, _ROPE), head_dim, theta=_THETA),
         windows=windows,
         sinks=True,
         ffns=[experts] * len(windows),
@@ -102,14 +101,6 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
         return windows_by_layer(config, window)
     num_layers = hf.positive_int(config, "num_hidden_layers")
     return tuple(None if i % 2 else window for i in range(num_layers))
-
-
-def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """The rope, YaRN unless the config says otherwise."""
-    given = {key: config.get(key) for key in ROPE_KEYS}
-    if not any(given[section] for section in SECTIONS):
-        given[SECTIONS[0]] = _ROPE
-    return rope_config(given, head_dim, theta=_THETA)
 
 
 def _expert_specs(path: str, source: str, ffn: ExpertsConfig, width: int) -> Iterator[ParamSpec]:

@@ -21,7 +21,7 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.nn.decoder_config import DecoderSpec
 
-_HEAD_DIM = 128  # transformers' default
+_HEAD_DIM, _THETA = 128, 1e5  # transformers' defaults
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -35,6 +35,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=windows_by_layer(config, None),
+        theta=_THETA,
     )
 
 

@@ -111,6 +111,12 @@ def with_values(config: HFConfig, values: HFConfig) -> HFConfig:
     return ChainMap(dict(values), cast("dict[str, Any]", config))
 
 
+def with_defaults(config: HFConfig, defaults: HFConfig) -> HFConfig:
+    """The config with values for keys that it does not have, or that are null."""
+    missing = {key: value for key, value in defaults.items() if config.get(key) is None}
+    return with_values(config, missing)
+
+
 def layer_kinds(
     config: HFConfig, key: str, num_layers: int, known: tuple[str, str]
 ) -> list[str] | None:

@@ -21,6 +21,7 @@ from jaxinfer.models.hf_config import (
     is_positive,
     positive_float,
     positive_int,
+    with_values,
 )
 from jaxinfer.nn.rope import (
     DynamicScaling,
@@ -103,6 +104,13 @@ def rope_config(
     rope = RopeConfig(head_dim, base, scaling, rotary_dim)
     _check_numbers(rope)
     return rope
+
+
+def with_rope(config: HFConfig, section: HFConfig) -> HFConfig:
+    """The config with a family's default rope section if it has none."""
+    if any(config.get(place) is not None for place in SECTIONS):
+        return config
+    return with_values(config, {SECTIONS[0]: section})
 
 
 def ropes_by_kind(
@@ -282,6 +290,8 @@ def _value(values: Mapping[str, Any], name: str, head_dim: int) -> Any:
         return positive_int({name: int(given)} if whole else values, name)
     if name in ("mscale", "mscale_all_dim") and values[name] == 0:
         return 0.0  # as in transformers, 0 means not used
+    if name == _PARTIAL and is_positive(values[name]) and values[name] > 1:
+        raise ConfigError(f"config key {_PARTIAL!r} is {short(values[name])}; it must be up to 1")
     return positive_float(values, name)
 
 

@@ -6,6 +6,7 @@ Source: ``modeling_hunyuan_v1_dense`` and ``modeling_hunyuan_v1_moe`` of Hugging
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -65,13 +66,25 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
         section = given[place]
         if not isinstance(section, Mapping) or section.get("alpha") is None:
             continue
-        hf.supported_only(
-            {"type": section.get("rope_type") or section.get("type")}, "type", "dynamic"
-        )
+        kind = section.get("rope_type") or section.get("type") or "default"
+        hf.supported_only({"rope_type": kind}, "rope_type", "dynamic")
         alpha = hf.positive_float(section, "alpha")
         base = hf.positive_float(section, "rope_theta", given["rope_theta"] or 10000.0)
-        return RopeConfig(head_dim, base * alpha ** (head_dim / (head_dim - 2)))
+        return rope_config({"rope_theta": _stretched(base, alpha, head_dim)}, head_dim)
     return rope_config(given, head_dim)
+
+
+def _stretched(base: float, alpha: float, head_dim: int) -> float:
+    """The base of a rope that "alpha" makes longer."""
+    found = 0.0
+    with suppress(ArithmeticError):  # heads of two components, or an overflow
+        found = base * alpha ** (head_dim / (head_dim - 2))
+    if not hf.is_positive(found):
+        raise ConfigError(
+            f"rope key 'alpha' is {short(alpha)}, which gives heads of {head_dim} components no "
+            "finite base; correct it"
+        )
+    return found
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertsConfig:

@@ -55,6 +55,7 @@ _KEYS = RoutingKeys(
     renormalised="moe_renormalize",
     scores="moe_router_activation_func",
 )
+_ROUTING = MappingProxyType({"routed_scaling_factor": 2.446})  # transformers' default
 _MOE = "block_sparse_moe."
 _TENSORS = ExpertTensors(
     router=f"{_MOE}gate",
@@ -71,6 +72,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     num_layers = hf.positive_int(config, "num_hidden_layers")
     hf.supported_only(config, "hidden_act", "silu", "swish")  # also after the convolution
     hf.supported_only(config, "mla_use_nope", True)
+    hf.supported_only(config, "tie_word_embeddings", False)  # transformers never ties them
     for unused in ("head_dim", "rope_theta"):  # published, but nothing rotates
         config.get(unused)
     section = _section(config)
@@ -159,7 +161,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
         config,
         count="num_experts",
         width="moe_intermediate_size",
-        routing=grouped_routing(config, "sigmoid", _KEYS),
+        routing=grouped_routing(hf.with_defaults(config, _ROUTING), "sigmoid", _KEYS),
         keys=_KEYS,
         choice_bias=True,
         shared=shared_experts(config, key="num_shared_experts"),

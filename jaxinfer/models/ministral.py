@@ -7,6 +7,7 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,11 +21,25 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
-from jaxinfer.models.hf_rope import SECTIONS
+from jaxinfer.models.hf_rope import SECTIONS, with_rope
 from jaxinfer.nn.decoder_config import DecoderSpec, QueryGrowth
 
-_WINDOW = 4096  # transformers' default
 _BETA, _ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+# transformers' defaults, of which the second one is Ministral 3's
+_WINDOW = 4096
+_ROPE = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        _ORIGINAL: 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        _BETA: 0.1,
+    }
+)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -32,7 +47,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     is_third = config.get("model_type") == "ministral3"
     is_third = is_third or "Ministral3ForCausalLM" in config.get("architectures", ())
     window = sliding_window(config, None if is_third else _WINDOW)
-    own, growth = _growth(config)
+    own, growth = _growth(with_rope(config, _ROPE) if is_third else config)
     return gqa_config(
         own,
         dtype,

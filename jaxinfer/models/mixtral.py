@@ -28,6 +28,7 @@ from jaxinfer.models.gqa import (
 from jaxinfer.nn.decoder_config import DecoderSpec
 from pallas_kernels.route.routing import Routing
 
+_THETA = 1e6  # transformers' default
 _TENSORS = ExpertTensors(
     router="block_sparse_moe.gate",
     gate="block_sparse_moe.experts.{}.w1",
@@ -54,6 +55,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=False,
         qk_norm=None,
         windows=windows,
+        theta=_THETA,
         ffns=[experts] * len(windows),
     )
 

@@ -20,10 +20,12 @@ from jaxinfer.models.gqa import (
     sliding_window,
     windows_by_layer,
 )
+from jaxinfer.models.hf_rope import SECTIONS
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _POSITIONS = "max_position_embeddings"
+_ORIGINAL, _DEFAULT = "original_max_position_embeddings", 4096  # transformers' default
 _NAMES = TensorNames(qkv=("self_attn.qkv_proj",), into=("mlp.gate_up_proj",))
 
 
@@ -35,7 +37,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if window is not None and window >= longest:  # 262,144 in files with 131,072 positions
         window = None
     return gqa_config(
-        config,
+        _with_original(config),
         dtype,
         qkv_bias=False,
         o_bias=False,
@@ -43,6 +45,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         windows=windows_by_layer(config, window),
         partial_rotary=1.0,
     )
+
+
+def _with_original(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the length before scaling, if it is nowhere else."""
+    sections = (config.get(place) for place in SECTIONS)
+    if any(isinstance(one, Mapping) and one.get(_ORIGINAL) is not None for one in sections):
+        return config
+    return hf.with_defaults(config, {_ORIGINAL: _DEFAULT})
 
 
 FAMILY = ModelFamily(

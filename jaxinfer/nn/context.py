@@ -83,6 +83,29 @@ class Pages(NamedTuple):
     seq_lens: jax.Array  # int32[B]: whole entries in these pages, with this step's
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Addends:
+    """What a device adds to a result; the sum over the devices has not been made yet.
+
+    The kernel of the next norm may make it (``all_reduce_norm``), or it is made with others.
+    """
+
+    partials: jax.Array  # [T, D], or split-K partials float32[S, T, D]
+    peers: Peers | None
+    axis: str = field(metadata={"static": True})
+    pins: Pins = field(metadata={"static": True})
+
+    def summed(self) -> jax.Array:  # [T, D] or float32[1, T, D]
+        """The sum over the devices."""
+        args = AllReduceArgs(partials=self.partials, peers=self.peers, axis=self.axis)
+        return all_reduce(args, self.pins.of("all_reduce"))
+
+
+# A block's output: [T, D], or split-K partials float32[S, T, D]; or what each device has of it
+type PlainOutput = jax.Array | Addends
+
+
 class Angles(NamedTuple):
     """The rotation tables of each token for its position (``nn.rope``)."""
 
@@ -156,10 +179,12 @@ class StepContext:
 
     def across(self, partial: jax.Array) -> jax.Array:  # [T, D] or float32[S, T, D]
         """The sum over the devices of what each has of a result; on one device the argument."""
-        if self.axis is None:
-            return partial
-        args = AllReduceArgs(partials=partial, peers=self.peers, axis=self.axis)
-        return all_reduce(args, self.pinned("all_reduce"))
+        own = self.addends(partial)
+        return own.summed() if isinstance(own, Addends) else own
+
+    def addends(self, partial: jax.Array) -> PlainOutput:  # [T, D] or float32[S, T, D]
+        """What each device has of a result, to be added later; on one device the argument."""
+        return partial if self.axis is None else Addends(partial, self.peers, self.axis, self.pins)
 
     def uses(self, *points: str) -> bool:
         """True if an activation at one of these points is read or changed; see ``nn.points``.

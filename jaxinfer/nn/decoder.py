@@ -36,6 +36,7 @@ from jaxinfer.nn.linear import (
     added,
     normalised,
     outputs_of,
+    whole,
 )
 from jaxinfer.nn.points import GivenPoints, Points
 from jaxinfer.nn.rope import rope_tables
@@ -174,7 +175,7 @@ def _at(point: str, stream: Stream, ctx: StepContext) -> Stream:
     if stream.delta is None or isinstance(stream.delta, Outputs):
         stream = Stream(ctx.shifted(point, stream.total(ctx.pins)))
     else:
-        stream = Stream(stream.x, ctx.shifted(point, stream.delta))
+        stream = Stream(stream.x, ctx.shifted(point, whole(stream.delta)))
     total = stream.total()
     new = ctx.seen(point, total)
     return stream if new is total else Stream(new)
@@ -192,7 +193,7 @@ def _output(
         delta = delta.alone(x, ctx) if ctx.uses(point) else delta
     if isinstance(delta, Outputs) or not ctx.uses(point):
         return delta
-    delta = ctx.shifted(point, delta)
+    delta = ctx.shifted(point, whole(delta))
     total = Stream(jnp.zeros_like(x), delta).total()
     new = ctx.seen(point, total)
     return delta if new is total else new

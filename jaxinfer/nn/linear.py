@@ -1,9 +1,9 @@
 """The residual stream, its norms, and its GEMMs with the operations fused with them.
 
 A block's output is added to the residual stream by the kernel of the next norm. Until then the
-stream is a pair (``Stream``), whose second part may still be split-K partials, or outputs that are
-normalised before they are added (``Outputs``). Statistics of norms are float32 for every dtype;
-results keep the input's dtype.
+stream is a pair (``Stream``), whose second part may still be split-K partials, what each device has
+of it (``Addends``), or outputs that are normalised before they are added (``Outputs``). Statistics
+of norms are float32 for every dtype; results keep the input's dtype.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import Addends, PlainOutput, StepContext
 from jaxinfer.nn.layer_spec import NormKind
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
+from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm, is_fused
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
 from pallas_kernels.lib.numerics import add_partials
@@ -28,10 +29,25 @@ from pallas_kernels.sandwich_norm.api import SandwichArgs, sandwich_norm
 from pallas_kernels.sandwich_norm.ref import NormRow
 
 
-def added(
+def whole(output: PlainOutput) -> jax.Array:  # [T, D] or float32[S, T, D]
+    """A block's output, of all devices if each has a part of it."""
+    return output.summed() if isinstance(output, Addends) else output
+
+
+def added(a: PlainOutput, b: PlainOutput) -> PlainOutput:
+    """The sum of two deltas of a ``Stream``.
+
+    If each device has a part of both, these are added first, so that there is one sum over devices.
+    """
+    if isinstance(a, Addends) and isinstance(b, Addends):
+        return replace(a, partials=added_partials(a.partials, b.partials))
+    return added_partials(whole(a), whole(b))
+
+
+def added_partials(
     a: jax.Array, b: jax.Array
 ) -> jax.Array:  # [T, D] or float32[S, T, D] each -> [T, D] or float32[S, T, D]
-    """The sum of two deltas of a ``Stream``, in float32."""
+    """The sum of two blocks' outputs, in float32."""
     if a.ndim == b.ndim == 2:
         return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
     both = (one if one.ndim == 3 else one[None].astype(jnp.float32) for one in (a, b))
@@ -53,11 +69,26 @@ class Norm:
     kind: NormKind | Literal["none"] = field(default="rms", metadata=STATIC)
 
     def args(self, stream: Stream) -> NormArgs:
-        """An RMS norm of a stream as the argument of its kernels."""
-        assert not isinstance(stream.delta, Outputs) and self.weights is not None
-        return NormArgs(
-            x=stream.x, partials=stream.delta, weights=self.weights, row=self.row, eps=self.eps
-        )
+        """An RMS norm of a stream as the argument of its kernels; makes the sum over devices."""
+        assert not isinstance(stream.delta, Outputs)
+        return self._of(stream.x, None if stream.delta is None else whole(stream.delta))
+
+    def fused_args(self, stream: Stream) -> AllReduceNormArgs | None:
+        """The same with the sum over devices, if a kernel does both; else None."""
+        if self.kind != "rms" or not isinstance(own := stream.delta, Addends):
+            return None
+        norm = self._of(stream.x, own.partials)
+        args = AllReduceNormArgs(norm=norm, peers=own.peers, axis=own.axis, pins=own.pins)
+        return args if is_fused(args) else None
+
+    def joins_gemm(self, stream: Stream) -> bool:
+        """True if ``norm_gemm`` is to add, normalise and multiply, rather than kernels in turn."""
+        plain = self.kind == "rms" and not isinstance(stream.delta, Outputs)
+        return plain and self.fused_args(stream) is None
+
+    def _of(self, x: jax.Array, partials: jax.Array | None) -> NormArgs:
+        assert self.weights is not None, "of an RMS norm"
+        return NormArgs(x=x, partials=partials, weights=self.weights, row=self.row, eps=self.eps)
 
     def as_none(self) -> Norm:
         """The norm before a block whose input has been normalised."""
@@ -113,8 +144,8 @@ class Outputs:
         return sandwich_norm(self.added_to(jnp.zeros_like(x), (), ctx.pins))[0]
 
 
-# A block's output: [T, D], or split-K partials float32[S, T, D], or with norms
-type BlockOutput = jax.Array | Outputs
+# A block's output: [T, D], split-K partials float32[S, T, D], of several devices, or with norms
+type BlockOutput = PlainOutput | Outputs
 
 
 def outputs_of(delta: BlockOutput, post: Norm) -> Outputs:
@@ -122,7 +153,7 @@ def outputs_of(delta: BlockOutput, post: Norm) -> Outputs:
     if isinstance(delta, Outputs):
         assert delta.post is None, "a block's output has one post norm"
         return replace(delta, post=post)
-    return Outputs((delta,), (None,), post)
+    return Outputs((whole(delta),), (None,), post)
 
 
 class Stream(NamedTuple):
@@ -136,7 +167,7 @@ class Stream(NamedTuple):
         if self.delta is None:
             return self.x
         if not isinstance(self.delta, Outputs):
-            return add_partials(self.x, self.delta)
+            return add_partials(self.x, whole(self.delta))
         return sandwich_norm(self.delta.added_to(self.x, (), pins))[0]
 
     def take(self, tokens: jax.Array) -> jax.Array:  # [B, D]
@@ -157,7 +188,10 @@ def normalised(
     if norm.kind != "rms":
         x = stream.total(ctx.pins)
         return Stream(x), layer_norm(x, *norm.affine(), norm.eps)
-    x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
+    if (args := norm.fused_args(stream)) is not None:
+        x, h = all_reduce_norm(args)
+    else:
+        x, h = residual_norm(norm.args(stream), ctx.pinned("residual_norm"))
     return Stream(x), h
 
 
@@ -193,7 +227,6 @@ def linear(
     swiglu: bool = False,
     gelu: bool = False,
     partial: bool = False,
-    summed: bool = True,
     keep: bool = False,
 ) -> Result:
     """``x`` times the weight, plus the bias; with a norm, the norm of ``x`` times the weight.
@@ -202,15 +235,12 @@ def linear(
     GELU(gate) * up, of a dense weight. ``keep`` returns the
     normalised tokens, too, which is a kernel more.
 
-    A ``partial`` result is the delta of a ``Stream``. It may be the partials of a split-K kernel,
-    which the next norm adds; with a bias it is the whole sum. On a mesh each device has a part of
-    ``x``'s columns and of the weight's inputs, and the devices' partial results are added here,
-    unless the caller does that (``summed``) to a result without a bias.
+    A ``partial`` result has no bias and may be the partials of a split-K kernel, which the caller
+    adds.
     """
-    assert summed or bias is None, "each device would add the bias"
+    assert not partial or bias is None, "each partial would have the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
-    alone = norm is not None and norm.kind == "rms" and not isinstance(stream.delta, Outputs)
-    if norm is not None and alone and w.matrix is not None and not keep:
+    if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
         args = NormGemmArgs(
             norm=norm.args(stream), w=w.matrix, swiglu=swiglu, gelu=gelu, pins=ctx.pins
         )
@@ -218,11 +248,25 @@ def linear(
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
-        split = partial and bias is None and ctx.splits
+        split = partial and ctx.splits
         y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    if partial and summed:
-        y = ctx.across(y)
     return Result(y if bias is None else y + bias, stream, h if keep else None)
+
+
+def block_output(
+    x: jax.Array,  # [T, I]
+    w: Weight,  # [I, D]
+    ctx: StepContext,
+    *,
+    bias: jax.Array | None = None,  # [D]
+) -> PlainOutput:  # [T, D] or float32[S, T, D]
+    """``x`` times a block's last weight, plus the bias: the delta of a ``Stream``.
+
+    It may be the partials of a split-K kernel, which the next norm adds. On a mesh each device has
+    a part of ``x``'s columns and of the weight's inputs. With a bias it is the whole sum.
+    """
+    y = linear(x, w, ctx, partial=bias is None).y
+    return ctx.addends(y) if bias is None else ctx.across(y) + bias
 
 
 def divided_rms_norm(

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.linear import BlockOutput, Outputs, Stream
+from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
 
 # The stream after a block, of the tokens of the block's output: of its input [T, D], and of its
-# output [T, D], which may be split-K partials float32[S, T, D].
+# output [T, D], which may be split-K partials float32[S, T, D] or ``Addends``.
 type Add = Callable[[jax.Array, Any], Stream]
 
 
@@ -57,4 +57,4 @@ def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:
         assert post is not None and post.weights is not None, "the outputs have no norm"
         scaled = post.weights[post.row : post.row + 1] * jnp.asarray(scale, post.weights.dtype)
         return Stream(x, replace(delta, post=replace(post, weights=scaled, row=0)))
-    return Stream(x, delta * scale)
+    return Stream(x, whole(delta) * scale)

@@ -20,6 +20,7 @@ from jaxinfer.nn.weight import stored
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from jaxinfer.weights.quantised.write import write_tensors
+from jaxinfer.weights.stacked_experts import StackedExperts
 from pallas_kernels.lib.quantised import Form, Quantised
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -137,12 +138,13 @@ def write_model(
     """``write_folder`` of a model with its parameters; raises ``ArgumentError`` if they do not
     fit.
     """
+    tensors = ParamsCheckpoint(model, params)
     write_folder(
         folder,
         hf_config=model.hf_config,
         generation_config=generation_config,
         tokenizer=tokenizer,
-        checkpoint=ParamsCheckpoint(model, params),
+        checkpoint=StackedExperts(tensors) if model.family.stacked_experts else tensors,
         dtype=np.dtype(model.config.dtype).name,
         progress=progress,
     )

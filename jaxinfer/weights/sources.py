@@ -163,7 +163,7 @@ def _folder_source(reference: str, path: Path, load_format: str, progress: Progr
             from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
 
             checkpoint = QuantisedCheckpoint(checkpoint, scheme)
-        elif may_stack_experts(hf_config):
+        if may_stack_experts(hf_config):
             checkpoint = UnstackedExperts(checkpoint)
     generation_config = folder / "generation_config.json"
     return ModelSource(

@@ -1,4 +1,4 @@
-"""Experts that are stacked in one tensor, presented as tensors of single experts."""
+"""Stacks of a layer's experts, presented as tensors of single experts, and the reverse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import numpy as np
 from jaxinfer.weights.checkpoint import Checkpoint, TensorInfo
 from pallas_kernels.lib.quantised import Form, Quantised
 
-_STACK = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<name>gate_up_proj|down_proj)")
+_STACK = re.compile(r"(?P<layer>.*\.experts)\.(?P<name>gate_up_proj|down_proj)")
+_SINGLE = re.compile(
+    r"(?P<layer>.*\.experts)\.(?P<part>\d+)\.(?P<name>gate_proj|up_proj|down_proj)\.weight"
+)
 
 
 class _Place(NamedTuple):
@@ -26,8 +29,8 @@ class _Place(NamedTuple):
 class UnstackedExperts:
     """A ``Checkpoint`` with tensors of its own for each expert, as older files have them.
 
-    A stack is gate_up_proj [E, 2F, D], gates first, or down_proj [E, D, F]. Other tensors are
-    presented as they are.
+    A stack is gate_up_proj [E, 2F, D], gates first, or down_proj [E, D, F], and is of floats. Other
+    tensors are presented as they are.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -37,7 +40,7 @@ class UnstackedExperts:
         self._last: tuple[tuple[str, int], np.ndarray] | None = None
         for name, info in checkpoint.tensors.items():
             match = _STACK.fullmatch(name)
-            if match is None or len(info.shape) != 3:
+            if match is None or len(info.shape) != 3 or name in checkpoint.forms:
                 self._tensors[name] = info
                 continue
             experts, outputs, inputs = info.shape
@@ -64,7 +67,7 @@ class UnstackedExperts:
 
     @property
     def forms(self) -> Mapping[str, Form]:
-        """See ``Checkpoint``; stacks are of floats."""
+        """See ``Checkpoint``."""
         return self._checkpoint.forms
 
     def read(self, name: str, part: int | None = None) -> np.ndarray:
@@ -76,6 +79,62 @@ class UnstackedExperts:
         if last is None or last[0] != key:
             last = self._last = key, self._checkpoint.read(*key)
         return last[1][place.rows]
+
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
+        """See ``Checkpoint``."""
+        return self._checkpoint.read_quantised(name, part)
+
+
+class StackedExperts:
+    """A ``Checkpoint`` of floats whose single experts are stacked as in ``UnstackedExperts``.
+
+    Experts are read in order, each once, and host memory holds one stack. Other tensors are
+    presented as they are.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tensors: dict[str, TensorInfo] = {}
+        self._members: dict[str, list[list[str]]] = {}  # by expert the names, gates first
+        for name, info in checkpoint.tensors.items():
+            match = _SINGLE.fullmatch(name)
+            if match is None:
+                self._tensors[name] = info
+                continue
+            kind = "down_proj" if match["name"] == "down_proj" else "gate_up_proj"
+            stack, part = f"{match['layer']}.{kind}", int(match["part"])
+            members = self._members.setdefault(stack, [])
+            if part == len(members):
+                members.append([])
+            members[part].append(name)
+            rows, inputs = info.shape
+            sizes = (len(members), len(members[0]) * rows, inputs)
+            nbytes = info.nbytes * sizes[0] * len(members[0])
+            self._tensors[stack] = replace(info, shape=sizes, nbytes=nbytes)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See ``Checkpoint``."""
+        return self._tensors
+
+    @property
+    def unneeded(self) -> Set[str]:
+        """See ``Checkpoint``."""
+        return self._checkpoint.unneeded
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """See ``Checkpoint``."""
+        return self._checkpoint.forms
+
+    def read(self, name: str, part: int | None = None) -> np.ndarray:
+        """See ``Checkpoint``."""
+        members = self._members.get(name)
+        if members is None:
+            return self._checkpoint.read(name, part)
+        if part is not None:
+            return np.concatenate([self._checkpoint.read(one) for one in members[part]])
+        return np.stack([self.read(name, expert) for expert in range(len(members))])
 
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""

@@ -3,10 +3,13 @@
 Each of N devices has exchange memory of ``words(N)`` 32-bit words, zero at first, to which all of
 them write:
 
-    counters  int32[MAX_CTAS]              calls of each CTA of this device
-    flags     int32[N, MAX_CTAS]           the number of the last call whose data a CTA has written
-    lost      int32[MAX_CTAS]              [0]: 1 after a wait for a device that did not answer
+    counters  int32[CTAS]                  calls of each CTA of this device
+    flags     int32[N, CTAS]               the number of the last call whose data a CTA has written
+    lost      int32[CTAS]                  [0]: 1 after a wait for a device that did not answer
     data      float32[2, N, MAX_VALUES]    of calls with even and odd numbers
+    rows      float32[2, N, MAX_VALUES]    the same of ``all_reduce_norm``, whose CTAs follow
+
+A call of one of the two ops may follow any call of the other one, as they share no CTA.
 
 Does not import Triton, so it works where Triton is not installed.
 """
@@ -23,20 +26,30 @@ NUM_WARPS = 4
 MAX_CTAS = 512
 MAX_VALUES = MAX_CTAS * TILE  # 2 MiB, which NVLink moves in 5 us; NCCL is as fast from there on
 
+# Those of ``all_reduce_norm``, one for each row; a row's data has this much memory in all calls.
+MAX_ROW_VALUES = 8192
+MAX_ROWS = MAX_VALUES // MAX_ROW_VALUES
+CTAS = MAX_CTAS + MAX_ROWS
+
 
 def lost_word(devices: int) -> int:
     """Where the word ``lost`` is."""
-    return MAX_CTAS * (1 + devices)
+    return CTAS * (1 + devices)
 
 
 def data_word(devices: int) -> int:
     """Where the data begins."""
-    return MAX_CTAS * (2 + devices)
+    return CTAS * (2 + devices)
+
+
+def row_word(devices: int) -> int:
+    """Where the data of ``all_reduce_norm`` begins."""
+    return data_word(devices) + 2 * devices * MAX_VALUES
 
 
 def words(devices: int) -> int:
     """The 32-bit words of a device's exchange memory."""
-    return data_word(devices) + 2 * devices * MAX_VALUES
+    return row_word(devices) + 2 * devices * MAX_VALUES
 
 
 def supports(args: AllReduceArgs) -> str | None:

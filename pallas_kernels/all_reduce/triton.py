@@ -28,7 +28,7 @@ MAX_READS = 8_000_000
 
 
 @triton.jit
-def _memory(addresses, rank):
+def memory_of(addresses, rank):
     """The exchange memory of a device."""
     low = tl.load(addresses + 2 * rank).to(tl.uint32).to(tl.uint64)
     high = tl.load(addresses + 2 * rank + 1).to(tl.uint32).to(tl.uint64)
@@ -45,7 +45,7 @@ def _all_reduce(
     SPLITS: tl.constexpr,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
-    MAX_CTAS: tl.constexpr,
+    CTAS: tl.constexpr,
     MAX_VALUES: tl.constexpr,
     LOST: tl.constexpr,
     DATA: tl.constexpr,
@@ -60,19 +60,19 @@ def _all_reduce(
     sums = own
     if RANKS > 1:
         rank = tl.load(rank_at)
-        memory = _memory(addresses, rank)
+        memory = memory_of(addresses, rank)
         words = memory.to(tl.pointer_type(tl.int32))
         number = tl.load(words + cta) + 1
         start = DATA + (number & 1) * RANKS * MAX_VALUES
         for peer in tl.static_range(RANKS):  # type: ignore[misc]
             if peer != rank:
-                theirs = _memory(addresses, peer).to(tl.pointer_type(tl.float32))
+                theirs = memory_of(addresses, peer).to(tl.pointer_type(tl.float32))
                 tl.store(theirs + start + rank * MAX_VALUES + value, own, mask=inside)
         tl.debug_barrier()  # the flag is set after the writes of all threads
         for peer in tl.static_range(RANKS):  # type: ignore[misc]
             if peer != rank:
-                theirs = _memory(addresses, peer).to(tl.pointer_type(tl.int32))
-                flag = theirs + (1 + rank) * MAX_CTAS + cta
+                theirs = memory_of(addresses, peer).to(tl.pointer_type(tl.int32))
+                flag = theirs + (1 + rank) * CTAS + cta
                 tl.atomic_xchg(flag, number, sem="release", scope="sys")
         waits = tl.where(tl.load(words + LOST, volatile=True) != 0, 0, MAX_READS)
         sums = tl.zeros((TILE,), tl.float32)
@@ -80,7 +80,7 @@ def _all_reduce(
             if peer == rank:
                 sums += own
             else:
-                flag = words + (1 + peer) * MAX_CTAS + cta
+                flag = words + (1 + peer) * CTAS + cta
                 seen = tl.load(flag, volatile=True)
                 reads = 0
                 while (seen - number < 0) & (reads < waits):  # a faster device may be one ahead
@@ -119,7 +119,7 @@ def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
         SPLITS=splits[0] if splits else 1,
         RANKS=ranks,
         TILE=launch.TILE,
-        MAX_CTAS=launch.MAX_CTAS,
+        CTAS=launch.CTAS,
         MAX_VALUES=launch.MAX_VALUES,
         LOST=launch.lost_word(ranks),
         DATA=launch.data_word(ranks),

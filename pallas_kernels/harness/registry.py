@@ -32,6 +32,7 @@ STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
     "all_reduce",
+    "all_reduce_norm",
     "append_decode",
     "delta_decode",
     "delta_prefill",

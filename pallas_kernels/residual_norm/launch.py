@@ -8,7 +8,7 @@ from __future__ import annotations
 from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.residual_norm.ref import NormArgs
 
-MAX_WIDTH = 8192  # wider rows would spill registers
+MAX_WIDTH = 8192  # wider rows would spill registers; ``all_reduce.launch`` has memory for these
 COMPONENTS_PER_WARP = 256  # 16 bytes a thread of 16-bit values
 MAX_WARPS = 16
 MAX_VALUES_IN_FLIGHT = 64  # of partials a thread, each in a register

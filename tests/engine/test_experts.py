@@ -71,6 +71,16 @@ def test_dummy_routing_is_for_random_weights_of_experts(gpt_oss: Path, tmp_path:
         )
 
 
+def test_whole_experts_are_for_models_with_experts(gpt_oss: Path, tmp_path: Path) -> None:
+    """As in vLLM an error, also on one device; there, a model's experts are whole anyway."""
+    settings: dict[str, Any] = {**SIZES, "load_format": "dummy", "enable_expert_parallel": True}
+    dense = write_hf_folder(tmp_path, tiny_config("mistral"))
+    message = "enable_expert_parallel is on, but MistralForCausalLM has no experts; leave it out"
+    with pytest.raises(ConfigError, match=message):
+        plan_engine(EngineConfig(model=str(dense), **settings))
+    assert plan_engine(EngineConfig(model=str(gpt_oss), **settings)).program.model.devices == 1
+
+
 def test_prompt_tokens_beside_decode_rows_follow_from_the_experts() -> None:
     tokens = {
         name: free_prompt_tokens(build_model(PUBLISHED[name], "bfloat16"))

@@ -138,3 +138,19 @@ def test_snapshots_of_a_model_without_state_are_refused(tmp_path: Path) -> None:
     message = "num_snapshots is 4, and LlamaForCausalLM has no state"
     with pytest.raises(ConfigError, match=message):
         planned(tmp_path, num_snapshots=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enable_prefix_caching": False}, "and enable_prefix_caching is off; leave it out"),
+        ({"task": "embed", "pooling": "mean"}, "and the task reuses none; leave it out"),
+    ],
+)
+def test_snapshots_are_for_prefixes_that_are_reused(
+    folder: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"num_snapshots is 4, which is for .*, {message}"):
+        planned(folder, num_snapshots=4, max_num_seqs=2, **settings)
+    made, _ = planned(folder, max_num_seqs=2, **settings)
+    assert made.program.limits.num_snapshots == 0

@@ -24,7 +24,10 @@ def test_all_ops_may_be_pinned_at_once() -> None:
 @pytest.mark.parametrize(
     ("by_op", "message"),
     [
-        ({"flash": "xla"}, "there is no kernel 'flash'; the kernels are all_reduce, append_decode"),
+        (
+            {"flash": "xla"},
+            "there is no kernel 'flash'; the kernels are all_reduce, all_",
+        ),
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),
         ({"links": "xla"}, "links can be pinned to none only, not to 'xla'"),

@@ -238,6 +238,24 @@ def unstacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
     return found
 
 
+def stacked(tensors: Mapping[str, np.ndarray]) -> Tensors:
+    """The reverse of ``unstacked``."""
+    found: dict[str, list[list[np.ndarray]]] = {}
+    others: Tensors = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            others[name] = tensor
+            continue
+        kind = "down_proj" if match[3] == "down" else "gate_up_proj"
+        experts = found.setdefault(f"{match[1]}.{kind}", [])
+        if int(match[2]) == len(experts):
+            experts.append([])
+        experts[int(match[2])].append(tensor)
+    stacks = {n: np.stack([np.concatenate(one) for one in each]) for n, each in found.items()}
+    return others | stacks
+
+
 def write_hf_folder(
     folder: Path,
     config: Mapping[str, Any],

@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -32,9 +31,6 @@ from jaxinfer.engine.api.load import load
 from jaxinfer.exec.compile.fingerprint import of_machine
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.batch_staging import BatchStaging
-from jaxinfer.exec.run.exchange import Exchange
-from jaxinfer.exec.step.batch import PEERS
-from jaxinfer.exec.step.engine_shape import EngineShape
 from jaxinfer.models.base import Model, Params
 from jaxinfer.models.division import own_part
 from jaxinfer.models.params import by_path
@@ -47,14 +43,13 @@ from jaxinfer.weights.save import ParamsCheckpoint, write_model
 from jaxinfer.weights.sources import resolve_source
 from kit import published_formats
 from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
+from kit.device_sums import MOST_FUSED, check_sums, exchanged
 from kit.engines import copy_to_cpu, tiny_limits
+from kit.gguf_blocks import random_rows
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
-from pallas_kernels.all_reduce import api, xla
-from pallas_kernels.all_reduce.api import AllReduceArgs
 from pallas_kernels.harness.pins import Pins
-from pallas_kernels.harness.registry import Impl
 
 DEVICES = 4
 SIZES: dict[str, Any] = {
@@ -400,36 +395,47 @@ def staging(folder: Path) -> None:
 
 
 def exchange(folder: Path) -> None:
-    """Every sum over the devices knows its rank and the addresses of their exchange memory."""
-    words = np.arange(7, 7 + 2 * DEVICES, dtype=np.int32)
+    """Every sum over the devices knows its rank and the addresses of their exchange memory, and
+    few rows are added and normalised together.
+    """
+    biased = model_and_weights(folder)[2]
+    plain = written(folder / "plain", config_of("llama"))
+    parallel = written(folder / "cohere", config_of("cohere"))
+    for path, is_fused in ((biased, False), (plain, True), (parallel, False)):
+        with exchanged() as sums:
+            check_equal(path, folder, (DEVICES,))
+        assert max(sums.alone) > MOST_FUSED
+        assert sums.fused == (set(range(1, MOST_FUSED + 1)) & sums.alone if is_fused else set())
 
-    class StandIn:
-        def put_into(self, batch: np.ndarray) -> None:
-            batch[PEERS : PEERS + len(words)] = words
 
-        def check(self) -> None:
-            raise AssertionError("a sum did not know its rank or the addresses")
+def small_rows(outputs: int, inputs: int) -> np.ndarray:  # uint8[O, bytes of a row]
+    """Random rows in Q4_K, whose values are about as large as those of a model."""
+    rows = random_rows(GGMLQuantizationType.Q4_K, outputs, inputs)
+    factors = rows.reshape(outputs, -1, 144)[..., :4].copy().view(np.float16)
+    rows.reshape(outputs, -1, 144)[..., :4] = (factors * np.float16(0.002)).view(np.uint8)
+    return rows
 
-    def all_reduce(args: AllReduceArgs) -> jax.Array:
-        summed = xla.all_reduce(args)
-        assert args.peers is not None
-        right = (args.peers.addresses == words).all()
-        right &= args.peers.rank[0] == jax.lax.axis_index(args.axis)
-        return jnp.where(right, summed, jnp.nan)
 
-    impls = (Impl("xla", all_reduce),)
-
-    def of_program(cls: type, program: Program) -> StandIn | None:
-        del cls
-        return StandIn() if program.num_peers else None
-
-    devices = property(lambda shape: DEVICES if shape.placement.num_devices > 1 else 0)
-    with (
-        patch.object(EngineShape, "num_peers", devices),
-        patch.object(Exchange, "of_program", classmethod(of_program)),
-        patch.object(api, "OP", replace(api.OP, impls=impls)),
-    ):
-        check_equal(model_and_weights(folder)[2], folder, (DEVICES,))
+def exchange_forms(folder: Path) -> None:
+    """Quantised forms and experts through exchange memory."""
+    wide = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 32}
+    path = written(folder / "wide", config_of("llama", **wide))
+    of = tiny_llama_config(hidden_size=512, intermediate_size=512, head_dim=128)
+    tensors, kind = random_hf_tensors(build_model(of, "float32")), GGMLQuantizationType.Q4_K
+    blocks = {n: (small_rows(*a.shape), kind) for n, a in tensors.items() if a.ndim == 2}
+    gguf = write_gguf(folder / "Q4_K.gguf", of, tensors, blocks=blocks)
+    mxfp4 = write_gpt_oss(folder / "mxfp4", num_local_experts=8)
+    given: list[tuple[Path, dict[str, Any]]] = [
+        *((path, {"quantization": form}) for form in ("int4", "int8", "fp8")),
+        (gguf, {}),
+        (mxfp4, {}),
+        *((written(folder / n, config_of(n)), {}) for n in ("qwen3_moe", "deepseek_v2", "gemma3")),
+        (written(folder / "sliced", {**CONFIGS["qwen3_moe"], **SLICED["qwen3_moe"]}), {}),
+    ]
+    for one, settings in given:
+        with exchanged() as sums:
+            check_equal(one, folder, (2,), **settings)
+        assert bool(sums.fused) == ("gemma3" not in one.name), one  # its norms are of outputs
 
 
 def taps(folder: Path) -> None:
@@ -577,7 +583,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "features": features,
     "taps": taps,
     "staging": staging,
+    "sums": lambda folder: check_sums(default_placement(DEVICES)),
     "exchange": exchange,
+    "exchange_forms": exchange_forms,
     "hybrid": hybrid,
     "quantised": quantised,
     "files": files,

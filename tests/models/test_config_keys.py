@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.models import build_model
+from jaxinfer.models import Model, build_model
 from jaxinfer.models.hf_keys import NEUTRAL, NO_EFFECT
+from kit.config_changes import changes
 from kit.tiny_models import NAMES, tiny_config
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "configs.json").read_text())
@@ -208,3 +213,140 @@ def test_one_activation_has_several_names(spelling: str) -> None:
     config = tiny_config("qwen3")
     named = build_model({**config, "hidden_act": spelling}, "float32")
     assert named == build_model(config, "float32")
+
+
+# ---- each key of each family, next to what transformers computes (tests/golden)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+KEYS: dict[str, dict[str, list[str]]] = json.loads(
+    gzip.decompress((GOLDEN / "config_keys.json.gz").read_bytes())
+)
+NAMED = re.compile("(config|rope) key|rope (type|section|scaling)|experts")
+# A length that only the rope section has counts here; transformers takes its default for Phi-3.
+OF_SECTION = {("phi3_long_rope", "original_max_position_embeddings missing")}
+ROUNDING = {"reorder_and_upcast_attn=True"}  # of GPT-2: another order of the same products
+# Angles at the default's bounds are those of the sequences here.
+NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing")
+
+
+def golden_config(case: str) -> dict[str, Any]:
+    """The config.json of a golden file, which has every key that transformers knows."""
+    with safe_open(GOLDEN / f"{case}.safetensors", "numpy") as file:
+        return json.loads(file.metadata()["config"])
+
+
+def shapes(model: Model) -> list[tuple[str, tuple[int, ...]]]:
+    return [(source.name, source.shape) for spec in model.param_specs for source in spec.sources]
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_changed_key_is_honoured_or_refused(case: str) -> None:
+    """No change that has an effect in transformers is ignored; a missing key has the default of
+    transformers, unless files would need tensors of other shapes; a refusal names a key.
+    """
+    config = golden_config(case)
+    plain = build_model(config, "float32")
+    changed, refused = (set(KEYS[case][kind]) for kind in ("changed", "refused"))
+    names = set()
+    for name, own in changes(config):
+        names.add(name)
+        try:
+            model = build_model(own, "float32")
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, name
+            assert NAMED.search(str(error)), name
+            continue
+        if name in changed - ROUNDING and (case, name) not in OF_SECTION:
+            assert model != plain, f"{name} changes what transformers computes"
+        elif name in refused or not name.endswith(" missing") or NOT_FELT.fullmatch(name):
+            continue  # others may change sizes that a short sequence does not feel
+        elif shapes(model) == shapes(plain):
+            lengths = replace(model.config, lengths=plain.config.lengths)
+            assert lengths == plain.config, f"{name} changes nothing in transformers"
+    assert names >= changed | refused, "make_config_keys.py was run with other changes"
+
+
+def test_each_family_has_keys_of_a_golden_file() -> None:
+    """Of models of text; a mixture in a family of dense models is a case of its own."""
+    files = [path.stem for path in GOLDEN.glob("*.safetensors")]
+    found = {golden_config(case)["model_type"] for case in KEYS}
+    metadata = [safe_open(GOLDEN / f"{name}.safetensors", "numpy").metadata() for name in files]
+    configs = [json.loads(one["config"]) for one in metadata if one and "config" in one]
+    assert found == {c["model_type"] for c in configs if "text_config" not in c}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "default"),
+    [
+        ("deepseek_v3", "routed_scaling_factor", 2.5),
+        ("deepseek_v3", "n_group", 8),
+        ("deepseek_v3", "topk_group", 4),
+        ("kimi_linear", "routed_scaling_factor", 2.446),
+        ("phi3_long", "original_max_position_embeddings", 4096),
+        ("cohere", "rope_theta", 5e5),
+        ("cohere2", "rope_theta", 1e4),
+        ("helium", "rope_theta", 1e5),
+        ("mixtral", "rope_theta", 1e6),
+    ],
+)
+def test_a_missing_key_has_the_default_of_transformers(name: str, key: str, default: Any) -> None:
+    config = tiny_config(name.removesuffix("_long"))
+    if name == "phi3_long":
+        factors = {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
+        config |= {"rope_scaling": {"type": "longrope", **factors}}
+    if name == "deepseek_v3":
+        config |= {"n_routed_experts": 16, "n_group": 8, "topk_group": 4}
+    config.pop(key, None)
+    assert build_model(config, "float32") == build_model({**config, key: default}, "float32")
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+ROPES: dict[str, dict[str, Any]] = {
+    "apertus": {**LLAMA3, "rope_theta": 12e6, "factor": 8.0},
+    "cwm": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0},
+    "ministral3": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_missing_rope_section_is_the_one_of_transformers(name: str) -> None:
+    config = {key: value for key, value in tiny_config(name).items() if "rope" not in key}
+    given = build_model({**config, "rope_parameters": ROPES[name]}, "float32")
+    assert build_model(config, "float32") == given
+    assert build_model({**config, "rope_scaling": None}, "float32") == given
+    assert build_model({**config, "rope_theta": ROPES[name]["rope_theta"]}, "float32") == given
+    with pytest.raises(ConfigError, match="'rope_theta' is 5.0, and 'rope_theta' of the rope sec"):
+        build_model({**config, "rope_theta": 5.0}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("kimi_linear", {"tie_word_embeddings": True}, "'tie_word_embeddings' is True, and this"),
+        ("hunyuan", {"rope_scaling": {"alpha": 3.0}}, "'rope_type' is 'default', and this family"),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1e38}, "head_dim": 4},
+            "'alpha' is 1e\\+38, which gives heads of 4 components no finite base",
+        ),
+        (
+            "hunyuan",
+            {"rope_scaling": {"type": "dynamic", "alpha": 2.0}, "head_dim": 2},
+            "'alpha' is 2.0, which gives heads of 2 components no finite base",
+        ),
+    ],
+)
+def test_values_that_transformers_does_not_compute_so(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model({**tiny_config(name), **change}, "float32")

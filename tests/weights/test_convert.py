@@ -1,6 +1,7 @@
 """Folders that are written as compressed-tensors: equal values when they are read again."""
 
 import json
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+import jaxinfer
 from jaxinfer.core.errors import CacheError, CheckpointError, ConfigError, SourceError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.models.params import by_path
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.folder_files import checkpoint_files
 from jaxinfer.weights.quantised.checkpoint import QuantisedCheckpoint
@@ -20,8 +23,16 @@ from jaxinfer.weights.quantised.quantise import SCHEMES
 from jaxinfer.weights.quantised.write import write_compressed
 from jaxinfer.weights.safetensors_files import SafetensorsCheckpoint
 from kit import published_formats
-from kit.checkpoints import HFConfig, Tensors, random_hf_tensors, tiny_qwen2_config, write_hf_folder
+from kit.checkpoints import (
+    HFConfig,
+    Tensors,
+    random_hf_tensors,
+    stacked,
+    tiny_qwen2_config,
+    write_hf_folder,
+)
 from kit.memory_checkpoint import InMemory
+from kit.tiny_models import tiny_config
 
 CONFIG = tiny_qwen2_config(hidden_size=64, intermediate_size=192, num_key_value_heads=1)
 
@@ -194,6 +205,69 @@ def test_several_formats(source: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert_equal(opened(tmp_path / "made"), mixed)
+
+
+# Experts
+
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+
+
+def folder_of_experts(name: str, path: Path) -> Path:
+    """A folder of a model whose published files have a layer's experts in two tensors."""
+    config = {**tiny_config(name), **WIDE}
+    if name == "gemma4_all":
+        del config["shared_expert_intermediate_size"]
+    tensors = stacked(random_hf_tensors(build_model(config, "float32")))
+    assert tensors["model.layers.0.experts.gate_up_proj".replace(*PARENTS[name])].shape[0] == 7
+    return write_hf_folder(path, config, tensors)
+
+
+PARENTS = {"gemma4_all": ("", ""), "qwen3_5_moe": (".experts", ".mlp.experts")}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", PARENTS)
+def test_stacked_experts_are_written_each_by_itself(name: str, scheme: str, tmp_path: Path) -> None:
+    """Under the names of published quantised files; the parameters are those of --quantization."""
+    source = folder_of_experts(name, tmp_path / "source")
+    convert(source, made := tmp_path / "made", scheme)
+    with safe_open(made / "model.safetensors", "np") as file:
+        keys = {*file.keys()}
+    start = "model.layers.0.experts.6.".replace(*PARENTS[name])
+    own = {key.removeprefix(start) for key in keys if key.startswith(start)}
+    parts = ("weight_scale", "weight" if scheme == "fp8" else "weight_packed")
+    parts += () if scheme == "fp8" else ("weight_shape",)
+    assert own == {f"{kind}_proj.{part}" for kind in ("gate", "up", "down") for part in parts}
+    settings = {"skip_tokenizer_init": True, "cpu_weights": "quantised"}
+    kept = jaxinfer.load(str(made), **settings)
+    loaded = jaxinfer.load(str(source), quantization=scheme, **settings)
+    assert sorted(kept.model.forms) == sorted(loaded.model.forms)
+    assert {f"{start}{kind}_proj.weight" for kind in ("gate", "up", "down")} <= {
+        name for name, _ in kept.model.forms
+    }
+    first, second = by_path(kept.params), by_path(loaded.params)
+    assert first.keys() == second.keys()
+    for path, array in first.items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(second[path]), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "pattern"),
+    [
+        ("granite_moe", "block_sparse_moe.input_linear.weight", "re:.*block_sparse_moe.*"),
+        ("gpt_oss", "mlp.experts.gate_up_proj", "re:.*experts.*"),
+    ],
+)
+def test_experts_without_names_of_their_own_are_refused(
+    name: str, tensor: str, pattern: str, tmp_path: Path
+) -> None:
+    """Unless the user leaves them as they are."""
+    tensors = random_hf_tensors(build_model(tiny_config(name), "float32"))
+    source = write_hf_folder(tmp_path / "source", tiny_config(name), tensors)
+    message = f"tensor model.layers.0.{tensor} has all experts .* --ignore '{re.escape(pattern)}'"
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "made", "int8")
+    assert convert(source, tmp_path / "made", "int8", (pattern,)) == 8
 
 
 # What is refused

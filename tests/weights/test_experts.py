@@ -446,16 +446,15 @@ def test_the_choice_by_groups_of_published_configs() -> None:
 
 @pytest.mark.parametrize("scheme", ["int4", "int8", "fp8"])
 def test_stacks_of_floats_are_quantised_while_they_load(scheme: str) -> None:
-    """Gemma 4's experts, each as a matrix of its own would be; also with random weights."""
-    wide = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    config = {**tiny_config("gemma4_all"), **wide, "num_kv_shared_layers": 0}
-    config["layer_types"] = config["layer_types"][:2]
+    """Granite's experts, each as a matrix of its own would be; also with random weights."""
+    config = {**tiny_config("granite_moe"), "hidden_size": 64, "intermediate_size": 32}
     tensors = random_hf_tensors(model := build_model(config, "float32"))
     source = source_of(InMemory(tensors))
     (made, forms), (_, random) = (
         quantised_source(one, model, scheme) for one in (source, replace(source, checkpoint=None))
     )
-    stacks = {f"model.layers.{i}.experts.{n}_proj" for i in (0, 1) for n in ("gate_up", "down")}
+    stack = "model.layers.{}.block_sparse_moe.{}_linear.weight"
+    stacks = {stack.format(i, n) for i in (0, 1) for n in ("input", "output")}
     assert (
         made.checkpoint is not None and stacks <= dict(forms).keys() and set(random) >= set(forms)
     )

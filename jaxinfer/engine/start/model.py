@@ -31,6 +31,10 @@ def model_of(
     divided, or ``SourceError``.
     """
     model = build_model(source.hf_config, config.dtype, config.max_model_len)
+    if config.enable_expert_parallel and not model.config.experts:
+        raise ConfigError(
+            f"enable_expert_parallel is on, but {model.architecture} has no experts; leave it out"
+        )
     if config.dummy_routing != "auto":
         model = _dummy_routed(source, model, config.dummy_routing)
     if source.scheme or source.forms or config.quantization:

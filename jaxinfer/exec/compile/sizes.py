@@ -133,6 +133,13 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
             f"num_snapshots is {config.num_snapshots}, and {model.architecture} has no state for "
             "each sequence, whose pages are reused without snapshots; leave it out"
         )
+    if config.num_snapshots is not None and not _reuses_prefixes(config):
+        off = "enable_prefix_caching is off"
+        reason = "the task reuses none" if config.enable_prefix_caching else off
+        raise ConfigError(
+            f"num_snapshots is {config.num_snapshots}, which is for prefixes that are reused, and "
+            f"{reason}; leave it out"
+        )
     if not model.state.groups:
         raise ConfigError(
             f"no layer of this {model.architecture} has attention, whose keys and values are in "
@@ -147,6 +154,12 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         align=state.align,
         points=points_named(names, model.config),
     )
+
+
+def _reuses_prefixes(config: EngineConfig) -> bool:
+    """True if prompts may use pages of earlier ones."""
+    # the mean and the first token need hidden states of the whole prompt
+    return config.enable_prefix_caching and config.pooling in (None, "last")
 
 
 def limits_of(
@@ -169,8 +182,7 @@ def limits_of(
     prefill_start, prefill_factor = config.prefill_bucket_start, config.prefill_bucket_factor
     assert max_num_seqs and chunk and decode_start and mixed_start, "with_device_defaults"
     assert prefill_start and prefill_factor, "with_device_defaults"
-    # the mean and the first token need hidden states of the whole prompt
-    reuses = config.enable_prefix_caching and config.pooling in (None, "last")
+    reuses = _reuses_prefixes(config)
     snapshots = reuses and has_slot_state
     limits = Limits(
         num_pages=(0,) * (1 + max(group.pool for group in groups)),

@@ -33,7 +33,11 @@ class DeviceArrays:
         slots: SlotState,
     ) -> None:
         self._program = program
-        self.executables = dict(executables)
+        # XLA runs what is queued for a CPU's devices in as many threads as there are cores. Queued
+        # steps of one device could take all of them, and wait for another device for ever.
+        self._waits = program.placement.num_hosts > 1 and program.platform == "cpu"
+        self.executables: dict[str, Compiled] = {}
+        self.add(executables)
         self.state = state
         self.slots = slots
         self.own = init_own_arrays(program)  # by the name of the call
@@ -42,11 +46,13 @@ class DeviceArrays:
         self._split = {bucket for bucket in buckets if program.is_split(bucket)}
         drafter = () if program.drafter is None else program.drafter.weights()
         self._drafter = tuple(program.placement.put(np.asarray(leaf)) for leaf in drafter)
-        # XLA runs what is queued for a CPU's devices in as many threads as there are cores. Queued
-        # steps of one device could take all of them, and wait for another device for ever.
-        hosts, on_cpu = program.placement.num_hosts, program.platform == "cpu"
-        self._waits = hosts > 1 and on_cpu
         self.replace_weights(params)
+
+    def add(self, executables: Mapping[str, Compiled]) -> None:
+        """Have executables by their names."""
+        if self._waits:
+            executables = {name: _waiting(call) for name, call in executables.items()}
+        self.executables |= executables
 
     def replace_weights(self, params: Params | None) -> None:
         """Let later calls read these weights."""
@@ -85,13 +91,9 @@ class DeviceArrays:
         if TAPS in bucket.variants:
             arguments = (self.weights, self.state, self.slots, staged, self.own[STEER.name])
             self.state, self.slots, output = step(*arguments)
-            if self._waits:
-                jax.block_until_ready(output)
             return output  # type: ignore[no-any-return]
         if bucket not in self._split:
             self.state, self.slots, output = step(self.weights, self.state, self.slots, staged)
-            if self._waits:
-                jax.block_until_ready(output)
             return output  # type: ignore[no-any-return]
         first = self.executables[bucket.name + FIRST]
         (of_first, of_second), (one, two) = self._weights_of_parts, self._program.parts
@@ -100,8 +102,6 @@ class DeviceArrays:
         arguments = (of_second, self._some(two.arrays), self.slots, staged, stream)
         arrays, self.slots, output = step(*arguments)
         self.replace(two.arrays, arrays)
-        if self._waits:
-            jax.block_until_ready(output)
         return output  # type: ignore[no-any-return]
 
     def call(self, launch: Launch, output: StepOutput | None = None) -> Any:
@@ -110,8 +110,6 @@ class DeviceArrays:
         given = [self._read(call, name, output) for name in call.reads]
         executable = self.executables[call.executable(launch.size)]
         made = executable(*given, *launch.arguments)
-        if self._waits:
-            jax.block_until_ready(made)
         if call.donates is None:
             return made
         new, result = made if call.has_result else (made, None)
@@ -146,3 +144,12 @@ class DeviceArrays:
         for i, array in zip(indices, arrays, strict=True):
             state[i] = array
         self.state = tuple(state)
+
+
+def _waiting(call: Compiled) -> Compiled:
+    """The call, which returns when its results are ready."""
+
+    def ended(*arguments: Any) -> Any:
+        return jax.block_until_ready(call(*arguments))
+
+    return ended

@@ -130,7 +130,7 @@ class Executor:
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
         """Add later executables; returns the buckets now complete."""
         before = self.buckets
-        self._arrays.executables |= loaded
+        self._arrays.add(loaded)
         return tuple(bucket for bucket in self.buckets if bucket not in before)
 
     def warm_up(self) -> None:

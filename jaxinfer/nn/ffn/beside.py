@@ -14,7 +14,7 @@ from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.ffn.beside_spec import DenseAndExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
 from jaxinfer.nn.ffn.experts import Experts
-from jaxinfer.nn.linear import Norm, Outputs, Stream, normalised_by
+from jaxinfer.nn.linear import Norm, Outputs, Stream, normalised_by, whole
 from jaxinfer.nn.weight import param
 
 
@@ -35,4 +35,4 @@ class DenseAndExperts(nn.Module):
         mixture = Experts(self.config.mixture)
         nn.share_scope(self, mixture)
         _, mixed = mixture(Stream(own), before.as_none(), ctx, routed)
-        return stream.x, Outputs((dense, mixed), (of_dense, of_experts))
+        return stream.x, Outputs((whole(dense), whole(mixed)), (of_dense, of_experts))

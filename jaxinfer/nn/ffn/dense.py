@@ -17,9 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.activations import ACTIVATIONS, xielu
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, divided_rms_norm, linear, normalised
+from jaxinfer.nn.linear import (
+    Norm,
+    Stream,
+    block_output,
+    divided_rms_norm,
+    linear,
+    normalised,
+)
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
@@ -33,7 +40,7 @@ class FeedForward(nn.Module):
     @nn.compact
     def __call__(
         self, stream: Stream, norm: Norm, ctx: StepContext, *, summed: bool = True
-    ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+    ) -> tuple[jax.Array, PlainOutput]:  # [T, D]
         """The stream with its delta added, and the network's output; of several devices, unless it
         is ``summed``, only what this one adds to it.
         """
@@ -50,7 +57,7 @@ class FeedForward(nn.Module):
             split = ctx.splits
             args = MlpArgs(x=h, gate_up=w.matrix, down=down.matrix, split=split, pins=ctx.pins)
             y = quantised_mlp(args)
-            return stream.x, ctx.across(y) if summed else y
+            return stream.x, ctx.addends(y) if summed else y
         static = {"swiglu": swiglu, "gelu": swiglu and gelu}
         hidden, stream, _ = linear(stream, w, ctx, norm=norm, bias=bias, **static)
         if c.activation == "xielu":
@@ -66,4 +73,7 @@ class FeedForward(nn.Module):
         if c.norm is not None:
             hidden = divided_rms_norm(hidden, param(self, "down_norm"), c.norm, ctx.axis)
         bias = param(self, "down_bias") if c.bias else None
-        return stream.x, linear(hidden, down, ctx, bias=bias, partial=True, summed=summed).y
+        if summed:
+            return stream.x, block_output(hidden, down, ctx, bias=bias)
+        assert bias is None, "each device would add the bias"
+        return stream.x, linear(hidden, down, ctx, partial=True).y

@@ -14,10 +14,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
-from jaxinfer.nn.linear import Norm, Stream, added, normalised
+from jaxinfer.nn.linear import Norm, Stream, added, added_partials, normalised, whole
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.route.api import RouteArgs, route
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         norm: Norm,
         ctx: StepContext,
         routed: jax.Array | None = None,  # [T, D]
-    ) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+    ) -> tuple[jax.Array, PlainOutput]:  # [T, D]
         """The stream with its delta added, and the experts' weighted sum.
 
         The router's input is ``routed``, or the experts' if that is None.
@@ -68,13 +68,14 @@ class Experts(nn.Module):
         shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
-            _, shared = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
+            _, own = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
+            shared = whole(own)
             if c.shared_gate:
                 shared = _weighted(shared, h, param(self, "shared_gate"))
             if not apart:
-                out = added(out, shared)
-        out = ctx.across(out)
-        return stream.x, added(out, shared) if shared is not None and apart else out
+                out = added_partials(out, shared)
+        mixed = ctx.addends(out)
+        return stream.x, added(mixed, shared) if shared is not None and apart else mixed
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """The experts of each token and their weights, int32[T, k] and float32[T, k].

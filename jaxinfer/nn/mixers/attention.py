@@ -21,9 +21,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Angles, StepContext
+from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
-from jaxinfer.nn.linear import Norm, Stream, divided_rms_norm, linear
+from jaxinfer.nn.linear import Norm, Stream, block_output, divided_rms_norm, linear
 from jaxinfer.nn.mixers import heads as on_heads
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """The stream [T, D] with its delta added, attention's output, and the layer's new state.
 
         With ``only``, stream and output have only these tokens: the last of each row, in the last
@@ -135,7 +135,7 @@ def output(
     out: jax.Array,  # [T, N, H]
     ctx: StepContext,
     only: jax.Array | None,  # int32[B]
-) -> tuple[jax.Array, jax.Array]:  # [T, D], and [T, D] or float32[S, T, D]
+) -> tuple[jax.Array, PlainOutput]:  # [T, D]
     """The stream, and the projection of the heads' outputs; with ``only`` these have B tokens."""
     out = ctx.at("z", out)
     x = stream.x if only is None else stream.take(only)
@@ -143,7 +143,7 @@ def output(
     out = out.reshape(len(out), -1)
     if config.out_norm is not None:
         out = divided_rms_norm(out, param(module, "o_norm"), config.out_norm, ctx.axis)
-    return x, linear(out, weight(module, "o"), ctx, bias=bias, partial=True).y
+    return x, block_output(out, weight(module, "o"), ctx, bias=bias)
 
 
 def attend(

@@ -22,8 +22,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Rows, StepContext
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.context import PlainOutput, Rows, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
@@ -58,7 +58,7 @@ class Delta(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``attention.Attention``."""
         c = self.config
         w = weight(self, "qkvz" if c.gate_rank is None else "qkv")
@@ -73,7 +73,7 @@ class Delta(nn.Module):
         x = stream.x
         if only is not None:
             x, out = stream.take(only), take_rows(out, only)
-        return x, linear(out, weight(self, "o"), ctx, partial=True).y, state
+        return x, block_output(out, weight(self, "o"), ctx), state
 
     def _with_gates(self, qkvz: jax.Array, ba: jax.Array, ctx: StepContext) -> _Tokens:
         """The tokens, with gates expanded from their latents."""

@@ -19,8 +19,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.linear import Norm, Stream, linear
+from jaxinfer.nn.context import Angles, PlainOutput, StepContext
+from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``mixers.attention.Attention``."""
         c = self.config
         stream, tokens = self._projected(stream, norm, ctx)
@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
         x = stream.x if only is None else stream.take(only)
         bias = param(self, "o_bias") if c.bias else None
         out = out.reshape(len(out), -1)
-        return x, linear(out, weight(self, "o"), ctx, bias=bias, partial=True).y, state
+        return x, block_output(out, weight(self, "o"), ctx, bias=bias), state
 
     def _projected(self, stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, _Tokens]:
         """The stream with its delta added, and the queries and entries of its tokens."""

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.nn.context import Angles, StepContext
+from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, linear
 from jaxinfer.nn.mixers.attention import dense_attention, output, prefill
@@ -38,7 +38,7 @@ class SharedAttention(nn.Module):
         state: LayerArrays | None,
         ctx: StepContext,
         only: jax.Array | None = None,  # int32[B]
-    ) -> tuple[jax.Array, jax.Array, LayerArrays | None]:
+    ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``Attention``; ``state`` is that of the other layer, in the dense form its keys and
         values [T, K, H].
         """

@@ -8,10 +8,11 @@ from pathlib import Path
 from jaxinfer.core.config import cache_root
 from jaxinfer.core.errors import CacheError, ConfigError, SourceError
 from jaxinfer.core.progress import Progress
+from jaxinfer.models.base import Model
 from jaxinfer.models.registry import build_model
 from jaxinfer.weights.locate import Places, locate
 from jaxinfer.weights.plan import plan_params
-from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, linear_names
+from jaxinfer.weights.quantised.on_load import QuantisedOnLoad, is_ignored, linear_names
 from jaxinfer.weights.quantised.write import write_compressed
 from jaxinfer.weights.sources import resolve_source
 
@@ -48,6 +49,25 @@ def convert_folder(
     model = build_model(source.hf_config, "float32")
     plan_params(model, source.checkpoint)  # names, shapes and dtypes
     names = linear_names(model, source.checkpoint, ignore)
+    _refuse_stacks(model, ignore)
     checkpoint = QuantisedOnLoad(source.checkpoint, scheme, names, threads=None)
     write_compressed(folder, checkpoint, source.hf_config, source_folder, progress)
     return len(checkpoint.forms)
+
+
+def _refuse_stacks(model: Model, ignore: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for experts whose tensors have no names of their own in files.
+
+    Files of compressed-tensors have a matrix for each layer, and readers of such a family look for
+    no tensors of single experts.
+    """
+    specs = (spec for spec in model.param_specs if spec.matrix in ("experts", "experts_in_out"))
+    for source in (spec.sources[0] for spec in specs):
+        layer = source.name.removesuffix(".weight")
+        if source.part is not None and not is_ignored(layer, ignore):
+            parent = layer.split(".")[-2]
+            raise ConfigError(
+                f"tensor {source.name} has all experts of a layer, which compressed-tensors has no "
+                f"form for; leave experts as they are with --ignore 're:.*{parent}.*', or convert "
+                "nothing and use --quantization of the other commands, which quantises them, too"
+            )

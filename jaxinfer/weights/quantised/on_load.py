@@ -32,7 +32,7 @@ def linear_names(
     needed = {source.name for spec in specs for source in spec.sources}
     family = model.family
     found = (name for name in checkpoint.tensors if canonical_name(family, name) in needed)
-    return tuple(name for name in found if not _ignored(name.removesuffix(".weight"), ignore))
+    return tuple(name for name in found if not is_ignored(name.removesuffix(".weight"), ignore))
 
 
 def _check_ignored(checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
@@ -44,14 +44,15 @@ def _check_ignored(checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
     for target in ignore:
         if target.startswith(PATTERN):
             check_pattern(target.removeprefix(PATTERN), "ignore")
-        if not any(_ignored(module, [target]) for module in modules):
+        if not any(is_ignored(module, [target]) for module in modules):
             raise ConfigError(
                 f"ignore has {target!r}, which matches no matrix of the model; correct it or leave "
                 "it out"
             )
 
 
-def _ignored(module: str, ignore: Sequence[str]) -> bool:
+def is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    """True if a name or pattern to ``ignore`` matches the layer ``module``."""
     return any(match_rank(module, target) is not None for target in ignore)
 
 

@@ -1,0 +1,1 @@
+"""The sum of partial results over devices, added to the residual stream and normalised."""
