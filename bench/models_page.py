@@ -39,6 +39,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3next": "qwen3_next",
         "deepseek2": "deepseek_v2",
         "kimi-linear": "kimi_linear",
+        "starcoder": "gpt_bigcode",
     }
 )
 WRAPPED = "Of these only the text decoder is read, which is of one of the families above:"

@@ -19,14 +19,8 @@ from jaxinfer.models.experts import (
     expert_specs,
     networks_by_layer,
 )
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 

@@ -13,14 +13,9 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import with_rope
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import PLAIN
 from jaxinfer.models.params import ParamSpec, join
 from jaxinfer.models.sources import ArraySpec, Source

@@ -15,12 +15,8 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from pallas_kernels.route.routing import Routing
 

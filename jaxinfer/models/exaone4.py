@@ -1,4 +1,6 @@
-"""EXAONE 4: norms after blocks and of heads; beside layers with windows the others do not rotate.
+"""EXAONE 4 and the text of 4.5: norms after blocks and of heads.
+
+Where some layers have windows, the others do not rotate.
 
 Source: ``modeling_exaone4`` of Hugging Face transformers.
 """
@@ -43,5 +45,6 @@ FAMILY = ModelFamily(
     name="exaone4",
     config_from_hf=config_from_hf,
     param_specs=partial(gqa_param_specs, norms=_NORMS),
-    ignored_tensors=GQA_IGNORED_TENSORS,
+    ignored_tensors=(*GQA_IGNORED_TENSORS, r"(model\.)?visual\..*", r"mtp\..*"),
+    optional_prefix="model.language_model.",  # of EXAONE 4.5
 )

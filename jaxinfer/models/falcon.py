@@ -1,6 +1,5 @@
-"""Falcon 7B and 40B: parallel blocks with one LayerNorm or two; one or several KV heads.
-
-Forms with ALiBi (falcon-rw) are refused.
+"""Falcon: parallel blocks with one LayerNorm or two, one or several KV heads, or ALiBi
+(falcon-rw), whose slopes transformers rounds to bfloat16.
 
 Source: ``modeling_falcon`` of Hugging Face transformers.
 """
@@ -14,15 +13,12 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.positions import Alibi
 
 _POSITIONS = 2048  # transformers' default
 _NAMES = TensorNames(
@@ -40,7 +36,7 @@ _SHARED, _OF_EACH = ("input_layernorm",), ("ln_attn", "ln_mlp")
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "alibi", False)
+    alibi, layers = hf.flag(config, "alibi", False), hf.positive_int(config, "num_hidden_layers")
     grouped = hf.flag(config, "new_decoder_architecture", False)
     parallel = hf.flag(config, "parallel_attn", True) or grouped
     heads = hf.positive_int(config, "num_attention_heads")
@@ -61,6 +57,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         mlp_bias=bias,
         qk_norm=None,
         windows=windows_by_layer(config, None),
+        rotates=(not alibi,) * layers,
+        attention={"alibi": Alibi(heads, (width // heads) ** -0.5) if alibi else None},
         gated=False,
         activation=hf.activation(config, "activation", "gelu"),
         norms="shared" if parallel and not (grouped and norms == 2) else "before",

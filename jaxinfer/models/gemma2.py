@@ -1,28 +1,23 @@
 """Gemma 2: as Gemma 3, but for norms of heads; scores and logits are limited by a tanh.
 
-Source: ``modeling_gemma2`` of Hugging Face transformers. Every second layer has a window. Triton's
-kernels of attention limit scores, those of Mosaic and in C++ do not.
+VaultGemma has no norms after blocks.
+
+Source: ``modeling_gemma2`` and ``modeling_vaultgemma`` of Hugging Face transformers. Every second
+layer has a window. Triton's kernels of attention limit scores, those of Mosaic and in C++ do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
-)
-from jaxinfer.models.params import plus_one, stack_plus_one
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
+from jaxinfer.models.params import ParamSpec, plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
@@ -43,6 +38,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "use_bidirectional_attention", False)
     hf.supported_only(config, "hidden_act", "gelu_pytorch_tanh", "gelu")  # not the one in use
+    is_vault = "VaultGemmaForCausalLM" in config.get("architectures", ())
     bias = hf.flag(config, "attention_bias", False)
     return gqa_config(
         config,
@@ -55,7 +51,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         activation=hf.activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         scale=hf.positive_float(config, "query_pre_attn_scalar", _SCALAR) ** -0.5,
-        norms="both",
+        norms="before" if is_vault else "both",
         norm_dtype=jnp.dtype(jnp.float32),
         embed_scale=hf.positive_int(config, "hidden_size") ** 0.5,
         attention={"cap": _cap(config, "attn_logit_softcapping", 50.0)},
@@ -77,9 +73,15 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(None if i % 2 else window for i in range(num_layers))
 
 
+def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+    """The parameters, with the norms that the layers have."""
+    before = _NORMS._replace(names=_NORMS.names[::2])
+    return gqa_param_specs(config, norms=before if config.layers[0].norms == "before" else _NORMS)
+
+
 FAMILY = ModelFamily(
     name="gemma2",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, norms=_NORMS),
+    param_specs=_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

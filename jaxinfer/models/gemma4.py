@@ -21,14 +21,9 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import ParamSpec, as_is, stack
 from jaxinfer.models.sources import ArraySpec, Source

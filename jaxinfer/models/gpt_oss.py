@@ -25,13 +25,9 @@ from jaxinfer.models.experts import (
     experts_per_token,
     router_specs,
 )
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config, with_rope
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.params import ParamSpec, as_is, gates_first, transposed, transposed_gates_first
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig

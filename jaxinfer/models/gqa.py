@@ -39,19 +39,18 @@ from jaxinfer.nn.rope import RopeConfig
 # untied model is used by its spec, so it is not ignored.
 GQA_IGNORED_TENSORS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
-_SLIDING = "sliding_attention"
-_LAYER_TYPES = ("full_attention", _SLIDING)
-_WINDOW = 4096  # transformers' default for Mistral and Qwen
-_MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _NORM_TENSORS = MappingProxyType(
     {
         "rms": ("weight",),
+        "rms_plain": (),
         "layer": ("weight", "bias"),
         "layer_weight": ("weight",),
         "layer_plain": (),
     }
 )
-_EPS_KEYS = MappingProxyType({"rms": "rms_norm_eps"})  # others: layer_norm_eps
+_EPS_KEYS = MappingProxyType(
+    {"rms": "rms_norm_eps", "rms_plain": "rms_norm_eps"}
+)  # others: layer_norm_eps
 # The parameters of a network with experts, of (path, start of tensor names, spec, width).
 type ExpertSpecs = Callable[[str, str, Any, int], Iterable[ParamSpec]]
 # The parameters of a mixer that is not grouped-query attention, of (path, start of tensor names,
@@ -156,44 +155,6 @@ def with_mixers(decoder: DecoderSpec, mixers: Mapping[int, MixerSpec]) -> Decode
     return replace(decoder, layers=tuple(layers))
 
 
-def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's windows: layers from ``max_window_layers`` on, if ``use_sliding_window``."""
-    first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
-    window = sliding_window(config)
-    if not hf.flag(config, "use_sliding_window", False):
-        window = None
-    return windows_by_layer(config, window, first)
-
-
-def sliding_window(config: Mapping[str, Any], default: int | None = _WINDOW) -> int | None:
-    """The window in tokens: transformers' ``default`` if the key is absent, None if it is null."""
-    if config.get("sliding_window", default) is None:
-        return None
-    return hf.positive_int(config, "sliding_window", default)
-
-
-def windows_by_layer(
-    config: Mapping[str, Any], window: int | None, first: int = 0
-) -> tuple[int | None, ...]:
-    """The window of each layer: ``layer_types`` decides, else layers from ``first`` on have one."""
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(window if i >= first else None for i in range(num_layers))
-    known = isinstance(kinds, list | tuple) and all(kind in _LAYER_TYPES for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise ConfigError(
-            "config key 'layer_types' must hold 'full_attention' or 'sliding_attention' for each "
-            f"of the {num_layers} layers"
-        )
-    if window is None and _SLIDING in kinds:
-        raise ConfigError(
-            f"config key 'layer_types' holds {_SLIDING!r}, but no window is switched on; set "
-            "'sliding_window', and 'use_sliding_window' where the family has it"
-        )
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
-
-
 class NormSources(NamedTuple):
     """The names of a layer's norms in order, and the functions that build one and several.
 
@@ -246,13 +207,9 @@ def outer_specs(
         array = ArraySpec((config.num_positions + config.first_position, d), (None, None))
         table = (Source(f"{names.positions}.weight", array.shape),)
         specs.append(ParamSpec("positions", array, table, as_is))
-    final = tuple(Source(f"{names.final_norm}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
-    if len(final) == 1:
-        array = ArraySpec((d,), (None,), config.norm_dtype)
-        specs.append(ParamSpec("final_norm", array, final, norms.one))
-    elif final:
-        array = ArraySpec((len(final), d), (None, None), config.norm_dtype)
-        specs.append(ParamSpec("final_norm", array, final, norms.several))
+    if config.embed_norm:
+        specs += _outer_norm("embed_norm", names.embed_norm, config, norms)
+    specs += _outer_norm("final_norm", names.final_norm, config, norms)
     if not config.tie_word_embeddings:
         head = Source(f"{names.head}.weight", (v, d))
         array = ArraySpec((d, v), (None, "vocab"))
@@ -261,6 +218,19 @@ def outer_specs(
         bias = (Source(f"{names.head}.bias", (v,)),)
         specs.append(ParamSpec("lm_head_bias", ArraySpec((v,), ("vocab",)), bias, as_is))
     return specs
+
+
+def _outer_norm(path: str, name: str, config: DecoderSpec, norms: NormSources) -> list[ParamSpec]:
+    """The parameter of a norm outside the layers; none of a norm without parameters."""
+    d = config.hidden_size
+    found = tuple(Source(f"{name}.{kind}", (d,)) for kind in _NORM_TENSORS[config.norm])
+    if not found:
+        return []
+    if len(found) == 1:
+        array = ArraySpec((d,), (None,), config.norm_dtype)
+        return [ParamSpec(path, array, found, norms.one)]
+    array = ArraySpec((len(found), d), (None, None), config.norm_dtype)
+    return [ParamSpec(path, array, found, norms.several)]
 
 
 def _qkv_linear(
@@ -273,7 +243,10 @@ def _qkv_linear(
     n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     parts, widths, units = (n * h, k * h, k * h), (), (n, k, k)
     tensors, orders = names.qkv, (rows(n), rows(k), None)
-    if names.packed:
+    if names.groups:
+        local = n * h // names.groups
+        orders = (PackedHeads(names.groups, (local,) * 3, (0, 2, 1), orders),)
+    elif names.packed:
         orders = (PackedHeads(k, (n // k * h, h, h), (), orders),)
     elif len(tensors) == 1:
         orders = (rows(n + k),)
@@ -335,8 +308,12 @@ def _layer_specs(
     if tensors:
         yield _norm_stack(path + "norms", source, tensors, d, config, norms)
     yield from biases
+    if isinstance(ffn, FeedForwardConfig) and ffn.norm is not None:
+        array = ArraySpec((ffn.width,), ("ffn",), config.norm_dtype)
+        norm = (Source(f"{source}{names.down_norm}.weight", array.shape),)
+        yield ParamSpec(path + "down_norm", array, norm, norms.one)
     if isinstance(attention, AttentionConfig):
-        yield from _head_specs(path, source, attention, config, norms, names.qk_norms, rows)
+        yield from _head_specs(path, source, attention, config, norms, names, rows)
 
 
 def _norm_stack(
@@ -360,23 +337,40 @@ def _head_specs(
     mixer: AttentionConfig,
     config: DecoderSpec,
     norms: NormSources,
-    qk_norms: tuple[str, str],
+    names: TensorNames,
     rows: Callable[[int], RotaryRows | None],
 ) -> Iterator[ParamSpec]:
-    """The sinks of attention heads, and the norms of their queries and keys."""
+    """The sinks of attention heads, and the norms of their queries, keys and outputs."""
+    if mixer.out_norm is not None:
+        array = ArraySpec((mixer.num_heads * mixer.head_dim,), ("heads",), config.norm_dtype)
+        norm = (Source(f"{source}{names.o_norm}.weight", array.shape),)
+        yield ParamSpec(path + "o_norm", array, norm, norms.one)
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
         sinks = (Source(f"{source}self_attn.sinks", array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm in ("head", "rotated"):
-        names = tuple(f"{name}.weight" for name in qk_norms)
-        yield _norm_stack(path + "qk_norms", source, names, mixer.head_dim, config, norms, rows(1))
+        own = tuple(f"{name}.weight" for name in names.qk_norms)
+        yield _norm_stack(path + "qk_norms", source, own, mixer.head_dim, config, norms, rows(1))
+    elif mixer.qk_norm == "layer":
+        own = tuple(f"{name}.{kind}" for name in names.qk_norms for kind in ("weight", "bias"))
+        yield _norm_stack(path + "qk_norms", source, own, mixer.head_dim, config, norms, rows(1))
+    elif mixer.qk_norm == "layers":
+        counts = (mixer.num_heads, mixer.num_kv_heads)
+        axis = Fused("heads", tuple(count * mixer.head_dim for count in counts), counts)
+        array = ArraySpec((sum(axis.widths),), (axis,), config.norm_dtype)
+        sources = tuple(
+            Source(f"{source}{name}.norms.{i}.weight", (mixer.head_dim,), rows=rows(1))
+            for name, count in zip(names.qk_norms, counts, strict=True)
+            for i in range(count)
+        )
+        yield ParamSpec(path + "qk_norms", array, sources, join)
     elif mixer.qk_norm == "all_heads":
         widths = (mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim)
         axis = Fused("heads", widths, (mixer.num_heads, mixer.num_kv_heads))
         array = ArraySpec((sum(widths),), (axis,), config.norm_dtype)
         sources = tuple(
             Source(f"{source}{name}.weight", (width,), rows=rows(width // mixer.head_dim))
-            for name, width in zip(qk_norms, widths, strict=True)
+            for name, width in zip(names.qk_norms, widths, strict=True)
         )
         yield ParamSpec(path + "qk_norms", array, sources, join)

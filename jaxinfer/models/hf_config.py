@@ -106,6 +106,11 @@ def supported_only(config: HFConfig, key: str, *supported: object) -> None:
         )
 
 
+def first_of(config: HFConfig, *keys: str) -> str:
+    """The first of these keys that is set, or the first one."""
+    return next((key for key in keys if config.get(key) is not None), keys[0])
+
+
 def with_values(config: HFConfig, values: HFConfig) -> HFConfig:
     """The config with values under the common keys, which were read from a family's own."""
     return ChainMap(dict(values), cast("dict[str, Any]", config))

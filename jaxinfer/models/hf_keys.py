@@ -40,6 +40,7 @@ NO_EFFECT = frozenset(
         *(
             "activation_dropout",
             "attention_dropout",
+            "attention_probs_dropout_prob",
             "attn_dropout",
             "attn_pdrop",
             "embd_pdrop",

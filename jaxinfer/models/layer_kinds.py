@@ -1,6 +1,7 @@
 """Which layers have a window and which rotate, of families that have layers of both kinds.
 
-Owns: ``exaone_windows`` (EXAONE 4 and its mixtures), ``rotating_layers`` (SmolLM3, Llama 4).
+Owns: ``windows_by_layer`` and ``sliding_window``, ``upper_layer_windows`` (Qwen),
+``exaone_windows`` (EXAONE 4 and its mixtures), ``rotating_layers`` (SmolLM3, Llama 4).
 """
 
 from __future__ import annotations
@@ -11,9 +12,50 @@ from typing import Any
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa import sliding_window, windows_by_layer
 
+_SLIDING = "sliding_attention"
+_LAYER_TYPES = ("full_attention", _SLIDING)
+_WINDOW = 4096  # transformers' default for Mistral and Qwen
+_MAX_WINDOW_LAYERS = 28  # transformers' default for Qwen
 _PATTERN = _INTERVAL = 4  # transformers' defaults
+
+
+def upper_layer_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's windows: layers from ``max_window_layers`` on, if ``use_sliding_window``."""
+    first = hf.layer_index(config, "max_window_layers", _MAX_WINDOW_LAYERS)
+    window = sliding_window(config)
+    if not hf.flag(config, "use_sliding_window", False):
+        window = None
+    return windows_by_layer(config, window, first)
+
+
+def sliding_window(config: Mapping[str, Any], default: int | None = _WINDOW) -> int | None:
+    """The window in tokens: transformers' ``default`` if the key is absent, None if it is null."""
+    if config.get("sliding_window", default) is None:
+        return None
+    return hf.positive_int(config, "sliding_window", default)
+
+
+def windows_by_layer(
+    config: Mapping[str, Any], window: int | None, first: int = 0
+) -> tuple[int | None, ...]:
+    """The window of each layer: ``layer_types`` decides, else layers from ``first`` on have one."""
+    num_layers = hf.positive_int(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(window if i >= first else None for i in range(num_layers))
+    known = isinstance(kinds, list | tuple) and all(kind in _LAYER_TYPES for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise ConfigError(
+            "config key 'layer_types' must hold 'full_attention' or 'sliding_attention' for each "
+            f"of the {num_layers} layers"
+        )
+    if window is None and _SLIDING in kinds:
+        raise ConfigError(
+            f"config key 'layer_types' holds {_SLIDING!r}, but no window is switched on; set "
+            "'sliding_window', and 'use_sliding_window' where the family has it"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
 def exaone_windows(config: Mapping[str, Any]) -> tuple[tuple[int | None, ...], list[bool]]:

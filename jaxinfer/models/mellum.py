@@ -19,14 +19,9 @@ from jaxinfer.models.experts import (
     experts_per_token,
     networks_by_layer,
 )
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import ropes_by_kind
+from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 from pallas_kernels.route.routing import Routing
 

@@ -13,14 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import query_growth, with_rope
+from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults, of which the second one is Ministral 3's

@@ -19,12 +19,8 @@ from jaxinfer.models.experts import (
     experts_config,
     experts_per_token,
 )
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 from pallas_kernels.route.routing import Routing
 

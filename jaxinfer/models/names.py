@@ -11,7 +11,8 @@ class TensorNames(NamedTuple):
     ``layer`` is the start of a layer's names, {} is its number; ``qkv`` to ``qk_norms`` come behind
     it. One name in ``qkv`` is of a tensor with queries, keys and values, and one in ``into`` of a
     tensor with gate and up, or of a network without a gate. With ``packed`` the rows of the one
-    tensor in ``qkv`` are those of a KV head's queries, its key and its value, then of the next.
+    tensor in ``qkv`` are those of a KV head's queries, its key and its value, then of the next;
+    with ``groups`` of a group of heads their queries, values and keys, then of the next group.
     ``gate`` is the tensor of the gates of heads, None where they are among the queries' rows.
     """
 
@@ -27,6 +28,10 @@ class TensorNames(NamedTuple):
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     packed: bool = False
     gate: str | None = None
+    groups: int = 0
+    o_norm: str = ""
+    down_norm: str = ""
+    embed_norm: str = ""
 
 
 LLAMA = TensorNames()

@@ -1,6 +1,6 @@
 """Phi-1 and Phi-2: parallel blocks that share a LayerNorm, biases, also of the head.
 
-Half of each head rotates by default. Norms of heads are refused.
+Half of each head rotates by default. Heads may have LayerNorms.
 
 Source: ``modeling_phi`` of Hugging Face transformers.
 """
@@ -15,13 +15,8 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -32,19 +27,19 @@ _NAMES = TensorNames(
     o="self_attn.dense",
     into=("mlp.fc1",),
     down="mlp.fc2",
+    qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),
 )
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "qk_layernorm", False)
     return gqa_config(
         config,
         dtype,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        qk_norm=None,
+        qk_norm="layer" if hf.flag(config, "qk_layernorm", False) else None,
         windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
         gated=False,

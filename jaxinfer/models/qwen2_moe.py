@@ -14,13 +14,9 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import expert_specs, sparse_layers
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    upper_layer_windows,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hybrid import EXPERT_TENSORS, gated_experts
+from jaxinfer.models.layer_kinds import upper_layer_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 

@@ -19,13 +19,8 @@ from jaxinfer.models.experts import (
     experts_per_token,
     sparse_layers,
 )
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    gqa_config,
-    gqa_param_specs,
-    sliding_window,
-    windows_by_layer,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
+from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
 from pallas_kernels.route.routing import Routing
 

@@ -108,6 +108,25 @@ _MODULES = (
     ("FalconMambaForCausalLM", "jaxinfer.models.falcon_mamba"),
     ("JambaForCausalLM", "jaxinfer.models.jamba"),
     ("OlmoHybridForCausalLM", "jaxinfer.models.olmo_hybrid"),
+    ("BloomForCausalLM", "jaxinfer.models.bloom"),
+    ("MptForCausalLM", "jaxinfer.models.mpt"),
+    ("MPTForCausalLM", "jaxinfer.models.mpt"),  # of the published files
+    ("InternLM3ForCausalLM", "jaxinfer.models.internlm3"),
+    ("IQuestCoderForCausalLM", "jaxinfer.models.llama"),
+    ("NanoChatForCausalLM", "jaxinfer.models.nanochat"),
+    ("ExaoneForCausalLM", "jaxinfer.models.exaone"),
+    ("Exaone4_5_ForConditionalGeneration", "jaxinfer.models.exaone4"),
+    ("GPTBigCodeForCausalLM", "jaxinfer.models.gpt_bigcode"),
+    ("GPTNeoForCausalLM", "jaxinfer.models.gpt_neo"),
+    ("CodeGenForCausalLM", "jaxinfer.models.codegen"),
+    ("PersimmonForCausalLM", "jaxinfer.models.persimmon"),
+    ("VaultGemmaForCausalLM", "jaxinfer.models.gemma2"),
+    ("BitNetForCausalLM", "jaxinfer.models.bitnet"),
+    ("HyperCLOVAXForCausalLM", "jaxinfer.models.hyperclovax"),
+    ("GraniteSWAForCausalLM", "jaxinfer.models.granite"),
+    ("BioGptForCausalLM", "jaxinfer.models.biogpt"),
+    ("XGLMForCausalLM", "jaxinfer.models.xglm"),
+    ("CTRLLMHeadModel", "jaxinfer.models.ctrl"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of
@@ -153,6 +172,7 @@ _OF_IMAGES = (
 
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = (
+    "Exaone4_5_ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",

@@ -1,6 +1,6 @@
-"""StableLM 3B and 2-1.6B: the shared decoder with LayerNorm; a quarter of each head rotates.
+"""StableLM: the shared decoder with LayerNorm; a quarter of each head rotates.
 
-The 12B model, whose blocks are parallel and whose heads have norms of their own, is refused.
+The blocks of the 12B model are parallel, and each of its heads has a LayerNorm of its own.
 
 Source: ``modeling_stablelm`` of Hugging Face transformers.
 """
@@ -16,34 +16,47 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
+    PRE_NORMS,
+    NormSources,
     gqa_config,
     gqa_param_specs,
-    windows_by_layer,
 )
+from jaxinfer.models.layer_kinds import windows_by_layer
+from jaxinfer.models.names import TensorNames
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _PARTIAL_ROTARY = 0.25  # transformers' default
+_SHARED = NormSources(names=("input_layernorm",))
+_NAMES = TensorNames(qk_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"))
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    hf.supported_only(config, "use_parallel_residual", False)
-    hf.supported_only(config, "qk_layernorm", False)
+    parallel = hf.flag(config, "use_parallel_residual", False)
     return gqa_config(
         config,
         dtype,
         qkv_bias=hf.flag(config, "use_qkv_bias", False),
         o_bias=False,
-        qk_norm=None,
+        qk_norm="layers" if hf.flag(config, "qk_layernorm", False) else None,
         windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
+        norms="shared" if parallel else "before",
         norm="layer",
+        parallel=parallel,
     )
+
+
+def _param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
+    """The parameters; parallel blocks share their norm."""
+    norms = _SHARED if config.layers[0].parallel else PRE_NORMS
+    return gqa_param_specs(config, norms=norms, names=_NAMES)
 
 
 FAMILY = ModelFamily(
     name="stablelm",
     config_from_hf=config_from_hf,
-    param_specs=gqa_param_specs,
+    param_specs=_param_specs,
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -12,6 +12,8 @@ as [in, out], and GEMMs are ``x @ w``. Parameters, whose shapes are those of ``m
       unless tied               plain layer norms are not here
     lm_head_bias [V]
       with a head bias
+    embed_norm [D], [2, D]
+      with a norm of embeddings
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, NormSpec, ResidualSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, ResidualSpec
+from jaxinfer.nn.layer_spec import NormSpec
 from jaxinfer.nn.linear import (
     BlockOutput,
     Norm,
@@ -63,7 +66,7 @@ class DecoderLayer(nn.Module):
         only: jax.Array | None = None,  # int32[B]
     ) -> tuple[Stream, LayerArrays | None]:
         """One layer. With ``only`` (see ``Attention``) the result has only those tokens."""
-        norms, spec = self._norms(), self.spec
+        norms, spec = self._norms(stream.x.shape[-1]), self.spec
         mixer, ffn = (None if b.is_absent else b.module() for b in (spec.mixer, spec.ffn))
         for block in (mixer, ffn):
             if block is not None:
@@ -102,7 +105,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Stream, LayerArrays | None]:
         """A parallel layer: both blocks read the stream, and their outputs are added together."""
         assert self.residual.num_streams == 1 and self.spec.end is None, "not in parallel layers"
-        first, _, second, _ = self._norms()
+        first, _, second, _ = self._norms(stream.x.shape[-1])
         _, add = self.residual.module("mixer_residual").read(stream, only)
         stream, h = normalised(stream, first, ctx)
         _, delta, state = mixer(Stream(h), first.as_none(), state, ctx, only)
@@ -119,21 +122,30 @@ class DecoderLayer(nn.Module):
         assert not isinstance(delta, Outputs) and not isinstance(other, Outputs)
         return add(x, added(delta, other)), state
 
-    def _norms(self) -> tuple[Norm, Norm | None, Norm, Norm | None]:
+    def _norms(self, width: int) -> tuple[Norm, Norm | None, Norm, Norm | None]:
         """The norms before and after the mixer, before and after the feed-forward network."""
         own, placed = self.norm, self.spec.norms
-        weights = None if own.kind == "layer_plain" else param(self, "norms")
-        rows_each = 2 if own.kind == "layer" else 1
-        starts = range(0, 4 if weights is None else len(weights), rows_each)
-        norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
+        if own.kind == "layer_plain":
+            norms = [Norm(None, 0, own.eps, own.kind)] * 4
+        elif own.kind == "rms_plain":
+            norms = [_plain_norm(width, own)] * 4
+        else:
+            weights, rows_each = param(self, "norms"), 2 if own.kind == "layer" else 1
+            starts = range(0, len(weights), rows_each)
+            norms = [Norm(weights, row, own.eps, own.kind) for row in starts]
         if placed == "shared":
             return norms[0], None, norms[0], None
         if placed == "both":
             return norms[0], norms[1], norms[2], norms[3]
         if placed == "before":
             return norms[0], None, norms[1], None
-        none = Norm(weights, 0, own.eps, "none")
+        none = norms[0].as_none()
         return none, norms[0], none, norms[1]
+
+
+def _plain_norm(width: int, norms: NormSpec) -> Norm:
+    """An RMS norm without weights, for which kernels read ones."""
+    return Norm(jnp.ones((1, width), norms.dtype), 0, norms.eps)
 
 
 class DecoderLayerWithPoints(DecoderLayer):
@@ -252,8 +264,13 @@ class Decoder(nn.Module):
     def embedded(self, token_ids: jax.Array, ctx: StepContext) -> Stream:
         """The stream that begins with tokens int32[T] at the positions of the context."""
         x = self._embedding(token_ids, ctx)
+        if self.spec.embed_norm:
+            _, x = normalised(Stream(x), self._outer_norm("embed_norm"), ctx)
+        places = ctx.positions + self.spec.first_position
         if self.spec.num_positions is not None:
-            x = x + take_rows(self.positions, ctx.positions + self.spec.first_position)
+            x = x + take_rows(self.positions, places)
+        if self.spec.sinusoids is not None:
+            x = x + self.spec.sinusoids.of(places, x.shape[-1]).astype(x.dtype)
         return self.residual.begin(ctx.at("embed", x))
 
     def _embedding(self, token_ids: jax.Array, ctx: StepContext) -> jax.Array:  # [T, D]
@@ -316,11 +333,17 @@ class Decoder(nn.Module):
 
     def finished(self, stream: Stream, ctx: StepContext) -> jax.Array:  # [T, D]
         """The final norm of the stream."""
-        kind = self.spec.norm
-        weights = None if kind == "layer_plain" else jnp.atleast_2d(param(self, "final_norm"))
-        norm = Norm(weights, 0, self.spec.norm_eps, kind)
+        norm = self._outer_norm("final_norm")
         _, hidden = normalised(self.residual.end(stream), norm, ctx)
         return ctx.at("final_norm", hidden)
+
+    def _outer_norm(self, name: str) -> Norm:
+        """A norm outside the layers, by the name of its parameter."""
+        norms = self.spec.norms
+        if norms.kind == "rms_plain":
+            return _plain_norm(self.spec.hidden_size, norms)
+        weights = None if norms.kind == "layer_plain" else jnp.atleast_2d(param(self, name))
+        return Norm(weights, 0, norms.eps, norms.kind)
 
     def unembed(
         self,

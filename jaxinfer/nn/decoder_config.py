@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
-from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind
+from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind, NormSpec
+from jaxinfer.nn.positions import Alibi, Sinusoids
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, PagedKind, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
@@ -70,7 +71,7 @@ class FeedForwardSpec(BlockSpec, Protocol):
         return self
 
 
-type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain"]
+type QKNormKind = Literal["head", "all_heads", "rotated", "rotated_plain", "layer", "layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +80,14 @@ class AttentionConfig(BlockSpec):
 
     ``window`` is the attention window in tokens (None: no window); ``scale`` multiplies scores.
     ``qk_norm`` is an RMS norm of queries and of keys: before rope that of each head, or of all
-    heads together, or that of each "rotated" head ("rotated_plain": without weights). With
-    ``sinks`` each head has a logit beside its scores that takes part in the softmax. With ``gate``
-    the output of each head is multiplied by the sigmoid of a projection of the token. ``values``
-    says how values are made. Queries, keys and values are limited to ``clip`` and its negative, and
-    queries grow with the position. Scores x become c tanh(x / c) with a ``cap`` c. ``page_dtype``
-    is that of pages (None: the decoder's).
+    heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
+    rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
+    each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
+    softmax. With ``gate`` the output of each head is multiplied by the sigmoid of a projection of
+    the token. ``values`` says how values are made. Queries, keys and values are limited to ``clip``
+    and its negative, and queries grow with the position. Scores x become c tanh(x / c) with a
+    ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an RMS norm of all
+    heads' outputs. ``page_dtype`` is that of pages (None: the decoder's).
     """
 
     num_heads: int
@@ -102,6 +105,8 @@ class AttentionConfig(BlockSpec):
     clip: float | None = None
     cap: float | None = None
     growth: QueryGrowth | None = None
+    alibi: Alibi | None = None
+    out_norm: float | None = None
     page_dtype: jnp.dtype | None = None
 
     def for_context(self, length: int) -> AttentionConfig:
@@ -139,7 +144,7 @@ class AttentionConfig(BlockSpec):
 class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
-    ``out_scale``.
+    ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies.
     """
 
     width: int
@@ -148,6 +153,7 @@ class FeedForwardConfig(FeedForwardSpec):
     bias: bool = False
     gate_scale: float = 1.0
     out_scale: float = 1.0
+    norm: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
@@ -260,15 +266,6 @@ class PlainResidual:
 
 
 @dataclass(frozen=True)
-class NormSpec:
-    """The kind, epsilon and weight dtype of all norms of the residual stream."""
-
-    kind: NormKind
-    eps: float
-    dtype: jnp.dtype
-
-
-@dataclass(frozen=True)
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
 
@@ -307,8 +304,9 @@ class DecoderSpec:
 
     ``lengths`` are the default context length of an engine and the longest one. ``embed_scale``
     multiplies embeddings, ``num_positions`` is the length of the table of learned positions (None
-    without), whose row ``first_position`` is that of the first token. ``dtype`` is that of weights
-    and activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
+    without), whose row ``first_position`` is that of the first token; ``sinusoids`` are a table
+    without parameters. With ``embed_norm`` embeddings have a norm. ``dtype`` is that of weights and
+    activations, ``norm_dtype`` that of norms (None: ``dtype``). ``layer_inputs`` are inputs of
     single layers. Logits x, which have a bias with ``head_bias`` and are multiplied by
     ``logit_scale``, become c tanh(x / c) with ``logit_cap`` c.
     """
@@ -325,6 +323,8 @@ class DecoderSpec:
     embed_scale: float | None = None
     num_positions: int | None = None
     first_position: int = 0
+    sinusoids: Sinusoids | None = None
+    embed_norm: bool = False
     residual: ResidualSpec = PlainResidual()
     layer_inputs: LayerInputsConfig | None = None
     logit_cap: float | None = None

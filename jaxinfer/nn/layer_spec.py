@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+import jax.numpy as jnp
+
 if TYPE_CHECKING:
     import flax.linen as nn
 
-# An RMS norm; LayerNorm with weight and bias, with a weight alone, and without parameters.
-type NormKind = Literal["rms", "layer", "layer_weight", "layer_plain"]
+# An RMS norm with and without weight; LayerNorm with weight and bias, with a weight alone, and
+# without parameters.
+type NormKind = Literal["rms", "rms_plain", "layer", "layer_weight", "layer_plain"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +53,12 @@ class LayerEndConfig:
     def module(self) -> nn.Module:
         """The module; its parameters are part of the layer's."""
         return import_module("jaxinfer.nn.layer_inputs").LayerEnd(self)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The kind, epsilon and weight dtype of all norms of the residual stream."""
+
+    kind: NormKind
+    eps: float
+    dtype: jnp.dtype

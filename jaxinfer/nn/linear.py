@@ -278,6 +278,19 @@ def block_output(
     return ctx.addends(y) if bias is None else ctx.across(y) + bias
 
 
+def divided_rms_norm(
+    x: jax.Array,  # [T, D]
+    weight: jax.Array,  # [D]
+    eps: float,
+    axis: str | None,
+) -> jax.Array:  # [T, D]
+    """An RMS norm of columns of which each device has an equal part; see ``StepContext.axis``."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    mean = mean if axis is None else jax.lax.pmean(mean, axis)
+    return (x32 * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(x.dtype)
+
+
 @partial(jax.jit, static_argnames="eps")  # the same bits outside ``jax.jit``
 def layer_norm(
     x: jax.Array,  # [..., D]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.nn.linear import BlockOutput, Outputs, Stream, whole
 
@@ -48,6 +49,12 @@ class Plain:
 
 
 def _added(x: jax.Array, delta: BlockOutput, scale: float) -> Stream:
-    """The stream with an output times the scale; partials of the output are multiplied alike."""
-    assert not isinstance(delta, Outputs), "the scale is that of outputs without norms"
+    """The stream with an output times the scale; partials of the output are multiplied alike, and
+    of an output with a norm the norm's weight.
+    """
+    if isinstance(delta, Outputs):
+        post = delta.post
+        assert post is not None and post.weights is not None, "the outputs have no norm"
+        scaled = post.weights[post.row : post.row + 1] * jnp.asarray(scale, post.weights.dtype)
+        return Stream(x, replace(delta, post=replace(post, weights=scaled, row=0)))
     return Stream(x, whole(delta) * scale)

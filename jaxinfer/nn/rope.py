@@ -266,13 +266,15 @@ class RopeConfig:
 
     With ``rotary_dim`` only so many components of a head rotate. They are the first of each half of
     the head, as the weights are laid out (``models.params.RotaryRows``), and the tables hold the
-    angle 0 for the others: every kernel then computes them without a form of its own.
+    angle 0 for the others: every kernel then computes them without a form of its own. Heads may
+    rotate ``backwards``.
     """
 
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None
+    backwards: bool = False
 
     @property
     def width(self) -> int:
@@ -312,6 +314,7 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:  # float32[T, H / 2] each
     """Cosine and sine of each token's angles; they are computed once per step."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)
+    angles = -angles if rope.backwards else angles
     cos, sin = jnp.cos(angles) * rope.attention_scale, jnp.sin(angles) * rope.attention_scale
     if rope.width == rope.head_dim:
         return cos, sin

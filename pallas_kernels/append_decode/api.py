@@ -78,7 +78,7 @@ def append_decode(
     rows, qkv = args.seq_lens.shape[0], args.qkv
     if qkv.ndim != 3 or qkv.shape[0] != rows or args.queries.shape[1] < 1:
         raise ValueError(f"append_decode: heads {qkv.shape} do not fit pages {args.k_pages.shape}")
-    context = args.page_table, args.seq_lens, args.window, args.sinks
+    context = args.page_table, args.seq_lens, args.window, args.sinks, args.slopes
     check_paged("append_decode", args.queries, args.k_pages, args.v_pages, *context)
     check_scales("append_decode", args)
     cos, sin, qk_norms, arrivals = args.cos, args.sin, args.qk_norms, args.arrivals

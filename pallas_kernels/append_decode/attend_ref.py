@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib.page_scales import Pools, values_of
-from pallas_kernels.lib.softmax import capped
+from pallas_kernels.lib.softmax import biased, capped
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "cap"))
@@ -18,6 +18,7 @@ def attend(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     sinks: jax.Array | None = None,  # [N]
+    slopes: jax.Array | None = None,  # float32[N]
     *,
     scale: float,
     window: int | None = None,
@@ -32,7 +33,8 @@ def attend(
     float32; the result has q's dtype, and the pages that or a narrower one, with scales if it has 8
     bits (``lib.page_scales``). ``sinks`` are logits of
     each head beside its scores: they take part in the softmax and have no value (Xiao et al., 2023,
-    arXiv:2309.17453; gpt-oss learns them). ``cap`` is that of ``softmax.capped``.
+    arXiv:2309.17453; gpt-oss learns them). ``cap`` is that of ``softmax.capped``,
+    ``slopes`` are those of ``softmax.biased``.
     """
     _, page_size, num_kv_heads, head_dim = pools[0].shape
 
@@ -52,7 +54,8 @@ def attend(
 
         grouped = query.astype(jnp.float32).reshape(num_kv_heads, -1, head_dim)
         scores = jnp.einsum("KGH,SKH->KGS", grouped, read(0), precision="highest") * scale
-        scores = capped(scores, cap)
+        of_heads = None if slopes is None else slopes.reshape(num_kv_heads, -1, 1)  # [K, G, 1]
+        scores = biased(capped(scores, cap), of_heads, length - 1 - position)
         if sinks is None:
             weights = jax.nn.softmax(scores, axis=-1, where=seen)
         else:

@@ -25,6 +25,7 @@ def attend(
     page_table: jax.Array,  # int32[B, M]
     seq_lens: jax.Array,  # int32[B]
     sinks: jax.Array | None = None,  # [N]
+    slopes: jax.Array | None = None,  # float32[N]
     *,
     scale: float,
     window: int | None = None,
@@ -36,7 +37,9 @@ def attend(
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % block_pages)))
-    of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1)
+    of_heads, by_head = (
+        None if one is None else one.reshape(num_kv_heads, -1) for one in (sinks, slopes)
+    )
     grouped = (q.astype(jnp.float32) * scale).reshape(b, num_kv_heads, n // num_kv_heads, h)
 
     def row_body(row: jax.Array, out: jax.Array) -> jax.Array:
@@ -49,7 +52,9 @@ def attend(
             visible = ((position >= oldest) & (position < length))[:, None, None]
             k = softmax.read_block(pools[0], ids, scales[0])
             scores = jnp.sum(k[:, :, None] * query, axis=-1)  # [block, K, G]
-            scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
+            distance = (length - 1 - position)[:, None, None]
+            scores = softmax.biased(softmax.capped(scores, cap), by_head, distance)
+            scores = jnp.where(visible, scores, -jnp.inf)
             m_ij, alpha, p = softmax.block_weights(state, scores, 0)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
             v = softmax.read_block(pools[1], ids, scales[1])

@@ -20,6 +20,7 @@ from pallas_kernels.lib.shapes import (
     paged_arrays,
     poison,
     sinks_of,
+    slopes_of,
 )
 
 
@@ -38,6 +39,7 @@ class DecodeCase(PagedCase):
     appends: bool = True
 
 
+_XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
 _FP8 = str(BITS)
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3, _GPT_OSS = shapes.SMOLLM2_135M_TP3, shapes.GPT_OSS_20B_TP8
@@ -296,6 +298,12 @@ CASES = (
         tags=("full",),
     ),
     DecodeCase("smollm2_tp3_cap", _SMOL_TP3, (70, 0, 16), cap=0.5),
+    DecodeCase(
+        "gpt2_slopes", shapes.GPT2, (3, 0, 300), rotary=False, slopes=True, padding=1, tags=_XLA
+    ),
+    DecodeCase(
+        "smollm2_tp3_slopes_window", _SMOL_TP3, (300, 9), slopes=True, window=140, tags=_XLA
+    ),
     DecodeCase("shared_sinks", _SMOL_TP3, (70, 0, 16), sinks=True, appends=False),
     DecodeCase(
         "gemma4_26b_rows",
@@ -344,6 +352,7 @@ def build(case: DecodeCase, seed: int) -> Inputs:
         "sinks": sinks_of(case, rng),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
+        "slopes": slopes_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "values": case.values, "cap": case.cap}
     return Inputs((DecodeArgs(**args, scale=h**-0.5, eps=1e-6, **static, appends=case.appends),))

@@ -31,8 +31,8 @@ class DecodeArgs:
 
     ``seq_lens`` count the new token. ``arrivals`` are counters by which the CTAs of a row find the
     last one to arrive. They are zero before and after, so one array serves all layers of a step
-    (None: allocated by the call). ``sinks`` are those of ``attend_ref.attend``. ``values`` says how
-    the new token's values are made.
+    (None: allocated by the call). ``sinks`` and ``slopes`` are those of ``attend_ref.attend``.
+    ``values`` says how the new token's values are made.
 
     With a ``cap`` c scores x become c tanh(x / c).
 
@@ -52,6 +52,7 @@ class DecodeArgs:
     sinks: jax.Array | None = None  # [N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
+    slopes: jax.Array | None = None  # float32[N]
     scale: float = field(metadata=STATIC)
     eps: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
@@ -97,10 +98,11 @@ def append_decode(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """A row of length 0 is padding: its token goes to page 0, which is never read."""
     lens, page_size = np.asarray(args.seq_lens), args.k_pages.shape[1]
+    beside = args.sinks, args.slopes
     static = {"scale": args.scale, "window": args.window, "cap": args.cap}
     if not args.appends:
         q, pools = jax.tree.map(jnp.asarray, args).rotated_queries(), pools_of(args)
-        return attend(q, pools, args.page_table, lens, args.sinks, **static), *pools
+        return attend(q, pools, args.page_table, lens, *beside, **static), *pools
     args = args.with_values()
     last = np.maximum(lens - 1, 0)
     page = np.asarray(args.page_table)[np.arange(len(lens)), last // page_size]
@@ -114,4 +116,4 @@ def append_decode(
             qkv=args.qkv, cos=args.cos, sin=args.sin, qk_norms=args.qk_norms, **new, eps=args.eps
         )
         q, *pools = qk_rope_append(rotated)
-    return attend(q, (*pools,), args.page_table, lens, args.sinks, **static), *pools
+    return attend(q, (*pools,), args.page_table, lens, *beside, **static), *pools

@@ -25,6 +25,7 @@ def check_paged(
     seq_lens: jax.Array,  # int32[R]
     window: int | None,
     sinks: jax.Array | None = None,  # [N]
+    slopes: jax.Array | None = None,  # [N]
 ) -> None:
     """Raise ValueError when shapes do not fit together or ``window`` is below 1."""
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
@@ -41,8 +42,9 @@ def check_paged(
         )
     if window is not None and window < 1:
         raise ValueError(f"{op}: window must be at least 1, got {window}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"{op}: sinks {sinks.shape} are not one for each of {q.shape[1]} heads")
+    for name, one in (("sinks", sinks), ("slopes", slopes)):
+        if one is not None and one.shape != (q.shape[1],):
+            raise ValueError(f"{op}: {name} {one.shape} are not one for each of {q.shape[1]} heads")
 
 
 def check_latent(

@@ -107,6 +107,7 @@ class PagedCase:
     padding: int = 0
     window: int | None = None
     sinks: bool = False
+    slopes: bool = False
     cap: float | None = None
     dtype: str = "float32"
     kv_dtype: str = ""  # of the pages; empty: the dtype of the queries
@@ -135,6 +136,12 @@ def sinks_of(case: PagedCase, rng: np.random.Generator) -> np.ndarray | None:  #
     if not case.sinks:
         return None
     return rng.uniform(-1, 2, case.heads.num_heads).astype(jnp.dtype(case.dtype))
+
+
+def slopes_of(case: PagedCase) -> np.ndarray | None:  # float32[N]
+    """Slopes of several sizes, if a case has any."""
+    n = case.heads.num_heads
+    return np.float32(2.0) ** -np.linspace(0, 8, n, dtype=np.float32) if case.slopes else None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,17 @@ def capped(scores: jax.Array, cap: float | None) -> jax.Array:  # [...] -> [...]
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
+def biased(
+    scores: jax.Array,  # [...]
+    slopes: jax.Array | None,  # [N], of a shape that broadcasts to the scores
+    distance: jax.Array,  # int32: of the key before its query, likewise
+) -> jax.Array:  # [...]
+    """Scores less the slope of their head times the distance (ALiBi: Press et al. 2021,
+    arXiv:2108.12409).
+    """
+    return scores if slopes is None else scores - slopes * distance.astype(jnp.float32)
+
+
 def block_weights(
     state: SoftmaxState, scores: jax.Array, axis: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

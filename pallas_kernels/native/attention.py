@@ -38,15 +38,15 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    if args.cos is None or args.cap is not None:
-        return missing() or "there is no rope, or scores have a cap"
+    if args.cos is None or args.cap is not None or args.slopes is not None:
+        return missing() or "there is no rope, or scores have a cap or a bias"
     return _supports(args.qkv, args.k_pages)
 
 
 def prefill_supports(args: PrefillArgs) -> str | None:
     """Why ``paged_prefill`` cannot run, or None."""
-    if args.cap is not None:
-        return missing() or "scores have a cap"
+    if args.cap is not None or args.slopes is not None:
+        return missing() or "scores have a cap or a bias"
     return _supports(args.q, args.k_pages)
 
 

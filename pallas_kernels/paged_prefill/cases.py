@@ -11,11 +11,12 @@ import numpy as np
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.page_scales import BITS
-from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of
+from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of, slopes_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
+_XLA = ("ci", "cpu")  # of calls that no kernel of a GPU supports
 _FP8 = str(BITS)
 
 
@@ -144,6 +145,12 @@ CASES = (
     PagedCase("gemma4_head512", shapes.GEMMA4_E2B_FULL, (50, 0), (20, 0), padding=3),
     PagedCase("gemma4_head512_bf16", shapes.GEMMA4_E2B_FULL, (90,), (9,), dtype="bfloat16"),
     PagedCase("smollm2_tp3_cap", shapes.SMOLLM2_135M_TP3, (70, 9), (70, 3), cap=0.5),
+    PagedCase(
+        "gpt2_slopes", shapes.GPT2, (60, 0, 170), (9, 0, 70), padding=3, slopes=True, tags=_XLA
+    ),
+    PagedCase(
+        "smollm2_tp3_slopes_window", _SMOL_TP3, (200,), (66,), slopes=True, window=130, tags=_XLA
+    ),
     PagedCase("gpt_oss_sinks", shapes.GPT_OSS_20B, (70, 0), (70, 0), padding=3, sinks=True),
     PagedCase("gpt_oss_sinks_window", shapes.GPT_OSS_20B, (200,), (9,), sinks=True, window=128),
     PagedCase(
@@ -242,6 +249,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "sinks": sinks_of(case, rng),
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
+        "slopes": slopes_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))

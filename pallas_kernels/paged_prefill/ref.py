@@ -15,7 +15,7 @@ from pallas_kernels.lib.page_scales import pools_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PrefillArgs:
-    """The arguments of ``paged_prefill``; sinks and cap are those of ``attend_ref.attend``."""
+    """The arguments of ``paged_prefill``; sinks, slopes and cap are as in ``attend_ref.attend``."""
 
     q: jax.Array  # [T, N, H]
     k_pages: jax.Array  # [P, S, K, H]
@@ -26,6 +26,7 @@ class PrefillArgs:
     sinks: jax.Array | None = None  # [N]
     k_scales: jax.Array | None = None  # float32[P, S, K]: of 8-bit pages
     v_scales: jax.Array | None = None  # float32[P, S, K]
+    slopes: jax.Array | None = None  # float32[N]
     scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     cap: float | None = field(default=None, metadata=STATIC)
@@ -41,4 +42,5 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
     seen = jnp.where(real, jnp.asarray(args.seq_lens)[row] - before_end, 0)
     table = jnp.asarray(args.page_table)[row]
     static = {"scale": args.scale, "window": args.window, "cap": args.cap}
-    return attend(args.q, pools_of(args), table, seen, args.sinks, **static)
+    beside = args.sinks, args.slopes
+    return attend(args.q, pools_of(args), table, seen, *beside, **static)

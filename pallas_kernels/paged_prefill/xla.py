@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.lib import softmax
-from pallas_kernels.lib.page_scales import Pools, pools_of
+from pallas_kernels.lib.page_scales import pools_of
 from pallas_kernels.lib.softmax import SoftmaxState
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
@@ -53,9 +53,7 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
         queries = jax.lax.dynamic_slice_in_dim(padded, tile.start, width).astype(jnp.float32)
         grouped = (queries * args.scale).reshape(width, num_kv_heads, n // num_kv_heads, h)
         grouped = grouped.transpose(1, 2, 0, 3)  # [K, G, width, H]
-        result = _attend_tile(
-            grouped, pools_of(args), table[row], tile, args.window, args.sinks, args.cap
-        )
+        result = _attend_tile(grouped, args, table[row], tile)
         result = result.transpose(2, 0, 1, 3).reshape(width, n, h).astype(args.q.dtype)
         # Queries past the row's end are zeros: the next row overwrites them, or they are padding.
         return jax.lax.dynamic_update_slice_in_dim(out, result, tile.start, axis=0)
@@ -65,16 +63,18 @@ def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
 
 def _attend_tile(
     queries: jax.Array,  # float32[K, G, width, H], scaled
-    pools: Pools,  # [P, S, K, H] each; scales float32[P, S, K]
+    args: PrefillArgs,
     page_ids: jax.Array,  # int32[M], a whole number of blocks
     tile: _Tile,
-    window: int | None,
-    sinks: jax.Array | None,  # [N]
-    cap: float | None,
 ) -> jax.Array:  # float32[K, G, width, H]
     """Attention of one tile over the blocks that its queries see."""
-    width = queries.shape[2]
+    width, window, pools = queries.shape[2], args.window, pools_of(args)
     page_size, scales = pools[0].shape[1], pools[2:] or (None, None)
+    of_heads, by_head = (
+        None if one is None else one.reshape(*queries.shape[:2], 1)
+        for one in (args.sinks, args.slopes)
+    )
+    by_head = None if by_head is None else by_head[..., None]  # [K, G, 1, 1]
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size
     index = jnp.arange(width)
@@ -91,7 +91,9 @@ def _attend_tile(
             visible &= position > last_key[:, None] - window
         k = softmax.read_block(pools[0], ids, scales[0])
         scores = jnp.einsum("KGTH,SKH->KGTS", queries, k, precision="highest")
-        scores = jnp.where(visible, softmax.capped(scores, cap), -jnp.inf)
+        distance = last_key[:, None] - position
+        scores = softmax.biased(softmax.capped(scores, args.cap), by_head, distance)
+        scores = jnp.where(visible, scores, -jnp.inf)
         m_ij, alpha, p = softmax.block_weights(state, scores, -1)
         # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked values become 0.
         v = softmax.read_block(pools[1], ids, scales[1])
@@ -101,6 +103,5 @@ def _attend_tile(
         return SoftmaxState(m_ij, l_i, state.acc * alpha[..., None] + pv)
 
     blocks = (jax.lax.div(oldest, block), jax.lax.div(end + (block - 1), block))
-    of_heads = None if sinks is None else sinks.reshape(*queries.shape[:2], 1)
     initial = softmax.init_state(queries.shape[:3], queries.shape[3], of_heads)
     return softmax.attention_output(jax.lax.fori_loop(*blocks, block_body, initial))

@@ -32,9 +32,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BambaConfig,
+    BioGptConfig,
+    BitNetConfig,
+    BloomConfig,
+    CodeGenConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
+    CTRLConfig,
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -42,7 +47,9 @@ from transformers import (
     DynamicCache,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Exaone4_5_Config,
     Exaone4Config,
+    ExaoneConfig,
     ExaoneMoeConfig,
     FalconConfig,
     FalconH1Config,
@@ -61,17 +68,23 @@ from transformers import (
     Glm4vConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
     GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    GraniteSWAConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
     HYV3Config,
+    InternLM3Config,
+    IQuestCoderConfig,
     Jais2Config,
     JambaConfig,
     KimiLinearConfig,
@@ -90,6 +103,8 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
+    NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
@@ -98,6 +113,7 @@ from transformers import (
     OlmoeConfig,
     OlmoHybridConfig,
     OPTConfig,
+    PersimmonConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -120,6 +136,8 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
+    XGLMConfig,
     YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -165,6 +183,16 @@ SIZES = {
 WITHOUT_KV = {key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
 FALCON = {key: size for key, size in WITHOUT_KV.items() if key != "intermediate_size"}
 FALCON["ffn_hidden_size"] = 48
+MPT = {"vocab_size": 96, "n_layers": 2, "max_seq_len": 64}
+EXAONE_VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 32,
+    "fullatt_block_indexes": [0],
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -281,11 +309,14 @@ GEMMA4_VISION = {
     "position_embedding_size": 4,
 }
 # norms multiply by 1 + weight
-ZERO_CENTRED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2")
+ZERO_CENTRED = (
+    *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "nemotron", "gemma", "gemma2"),
+    "vaultgemma",
+)
 # published files have other names
 RENAMED = (
     *("gpt_neox", "gpt_neox_sequential", "nemotron_h", "llava", "qwen2_5_vl", "qwen3_vl"),
-    *("gemma3_multimodal", "glm4v", "mistral4"),
+    *("gemma3_multimodal", "glm4v", "mistral4", "exaone"),
 )
 STACKED = (
     "qwen3_5_moe_multimodal",
@@ -384,6 +415,18 @@ DEEPSEEK_ROPE = {
     "beta_fast": 4.0,
     "truncate": False,
 }
+
+
+# Architectures of published files, for which transformers has the modules of another one.
+ARCHITECTURES = {
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+}
+
+
+# Eager attention adds ALiBi of Falcon twice: to the mask, and to the scores.
+IMPLEMENTATIONS = {"falcon_alibi": "sdpa"}
 
 
 def cases() -> dict[str, PreTrainedConfig]:
@@ -738,6 +781,102 @@ def cases() -> dict[str, PreTrainedConfig]:
         "gptj": GPTJConfig(**gpt2, rotary_dim=4, **NO_TOKENS),
         "opt": OPTConfig(
             **{key: SIZES[key] for key in FALCON if key in SIZES}, ffn_dim=48, **NO_TOKENS
+        ),
+        # six heads, which are no power of two
+        "bloom": BloomConfig(
+            vocab_size=96, hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-3, **NO_TOKENS
+        ),
+        "mpt": MptConfig(
+            **MPT, d_model=48, n_heads=6, attn_config={"clip_qkv": 1.0, "softmax_scale": 0.5}
+        ),
+        "mpt_plain": MptConfig(**MPT, d_model=32, n_heads=4),
+        "falcon_alibi": FalconConfig(  # four heads, whose slopes bfloat16 holds
+            **FALCON, alibi=True, bias=True, parallel_attn=False, multi_query=False, **NO_TOKENS
+        ),
+        "internlm3": InternLM3Config(
+            **SIZES, head_dim=16, attention_bias=True, mlp_bias=True, **NO_TOKENS
+        ),
+        "iquestcoder": IQuestCoderConfig(**SIZES, head_dim=16, attention_bias=True, **NO_TOKENS),
+        "nanochat": NanoChatConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "exaone": ExaoneConfig(**SIZES, rope_parameters=LLAMA3_ROPE, **NO_TOKENS),
+        "gpt_bigcode": GPTBigCodeConfig(**gpt2, **NO_TOKENS),
+        "gpt_bigcode_heads": GPTBigCodeConfig(
+            **gpt2, multi_query=False, scale_attn_weights=False, n_inner=40, **NO_TOKENS
+        ),
+        "gpt_neo": GPTNeoConfig(
+            vocab_size=96,
+            hidden_size=32,
+            num_heads=4,
+            num_layers=3,
+            attention_types=[[["global", "local"], 1], [["local"], 1]],
+            window_size=7,
+            max_position_embeddings=64,
+            **NO_TOKENS,
+        ),
+        "codegen": CodeGenConfig(**gpt2 | {"n_head": 8}, rotary_dim=2, **NO_TOKENS),
+        "persimmon": PersimmonConfig(**WITHOUT_KV, **NO_TOKENS),
+        "stablelm_parallel": StableLmConfig(
+            **SIZES,
+            use_parallel_residual=True,
+            qk_layernorm=True,
+            use_qkv_bias=True,
+            rope_parameters=HALF_ROTARY,
+            **NO_TOKENS,
+        ),
+        "phi_norms": PhiConfig(**SIZES, qk_layernorm=True, **NO_TOKENS),
+        "vaultgemma": VaultGemmaConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            head_dim=16,
+            sliding_window=7,
+            query_pre_attn_scalar=9,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+            **NO_TOKENS,
+        ),
+        "bitnet": BitNetConfig(**SIZES, attention_bias=True, **NO_TOKENS),
+        "hyperclovax": HyperCLOVAXConfig(
+            **SIZES,
+            head_dim=16,
+            embedding_multiplier=3.0,
+            logits_scaling=0.5,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            attention_bias=True,
+            **NO_TOKENS,
+        ),
+        "hyperclovax_before": HyperCLOVAXConfig(
+            **SIZES, use_post_norm=False, residual_multiplier=0.7, mlp_bias=True, **NO_TOKENS
+        ),
+        "granite_swa": GraniteSWAConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            sliding_window=7,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            layer_rope_theta=[0, 10000.0, 500.0],
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.2,
+            **NO_TOKENS,
+        ),
+        "biogpt": BioGptConfig(**WITHOUT_KV, **NO_TOKENS),
+        "xglm": XGLMConfig(
+            vocab_size=96,
+            d_model=32,
+            ffn_dim=48,
+            num_layers=2,
+            attention_heads=4,
+            max_position_embeddings=64,
+            **NO_TOKENS,
+        ),
+        "ctrl": CTRLConfig(**gpt2, dff=48, **NO_TOKENS),
+        "exaone4_5": Exaone4_5_Config(
+            text_config={
+                **SIZES | {"num_hidden_layers": 3},
+                "model_type": "exaone4",
+                "sliding_window": 7,
+                "sliding_window_pattern": 2,
+            },
+            vision_config=EXAONE_VISION,
         ),
         "qwen3_moe": Qwen3MoeConfig(
             **SIZES | {"num_hidden_layers": 3},
@@ -1332,7 +1471,8 @@ def make(name: str, config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
     text = config.get_text_config()
     auto = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    attention = IMPLEMENTATIONS.get(name, "eager")
+    model = auto.from_config(config, attn_implementation=attention).float().eval()
     generator = torch.Generator().manual_seed(SEEDS.get(name, 0))
     with torch.no_grad():
         randomise(model, generator)
@@ -1354,7 +1494,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
     weights = {
         f"weights/{key}": tensor.contiguous()
         for key, tensor in published(name, model).items()
-        if not (tied and key == "lm_head.weight")
+        if not (tied and key in ("lm_head.weight", "output_projection.weight"))
     }
     outputs = {
         "token_ids": token_ids.int(),

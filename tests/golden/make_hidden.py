@@ -100,6 +100,21 @@ CASES = (
     "falcon_mamba",
     "jamba",
     "olmo_hybrid",
+    "bloom",
+    "mpt",
+    "internlm3",
+    "nanochat",
+    "exaone",
+    "gpt_bigcode",
+    "gpt_neo",
+    "codegen",
+    "persimmon",
+    "vaultgemma",
+    "bitnet",
+    "hyperclovax",
+    "biogpt",
+    "xglm",
+    "ctrl",
 )
 
 # where transformers has the outputs of the layers and not their inputs

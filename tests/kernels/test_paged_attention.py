@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.append_decode import attend_ref
+from pallas_kernels.append_decode.api import OP as decode_op
 from pallas_kernels.append_decode.attend_xla import attend
+from pallas_kernels.harness.registry import KernelOp, select
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.page_scales import BITS, pools_of
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays
 from pallas_kernels.lib.softmax import KEYS_PER_BLOCK
 from pallas_kernels.paged_prefill import cases as prefill_cases
+from pallas_kernels.paged_prefill.api import OP as prefill_op
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.paged_prefill.xla import QUERIES_PER_TILE
 
@@ -170,3 +173,15 @@ def test_prefill_wants_one_start_more_than_rows() -> None:
     args = PrefillArgs(q=jnp.zeros((5, 9, 64)), k_pages=pages, v_pages=pages, **context, scale=1.0)
     with pytest.raises(ValueError, match="must hold one entry more than the 2 rows"):
         paged_prefill(args)
+
+
+@pytest.mark.parametrize("op", [decode_op, prefill_op], ids=lambda op: op.name)
+def test_scores_with_a_bias_are_for_xla_alone(op: KernelOp) -> None:
+    """Each kernel says so; the engine logs the reasons (see ``harness.registry.chosen``)."""
+    case = next(case for case in op.cases if case.name == "smollm2_tp3_slopes_window")
+    inputs = op.build(case, 0)
+    for platform in ("cpu", "gpu"):
+        assert select(op, platform, inputs.args, inputs.static).name == "xla"
+    for impl in op.impls[:-1]:
+        reason = impl.refuses(impl.platforms[0], inputs.args, inputs.static)
+        assert reason is not None and "bias" in reason, impl.name

@@ -142,6 +142,35 @@ def tiny_ernie4_5_config(**changes: Any) -> HFConfig:
     return {key: value for key, value in config.items() if key not in _LLAMAS_BIASES}
 
 
+def tiny_exaone_config(**changes: Any) -> HFConfig:
+    """The same sizes under EXAONE's names of tensors."""
+    return tiny_llama_config() | _named("ExaoneForCausalLM", "exaone") | changes
+
+
+def tiny_seed_oss_config(**changes: Any) -> HFConfig:
+    """The same sizes; attention's outputs have no biases."""
+    names = _named("SeedOssForCausalLM", "seed_oss")
+    return tiny_llama_config() | names | {"attention_out_bias": False} | changes
+
+
+def tiny_starcoder2_config(**changes: Any) -> HFConfig:
+    """The same sizes with LayerNorm, biases, and a network without a gate."""
+    names = _named("Starcoder2ForCausalLM", "starcoder2")
+    own = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True}
+    config = tiny_llama_config() | names | own | {"sliding_window": None} | changes
+    return {k: v for k, v in config.items() if k not in (*_LLAMAS_BIASES, "rms_norm_eps")}
+
+
+def tiny_starcoder_config(**changes: Any) -> HFConfig:
+    """GPT-2's sizes with one KV head."""
+    own = {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
+    return tiny_gpt2_config() | _named("GPTBigCodeForCausalLM", "gpt_bigcode") | own | changes
+
+
+def _named(architecture: str, model_type: str) -> HFConfig:
+    return {"architectures": [architecture], "model_type": model_type}
+
+
 _LLAMAS_BIASES = ("attention_bias", "mlp_bias")
 
 
@@ -347,7 +376,9 @@ def _layers(config: Mapping[str, Any]) -> int:
 
 def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], older: bool) -> None:
     writer.add_block_count(_layers(config))
-    if config["model_type"] == "gpt2":
+    if config["model_type"] in ("gpt2", "gpt_bigcode"):
+        if config.get("multi_query"):
+            writer.add_head_count_kv(1)
         writer.add_embedding_length(config["n_embd"])
         writer.add_feed_forward_length(config["n_inner"])
         writer.add_head_count(config["n_head"])
@@ -360,7 +391,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], older: boo
     writer.add_head_count(config["num_attention_heads"])
     write_heads_config(writer, config, older)
     writer.add_context_length(config["max_position_embeddings"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "norm_epsilon" in config:
+        writer.add_layer_norm_eps(config["norm_epsilon"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     if config["model_type"] == "granite":
         writer.add_attention_scale(config["attention_multiplier"])

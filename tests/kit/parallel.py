@@ -67,6 +67,7 @@ SIZES: dict[str, Any] = {
 PROMPTS = ([5, 9, 3, 80], [7] * 20, list(range(3, 43)))
 # sizes that four devices divide
 MORE: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 64, "n_head": 8},
     "gemma4_all": {"num_experts": 8},
     "qwen3_moe": {"num_experts": 8},
     "mixtral": {"num_local_experts": 8},

@@ -61,6 +61,10 @@ _WINDOW = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 )
 
+_OWN_SIZES = MappingProxyType(  # under the names of GPT-Neo and XGLM
+    {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LEN, "num_layers": 2}
+)
+
 _LATENT = MappingProxyType(
     {
         **_DECODER,
@@ -379,7 +383,7 @@ CONFIGS = MappingProxyType(
         },
         "exaone4": {
             **_DECODER,
-            "architectures": ["Exaone4ForCausalLM"],
+            "architectures": ["Exaone4ForCausalLM", "Exaone4_5_ForConditionalGeneration"],
             "num_hidden_layers": 3,
             "sliding_window": 7,
             "sliding_window_pattern": 2,
@@ -413,6 +417,100 @@ CONFIGS = MappingProxyType(
             "ffn_dim": 48,
         },
         "gpt2": {**_GPT2, "architectures": ["GPT2LMHeadModel"]},
+        "bloom": {
+            "vocab_size": VOCAB_SIZE,
+            "architectures": ["BloomForCausalLM"],
+            "hidden_size": 48,
+            "n_layer": 2,
+            "n_head": 6,
+            "seq_length": MAX_LEN,
+        },
+        "mpt": {
+            "vocab_size": VOCAB_SIZE,
+            "architectures": ["MptForCausalLM", "MPTForCausalLM"],
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": MAX_LEN,
+            "attn_config": {"alibi": True, "clip_qkv": 1.0},
+        },
+        "falcon_alibi": {
+            **_FALCON,
+            "architectures": ["FalconForCausalLM"],
+            "alibi": True,
+            "bias": True,
+            "parallel_attn": False,
+            "multi_query": False,
+        },
+        "internlm3": {
+            **_DECODER,
+            "architectures": ["InternLM3ForCausalLM"],
+            "head_dim": 8,
+            "qkv_bias": True,
+        },
+        "iquestcoder": {**_DECODER, "architectures": ["IQuestCoderForCausalLM"]},
+        "nanochat": {**_DECODER, "architectures": ["NanoChatForCausalLM"]},
+        "exaone": {
+            **{k: v for k, v in _WITHOUT_EPS.items() if k != "num_hidden_layers"},
+            "architectures": ["ExaoneForCausalLM"],
+            "num_layers": 2,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "silu",
+        },
+        "gpt_bigcode": {**_GPT2, "architectures": ["GPTBigCodeForCausalLM"]},
+        "gpt_neo": {
+            **_OWN_SIZES,
+            "architectures": ["GPTNeoForCausalLM"],
+            "hidden_size": 32,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 7,
+        },
+        "codegen": {**_GPT2, "architectures": ["CodeGenForCausalLM"], "rotary_dim": 4},
+        "persimmon": {
+            **{key: value for key, value in _LAYER_NORM.items() if key != "num_key_value_heads"},
+            "architectures": ["PersimmonForCausalLM"],
+        },
+        "stablelm_12b": {
+            **_LAYER_NORM,
+            "architectures": ["StableLmForCausalLM"],
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+        },
+        "vaultgemma": {
+            **_DECODER,
+            "architectures": ["VaultGemmaForCausalLM"],
+            "head_dim": 16,
+            "sliding_window": 7,
+        },
+        "bitnet": {**_DECODER, "architectures": ["BitNetForCausalLM"]},
+        "hyperclovax": {
+            **_DECODER,
+            "architectures": ["HyperCLOVAXForCausalLM"],
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+        },
+        "granite_swa": {
+            **_DECODER,
+            "architectures": ["GraniteSWAForCausalLM"],
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [0, 500.0],
+        },
+        "biogpt": {
+            **{key: _DECODER[key] for key in (*_OPT, "intermediate_size")},
+            "architectures": ["BioGptForCausalLM"],
+        },
+        "xglm": {
+            **_OWN_SIZES,
+            "architectures": ["XGLMForCausalLM"],
+            "d_model": 32,
+            "attention_heads": 4,
+            "ffn_dim": 48,
+        },
+        "ctrl": {**_GPT2, "architectures": ["CTRLLMHeadModel"], "dff": 48},
         "qwen3_moe": {
             **_DECODER,
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -772,6 +870,20 @@ LIKE_OTHERS = (
     # Of these also through the engine, in test_hybrid.py.
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid"),
+    # bloom has ALiBi
+    *(
+        "bitnet",
+        "persimmon",
+        "mpt",
+        "falcon_alibi",
+        "internlm3",
+        "iquestcoder",
+        "nanochat",
+        "exaone",
+        "gpt_bigcode",
+    ),
+    *("gpt_neo", "codegen", "stablelm_12b", "vaultgemma", "hyperclovax", "granite_swa", "biogpt"),
+    *("xglm", "ctrl"),
 )
 OF_EACH_KIND = (
     "qwen3",

@@ -78,7 +78,7 @@ READ_BY = {
     "qwen3_next": {*_COUNTS, "moe_intermediate_size", "mlp_only_layers"},
     "mixtral": _COUNTS,
     "gpt_oss": _COUNTS,
-    "stablelm": {"layer_norm_eps"},
+    "stablelm": {"layer_norm_eps", "qk_layernorm"},
     "cohere": {"layer_norm_eps", "logit_scale"},
     "cohere2": {"layer_norm_eps", "logit_scale", "sliding_window_pattern"},
     "hunyuan": {"use_qk_norm"},
@@ -90,7 +90,7 @@ READ_BY = {
     "starcoder2": {"use_bias"},
     "olmo": {"clip_qkv"},
     "jais2": {"layer_norm_eps"},
-    "phi": {"layer_norm_eps"},
+    "phi": {"layer_norm_eps", "qk_layernorm"},
     "gpt_neox": {"layer_norm_eps", "rotary_emb_base", "rotary_pct"},
     "granite": _FACTORS,
     "granite_moe": {*_FACTORS, "num_local_experts"},
@@ -123,6 +123,15 @@ READ_BY = {
     "mamba2": {"use_bias"},
     "falcon_mamba": {"use_bias"},
     "jamba": _COUNTS,
+    **{name: {"alibi"} for name in ("falcon", "falcon_7b", "falcon_alibi")},
+    "stablelm_12b": {"layer_norm_eps", "qk_layernorm"},
+    "persimmon": {"layer_norm_eps", "qk_layernorm"},
+    "biogpt": {"layer_norm_eps"},
+    "gpt_neo": {"window_size"},
+    "nanochat": {"final_logit_softcapping"},
+    "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
+    "hyperclovax": _FACTORS,
+    "granite_swa": _FACTORS,
 }
 
 

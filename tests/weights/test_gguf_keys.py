@@ -24,6 +24,7 @@ from kit.checkpoints import (
     random_hf_tensors,
     tiny_arcee_config,
     tiny_ernie4_5_config,
+    tiny_exaone_config,
     tiny_glm4_config,
     tiny_gpt2_config,
     tiny_granite_config,
@@ -32,7 +33,10 @@ from kit.checkpoints import (
     tiny_phi3_config,
     tiny_qwen2_config,
     tiny_qwen3_config,
+    tiny_seed_oss_config,
     tiny_smollm3_config,
+    tiny_starcoder2_config,
+    tiny_starcoder_config,
     write_gguf,
 )
 from kit.gguf_hybrid import tiny_qwen3_5_config
@@ -50,6 +54,10 @@ CONFIGS = {
     "granite": tiny_granite_config(),
     "smollm3": tiny_smollm3_config(),
     "arcee": tiny_arcee_config(),
+    "exaone": tiny_exaone_config(),
+    "seed_oss": tiny_seed_oss_config(),
+    "starcoder2": tiny_starcoder2_config(),
+    "starcoder": tiny_starcoder_config(),
     "ernie4_5": tiny_ernie4_5_config(),
     "qwen35": tiny_qwen3_5_config(),
 }

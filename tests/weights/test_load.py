@@ -28,6 +28,7 @@ from kit.checkpoints import (
     random_hf_tensors,
     tiny_arcee_config,
     tiny_ernie4_5_config,
+    tiny_exaone_config,
     tiny_glm4_config,
     tiny_gpt2_config,
     tiny_granite_config,
@@ -37,7 +38,10 @@ from kit.checkpoints import (
     tiny_qwen2_config,
     tiny_qwen3_config,
     tiny_qwen3_moe_config,
+    tiny_seed_oss_config,
     tiny_smollm3_config,
+    tiny_starcoder2_config,
+    tiny_starcoder_config,
     write_gguf,
     write_hf_folder,
 )
@@ -55,6 +59,10 @@ CONFIGS = {
     "granite": tiny_granite_config(),
     "smollm3": tiny_smollm3_config(),
     "arcee": tiny_arcee_config(),
+    "exaone": tiny_exaone_config(),
+    "seed_oss": tiny_seed_oss_config(),
+    "starcoder2": tiny_starcoder2_config(),
+    "starcoder": tiny_starcoder_config(),
     "ernie4_5": tiny_ernie4_5_config(),
     "qwen3moe": tiny_qwen3_moe_config(),
 }
@@ -117,20 +125,25 @@ def test_gguf(tmp_path: Path, name: str, kind: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", config, tensors, kind=quant)
     source = resolve(path, tmp_path / "cache")
     assert source.quantised == kind.startswith("Q")
-    stored = {key: _quantised(value, key, quant) for key, value in tensors.items()}
+    in_out = name == "gpt2"
+    stored = {key: _quantised(value, key, quant, in_out) for key, value in tensors.items()}
     expected = built_arrays(model, stored)
     assert_same(load(source, tmp_path / "cache"), expected)
     assert_same(load(source, tmp_path / "cache"), expected)  # from the cache, if quantised
     assert (tmp_path / "cache").exists() == source.quantised
 
 
-def _quantised(tensor: np.ndarray, name: str, kind: GGMLQuantizationType) -> np.ndarray:
-    """A tensor quantised and dequantised by rows; GGUF stores some of GPT-2's transposed."""
+def _quantised(
+    tensor: np.ndarray, name: str, kind: GGMLQuantizationType, in_out: bool
+) -> np.ndarray:
+    """A tensor quantised and dequantised by rows; GGUF stores some of GPT-2's transposed, which are
+    [in, out].
+    """
     if name.endswith(".A_log"):
         return np.log(np.exp(tensor))
     if tensor.ndim == 1 or name.endswith(("conv1d.weight", "shared_expert_gate.weight")):
         return tensor
-    transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+    transposed = in_out and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
     rows = np.ascontiguousarray(tensor.T) if transposed else tensor
     values = dequantize(quantize(rows, kind), kind)
     return values.T if transposed else values

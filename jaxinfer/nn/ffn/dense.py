@@ -4,6 +4,7 @@ Owns: ``FeedForward``. Parameters:
 
     gated  gate_up [D, 2F]: gate, up   gate_up_bias [2F]   down [F, D]   down_bias [D]
     plain  up      [D, F]              up_bias      [F]    down [F, D]   down_bias [D]
+    down_norm [F] with a norm of what ``down`` multiplies
     act_alphas [2] with xIELU: of positive and of negative values
 """
 
@@ -18,7 +19,15 @@ import jax.numpy as jnp
 from jaxinfer.nn.activations import ACTIVATIONS, xielu
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import FeedForwardConfig
-from jaxinfer.nn.linear import Norm, Stream, block_output, linear, normalised, scaled
+from jaxinfer.nn.linear import (
+    Norm,
+    Stream,
+    block_output,
+    divided_rms_norm,
+    linear,
+    normalised,
+    scaled,
+)
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.quantised_mlp.api import MlpArgs, quantised_mlp
@@ -44,7 +53,7 @@ class FeedForward(nn.Module):
         swiglu = swiglu and c.gate_scale == c.out_scale == 1.0
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         # for one token ``norm_gemm`` has a kernel
-        fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1
+        fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1 and c.norm is None
         if fused and all(isinstance(one.matrix, Quantised) for one in (w, down)):
             stream, h = normalised(stream, norm, ctx)
             split = ctx.splits
@@ -64,6 +73,8 @@ class FeedForward(nn.Module):
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
+        if c.norm is not None:
+            hidden = divided_rms_norm(hidden, param(self, "down_norm"), c.norm, ctx.axis)
         bias = param(self, "down_bias") if c.bias else None
         if summed:
             return stream.x, scaled(block_output(hidden, down, ctx, bias=bias), c.out_scale)

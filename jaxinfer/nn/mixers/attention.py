@@ -8,8 +8,9 @@ itself in the dense form. Parameters of ``Attention``:
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, rotated or not, with weights, [(N + K) * H] with
-      one of all heads
-    sinks [N] with sinks
+      one of all heads; with LayerNorms of heads [4, H]: weight and bias of queries, of keys; or
+      [(N + K) * H]
+    sinks [N] with sinks    o_norm [N * H] with a norm of the outputs
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
-from jaxinfer.nn.decoder_config import AttentionConfig, QueryGrowth
-from jaxinfer.nn.linear import Norm, Stream, block_output, linear
+from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.linear import Norm, Stream, block_output, divided_rms_norm, linear
+from jaxinfer.nn.mixers import heads as on_heads
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.lib.numerics import (
     Values,
-    rms_norm,
     split_and_rotate,
     split_heads,
     with_values,
 )
-from pallas_kernels.lib.softmax import capped
+from pallas_kernels.lib.softmax import biased, capped
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 
@@ -53,6 +54,16 @@ class _Norms(NamedTuple):
 
     qk_norm: QKNorm
     values: Values
+
+
+class HeadTerms(NamedTuple):
+    """What the heads have beside their queries, keys and values."""
+
+    sinks: jax.Array | None = None  # [N]
+    slopes: jax.Array | None = None  # float32[N]: of ALiBi
+
+
+_NO_TERMS = HeadTerms()
 
 
 class Attention(nn.Module):
@@ -80,18 +91,22 @@ class Attention(nn.Module):
         gates = None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
-        norms = None if c.qk_norm in (None, "rotated_plain") else param(self, "qk_norms")
+        norms = None
+        if c.qk_norm == "rotated_plain":
+            norms = jnp.ones((2, c.head_dim), qkv.dtype)
+        elif c.qk_norm is not None:
+            norms = param(self, "qk_norms")
         if norms is not None and c.qk_norm == "all_heads":
-            qkv, norms = _norm_all_heads(qkv, norms, c, norm.eps, ctx.axis), None
+            qkv, norms = on_heads.norm_all(qkv, norms, c, norm.eps, ctx.axis), None
         if c.clip is not None:
             qkv = jnp.clip(qkv, -c.clip, c.clip)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
         if c.growth is not None:
-            heads = _grown(heads, c.growth, c.num_kv_heads, ctx.positions)
-        if c.qk_norm == "rotated_plain":
-            norms = jnp.ones((2, c.head_dim), qkv.dtype)
-        if norms is not None and (c.rope is None or c.qk_norm in ("rotated", "rotated_plain")):
-            heads = _normalised_heads(heads, norms, c, norm.eps, ctx)
+            heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
+        if norms is not None and c.qk_norm in ("layer", "layers"):
+            heads, norms = on_heads.layer_norms(heads, norms, c, norm.eps), None
+        if norms is not None and (c.rope is None or c.qk_norm != "head"):
+            heads = on_heads.normalised(heads, norms, c, norm.eps, ctx)
             ctx, norms = replace(ctx, angles=()), None
         out, state = attend(
             heads,
@@ -103,12 +118,15 @@ class Attention(nn.Module):
             window=c.window,
             cap=c.cap,
             values=c.values,
-            sinks=param(self, "sinks") if c.sinks else None,
+            terms=HeadTerms(
+                param(self, "sinks") if c.sinks else None,
+                c.alibi and c.alibi.own(c.num_heads, ctx.axis),
+            ),
             only=only,
         )
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
-            out = _gated(out, own.reshape(out.shape))
+            out = on_heads.gated(out, own.reshape(out.shape))
         return *output(self, c, stream, out, ctx, only), state
 
 
@@ -125,74 +143,9 @@ def output(
     x = stream.x if only is None else stream.take(only)
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)
+    if config.out_norm is not None:
+        out = divided_rms_norm(out, param(module, "o_norm"), config.out_norm, ctx.axis)
     return x, block_output(out, weight(module, "o"), ctx, bias=bias)
-
-
-def _normalised_heads(
-    heads: jax.Array,  # [T, N + 2K, H]
-    weights: jax.Array,  # [2, H]: of queries, of keys
-    config: AttentionConfig,
-    eps: float,
-    ctx: StepContext,
-) -> jax.Array:  # [T, N + 2K, H]
-    """The heads after rope, if there is one, and RMS norms of queries and keys.
-
-    XLA fuses them; the kernels of attention normalise before they rotate, and only then.
-    """
-    k = config.num_kv_heads
-    if config.rope is None:
-        parts = split_heads(heads, k)
-    else:
-        parts = split_and_rotate(heads, *ctx.angles[0], None, k, eps)
-    q, keys, v = parts
-    q, keys = rms_norm(q, weights[0], eps), rms_norm(keys, weights[1], eps)
-    return jnp.concatenate([q, keys, v], axis=1)
-
-
-def growth_factors(growth: QueryGrowth, positions: jax.Array, dtype: Any) -> jax.Array:  # [T]
-    """The factors of queries at positions int32[T]."""
-    whole = ((positions + growth.offset) // growth.original).astype(jnp.float32)
-    return (1 + growth.beta * jnp.log1p(whole)).astype(dtype)
-
-
-def _grown(
-    heads: jax.Array,  # [T, N + 2K, H]
-    growth: QueryGrowth,
-    num_kv_heads: int,
-    positions: jax.Array,  # int32[T]
-) -> jax.Array:  # [T, N + 2K, H]
-    """The heads with queries that grow with the position."""
-    factors = growth_factors(growth, positions, heads.dtype)
-    n = heads.shape[1] - 2 * num_kv_heads
-    return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
-
-
-def _gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
-    """Outputs of heads times the sigmoids of their gates."""
-    by = jax.nn.sigmoid(gates.astype(jnp.float32))
-    return (out.astype(jnp.float32) * by).astype(out.dtype)
-
-
-def _norm_all_heads(
-    qkv: jax.Array,  # [T, (N + 2K) * H]
-    weights: jax.Array,  # [(N + K) * H]: of queries, of keys
-    config: AttentionConfig,
-    eps: float,
-    axis: str | None,
-) -> jax.Array:  # [T, (N + 2K) * H]
-    """RMS norms of a token's queries and of its keys, each over all heads, also of other devices.
-
-    XLA fuses them; the kernels of attention normalise single heads.
-    """
-    widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-    parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
-    for i, own in enumerate(jnp.split(weights, widths[:1])):
-        x = parts[i].astype(jnp.float32)
-        mean = jnp.mean(jnp.square(x), axis=1, keepdims=True)
-        mean = mean if axis is None else jax.lax.pmean(mean, axis)
-        x = x * jax.lax.rsqrt(mean + eps) * own.astype(jnp.float32)
-        parts[i] = x.astype(qkv.dtype)
-    return jnp.concatenate(parts, axis=1)
 
 
 def attend(
@@ -205,7 +158,7 @@ def attend(
     scale: float,
     window: int | None,
     values: Values = "projected",
-    sinks: jax.Array | None = None,  # [N]
+    terms: HeadTerms = _NO_TERMS,
     only: jax.Array | None = None,  # int32[B]
     cap: float | None = None,
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
@@ -219,24 +172,24 @@ def attend(
         qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
         values = "projected"
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, sinks, only, cap)
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, terms, only, cap)
     pages, d = ctx.pages[0], ctx.num_decodes
     static: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
     if qkv.shape[0] == d:
-        return _decode(qkv, state, ctx, angles, qk_norm, values, sinks, **static)
+        return _decode(qkv, state, ctx, angles, qk_norm, values, terms, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
     q, state = _append(qkv[d:], state, slots, ctx, angles, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, ctx, angles, *norms, sinks, **static)
+        return _decode(qkv[only], state, ctx, angles, *norms, terms, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, ctx, first, *norms, sinks, **static)
+        out, state = _decode(qkv[:d], state, ctx, first, *norms, terms, **static)
         parts.append(out)
-    parts.append(prefill(q, state, ctx, sinks, **static))
+    parts.append(prefill(q, state, ctx, terms, **static))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -255,7 +208,7 @@ def prefill(
     q: jax.Array,  # [T, N, H]: of prompts
     state: LayerArrays,
     ctx: StepContext,
-    sinks: jax.Array | None = None,  # [N]
+    terms: HeadTerms = _NO_TERMS,
     *,
     scale: float,
     window: int | None,
@@ -270,7 +223,8 @@ def prefill(
         page_table=pages.page_table[d:],
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
-        sinks=sinks,
+        sinks=terms.sinks,
+        slopes=terms.slopes,
         scale=scale,
         window=window,
         cap=cap,
@@ -307,7 +261,7 @@ def _decode(
     angles: Angles | None,  # of these rows
     qk_norm: QKNorm,
     values: Values,
-    sinks: jax.Array | None,  # [N]
+    terms: HeadTerms,
     *,
     scale: float,
     window: int | None,
@@ -325,7 +279,8 @@ def _decode(
         page_table=pages.page_table[:rows],
         seq_lens=pages.seq_lens[:rows],
         arrivals=ctx.arrivals if rows == ctx.num_decodes else None,
-        sinks=sinks,
+        sinks=terms.sinks,
+        slopes=terms.slopes,
         scale=scale,
         eps=0.0 if angles is None else qk_norm.eps,
         window=window,
@@ -343,7 +298,7 @@ def _dense(
     num_kv_heads: int,
     scale: float,
     window: int | None,
-    sinks: jax.Array | None,  # [N]
+    terms: HeadTerms,
     only: jax.Array | None,  # int32[B]
     cap: float | None,
 ) -> tuple[jax.Array, LayerArrays]:  # [T, N, H], or with only [B, N, H]
@@ -354,7 +309,7 @@ def _dense(
     else:
         q, k, v = split_heads(qkv, num_kv_heads)
     q, k, v = ctx.at("q", q), ctx.at("k", k), ctx.at("v", v)
-    out = dense_attention(q, k, v, ctx, scale, window, sinks, cap)
+    out = dense_attention(q, k, v, ctx, scale, window, terms, cap)
     return out if only is None else out[only], {"k": k, "v": v}
 
 
@@ -365,7 +320,7 @@ def dense_attention(
     ctx: StepContext,
     scale: float,
     window: int | None,
-    sinks: jax.Array | None = None,  # [N]
+    terms: HeadTerms = _NO_TERMS,
     cap: float | None = None,
 ) -> jax.Array:  # [T, N, H]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
@@ -376,10 +331,12 @@ def dense_attention(
     visible = distance >= 0
     if window is not None:
         visible &= distance < window
-    scores = jnp.where(visible, capped(scores * scale, cap), -jnp.inf)
+    slopes = None if terms.slopes is None else terms.slopes.reshape(*scores.shape[:2], 1, 1)
+    scores = biased(capped(scores * scale, cap), slopes, distance)
+    scores = jnp.where(visible, scores, -jnp.inf)
     by_head = ctx.at("scores", scores.reshape(n, t, t))
-    if sinks is not None:
-        beside = jnp.broadcast_to(sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
+    if terms.sinks is not None:
+        beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
         by_head = jnp.concatenate([by_head, beside], axis=-1)
     weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
     return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
-from jaxinfer.nn.mixers.attention import growth_factors
+from jaxinfer.nn.mixers.heads import growth_factors
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight

@@ -20,8 +20,12 @@ from jaxinfer.weights.gguf.decoder import decoder_config
 from jaxinfer.weights.gguf.dense_config import (
     arcee_config,
     ernie4_5_config,
+    exaone_config,
     granite_config,
+    seed_oss_config,
     smollm3_config,
+    starcoder2_config,
+    starcoder_config,
 )
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
@@ -361,6 +365,10 @@ _BUILDERS = MappingProxyType(
         "smollm3": smollm3_config,
         "arcee": arcee_config,
         "ernie4_5": ernie4_5_config,
+        "exaone": exaone_config,
+        "seed_oss": seed_oss_config,
+        "starcoder2": starcoder2_config,
+        "starcoder": starcoder_config,
         "qwen35": qwen3_5_config,
         "qwen35moe": qwen3_5_moe_config,
         "qwen3next": qwen3_next_config,

@@ -10,14 +10,20 @@ from jaxinfer.weights.gguf.rope import rope_scaling
 
 
 def decoder_config(
-    meta: ArchitectureMetadata, *, partial: bool = False, dense: bool = True, scaled: bool = False
+    meta: ArchitectureMetadata,
+    *,
+    partial: bool = False,
+    dense: bool = True,
+    scaled: bool = False,
+    eps: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks; with ``scaled`` the caller reads the scale of scores. Raises ``CheckpointError``
-    for a value that is not supported, and ``UnknownArchitectureError`` for experts, if no key of
-    theirs was read before.
+    dense networks; with ``scaled`` the caller reads the scale of scores. ``eps`` is the key of the
+    epsilon, by default of RMS norms, others are of LayerNorms. Raises ``CheckpointError`` for a
+    value that is not supported, and ``UnknownArchitectureError`` for experts, if no key of theirs
+    was read before.
     """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
@@ -44,7 +50,7 @@ def decoder_config(
         "num_key_value_heads": meta.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": meta.count("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        eps: meta.number(f"attention.layer_norm_{'rms_' * eps.startswith('rms')}epsilon"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(meta, rotated),
         "hidden_act": "silu",

@@ -205,6 +205,35 @@ _GPT2 = NameTable(
     layer_prefix="transformer.h.",
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
 )
+_STARCODER = replace(_GPT2, transposed=())
+_STARCODER2 = replace(
+    _DECODER,
+    layer={
+        **{stem: name for stem, name in _DECODER.layer.items() if stem != "ffn_gate"},
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
+    },
+)
+_SEED_OSS = replace(
+    _DECODER,
+    layer={
+        **{stem: name for stem, name in _DECODER.layer.items() if stem != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+    },
+)
+_EXAONE = replace(
+    _GPT2,
+    layer={
+        "attn_norm": "ln_1",
+        **{f"attn_{name}": f"attn.attention.{name}_proj" for name in "qkv"},
+        "attn_output": "attn.attention.out_proj",
+        "ffn_norm": "ln_2",
+        "ffn_gate": "mlp.c_fc_0",
+        "ffn_up": "mlp.c_fc_1",
+        "ffn_down": "mlp.c_proj",
+    },
+    transposed=(),
+)
 _HYBRID_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         **dict.fromkeys(("attn_norm", "post_attention_norm", "output_norm"), "norm"),
@@ -309,6 +338,10 @@ _TABLES: Mapping[str, NameTable] = MappingProxyType(
         "smollm3": _LLAMA,
         "arcee": _ARCEE,
         "ernie4_5": _DECODER,
+        "exaone": _EXAONE,
+        "seed_oss": _SEED_OSS,
+        "starcoder2": _STARCODER2,
+        "gpt_bigcode": _STARCODER,
         "qwen3_5": _QWEN3_5,
         "qwen3_5_moe": _QWEN3_5_MOE,
         "kimi_linear": _KIMI_LINEAR,

@@ -1,0 +1,79 @@
+"""BLOOM: ALiBi, a LayerNorm of embeddings, and queries, keys and values of a head in one tensor.
+
+Source: ``modeling_bloom`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    gqa_config,
+    gqa_param_specs,
+)
+from jaxinfer.models.names import TensorNames
+from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.positions import Alibi
+from jaxinfer.nn.rope import RopeConfig
+
+_POSITIONS = 2048  # of the published models; the bias has no end
+_NAMES = TensorNames(
+    embed="word_embeddings",
+    embed_norm="word_embeddings_layernorm",
+    layer="h.{}.",
+    final_norm="ln_f",
+    qkv=("self_attention.query_key_value",),
+    o="self_attention.dense",
+    into=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    packed=True,
+)
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    hf.supported_only(config, "apply_residual_connection_post_layernorm", False)
+    width = hf.positive_int(config, hf.first_of(config, "hidden_size", "n_embed"))
+    layers, heads = (
+        hf.positive_int(config, hf.first_of(config, *keys))
+        for keys in (("n_layer", "num_hidden_layers"), ("n_head", "num_attention_heads"))
+    )
+    sizes = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": hf.positive_int(config, "seq_length", _POSITIONS),
+    }
+    return gqa_config(
+        hf.with_values(config, sizes),
+        dtype,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=None,
+        windows=(None,) * layers,
+        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
+        rotates=(False,) * layers,
+        attention={"alibi": Alibi(heads)},
+        gated=False,
+        activation="gelu_tanh",
+        norm="layer",
+        norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
+        tied=True,
+        embed_norm=True,
+    )
+
+
+FAMILY = ModelFamily(
+    name="bloom",
+    config_from_hf=config_from_hf,
+    param_specs=partial(gqa_param_specs, names=_NAMES),
+    ignored_tensors=(r"lm_head\.weight",),
+    optional_prefix="transformer.",
+)

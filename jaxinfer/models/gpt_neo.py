@@ -1,0 +1,96 @@
+"""GPT-Neo: learned positions, layers with windows, and scores that are not scaled.
+
+Source: ``modeling_gpt_neo`` of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxinfer.core.checks import short
+from jaxinfer.core.errors import ConfigError
+from jaxinfer.models import hf_config as hf
+from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.gqa import (
+    NormSources,
+    gqa_config,
+    gqa_param_specs,
+)
+from jaxinfer.models.names import TensorNames
+from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.rope import RopeConfig
+
+_WINDOW = 256  # transformers' default
+_GLOBAL, _LOCAL = "global", "local"
+_NORMS = NormSources(names=("ln_1", "ln_2"))
+_NAMES = TensorNames(
+    embed="wte",
+    positions="wpe",
+    layer="h.{}.",
+    final_norm="ln_f",
+    qkv=tuple(f"attn.attention.{name}_proj" for name in "qkv"),
+    o="attn.attention.out_proj",
+    into=("mlp.c_fc",),
+    down="mlp.c_proj",
+)
+
+
+def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
+    """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
+    width, heads, layers = (
+        hf.positive_int(config, key) for key in ("hidden_size", "num_heads", "num_layers")
+    )
+    positions = hf.positive_int(config, "max_position_embeddings")
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": hf.positive_int(config, "intermediate_size", 4 * width),
+    }
+    return gqa_config(
+        hf.with_values(config, sizes),
+        dtype,
+        qkv_bias=False,
+        o_bias=True,
+        mlp_bias=True,
+        qk_norm=None,
+        windows=_windows(config, layers),
+        scale=1.0,
+        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
+        rotates=(False,) * layers,
+        gated=False,
+        activation=hf.activation(config, "activation_function", "gelu_new"),
+        norm="layer",
+        norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
+        tied=True,
+        num_positions=positions,
+    )
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """The window of each layer: of "local" ones in ``attention_types``, [kinds, times] each."""
+    window = hf.positive_int(config, "window_size", _WINDOW)
+    given = config.get("attention_types") or [[[_GLOBAL, _LOCAL], layers // 2]]
+    config.get("attention_layers")  # the same, expanded
+    try:
+        kinds = [kind for own, times in given for _ in range(times) for kind in own]
+    except (TypeError, ValueError):
+        kinds = []
+    if len(kinds) != layers or not {*kinds} <= {_GLOBAL, _LOCAL}:
+        raise ConfigError(
+            f"config key 'attention_types' is {short(given)}; it must give {_GLOBAL!r} or "
+            f"{_LOCAL!r} for each of the {layers} layers"
+        )
+    return tuple(window if kind == _LOCAL else None for kind in kinds)
+
+
+FAMILY = ModelFamily(
+    name="gpt_neo",
+    config_from_hf=config_from_hf,
+    param_specs=partial(gqa_param_specs, norms=_NORMS, names=_NAMES),
+    ignored_tensors=(r"h\.\d+\.attn\.attention\.(masked_)?bias", r"lm_head\.weight"),
+    optional_prefix="transformer.",
+)

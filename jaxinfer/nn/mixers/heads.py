@@ -1,0 +1,98 @@
+"""What attention does with queries and keys before rope, or with outputs, in XLA.
+
+The kernels of attention have RMS norms of single heads alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.nn.block import QueryGrowth
+from jaxinfer.nn.context import StepContext
+from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.linear import divided_rms_norm, layer_norm
+from pallas_kernels.lib.numerics import rms_norm, split_and_rotate, split_heads
+
+
+def normalised(
+    heads: jax.Array,  # [T, N + 2K, H]
+    weights: jax.Array,  # [2, H]: of queries, of keys
+    config: AttentionConfig,
+    eps: float,
+    ctx: StepContext,
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads after rope, if there is one, and RMS norms of queries and keys.
+
+    XLA fuses them; the kernels of attention normalise before they rotate, and only then.
+    """
+    k = config.num_kv_heads
+    if config.rope is None:
+        parts = split_heads(heads, k)
+    else:
+        parts = split_and_rotate(heads, *ctx.angles[0], None, k, eps)
+    q, keys, v = parts
+    q, keys = rms_norm(q, weights[0], eps), rms_norm(keys, weights[1], eps)
+    return jnp.concatenate([q, keys, v], axis=1)
+
+
+def growth_factors(growth: QueryGrowth, positions: jax.Array, dtype: Any) -> jax.Array:  # [T]
+    """The factors of queries at positions int32[T]."""
+    whole = ((positions + growth.offset) // growth.original).astype(jnp.float32)
+    return (1 + growth.beta * jnp.log1p(whole)).astype(dtype)
+
+
+def grown(
+    heads: jax.Array,  # [T, N + 2K, H]
+    growth: QueryGrowth,
+    num_kv_heads: int,
+    positions: jax.Array,  # int32[T]
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads with queries that grow with the position."""
+    factors = growth_factors(growth, positions, heads.dtype)
+    n = heads.shape[1] - 2 * num_kv_heads
+    return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
+
+
+def gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
+    """Outputs of heads times the sigmoids of their gates."""
+    by = jax.nn.sigmoid(gates.astype(jnp.float32))
+    return (out.astype(jnp.float32) * by).astype(out.dtype)
+
+
+def norm_all(
+    qkv: jax.Array,  # [T, (N + 2K) * H]
+    weights: jax.Array,  # [(N + K) * H]: of queries, of keys
+    config: AttentionConfig,
+    eps: float,
+    axis: str | None,
+) -> jax.Array:  # [T, (N + 2K) * H]
+    """RMS norms of a token's queries and of its keys, each over all heads, also of other devices.
+
+    XLA fuses them; the kernels of attention normalise single heads.
+    """
+    widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+    parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
+    for i, own in enumerate(jnp.split(weights, widths[:1])):
+        parts[i] = divided_rms_norm(parts[i], own, eps, axis)
+    return jnp.concatenate(parts, axis=1)
+
+
+def layer_norms(
+    heads: jax.Array,  # [T, N + 2K, H]
+    weights: jax.Array,  # [4, H] or [(N + K) * H]: see ``AttentionConfig.qk_norm``
+    config: AttentionConfig,
+    eps: float,
+) -> jax.Array:  # [T, N + 2K, H]
+    """The heads after LayerNorms of each query and each key."""
+    n, k = config.num_heads, config.num_kv_heads
+    q, keys, v = jnp.split(heads, (n, n + k), axis=1)
+    if config.qk_norm == "layer":
+        (q_weight, q_bias), (k_weight, k_bias) = weights[:2], weights[2:]
+    else:
+        q_weight, k_weight = jnp.split(weights.reshape(n + k, -1), (n,))
+        q_bias = k_bias = None
+    q, keys = layer_norm(q, q_weight, q_bias, eps), layer_norm(keys, k_weight, k_bias, eps)
+    return jnp.concatenate([q, keys, v], axis=1)
