@@ -22,7 +22,7 @@ def supports(args: DeltaDecodeArgs) -> str | None:
     for name in ("qkv", "gates", "z", "conv", "decay", "norm", "states", "convs"):
         if (dtype := getattr(args, name).dtype) != jnp.float32:
             return f"{name} is {dtype}, not float32"
-    return None
+    return None if args.beta_scale == 1 else f"betas are multiplied by {args.beta_scale}"
 
 
 def delta_decode(args: DeltaDecodeArgs) -> tuple[jax.Array, jax.Array, jax.Array]:
