@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
+from msgspec.structs import replace
+
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.connector import Connector, Forms
 from jaxinfer.core.errors import ConfigError
@@ -190,6 +192,7 @@ def begin_tiers(
         }
 
     policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
+    policy = replace(policy, most_saves=mover.most_saves)
     return TierRunner(mover, connector, policy, sizes)
 
 

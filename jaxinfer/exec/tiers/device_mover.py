@@ -72,6 +72,11 @@ class DeviceMover:
                 self._unpacks[pool] = donating(_unpacked).lower(given, both, block).compile()
         self._ring: list[Block] = []
 
+    @property
+    def most_saves(self) -> int:
+        """See ``PageMover``: the memory plan has two blocks for saves."""
+        return 2 * min(width for pool, width in self.widths.items() if pool is not None)
+
     def gather(self, units: Sequence[TierUnit]) -> DeviceSaving:
         """See ``PageMover``."""
         made = DeviceSaving(self._saves)

@@ -75,6 +75,11 @@ class PageMover(Protocol):
         """Begin to copy units to these places; their memory is unchanged until it has ended."""
         ...
 
+    @property
+    def most_saves(self) -> int:
+        """The units that one gather should have, at most."""
+        ...
+
     def settle(self) -> None:
         """Wait for all copies to and from host memory; keep no memory of the device for others."""
         ...
@@ -120,6 +125,8 @@ class Pools:
 
 class ArrayMover:
     """A ``PageMover`` with an executable for each pool, and one for saved states."""
+
+    most_saves = 256
 
     def __init__(self, program: Program, arrays: DeviceArrays) -> None:
         self._arrays, self._pools = arrays, Pools(program)
