@@ -21,7 +21,6 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    config.get("intermediate_size")  # written by other programs, and derived
     more: dict[str, Any] = {}
     if "FalconMambaForCausalLM" in config.get("architectures", ()):
         eps = hf.positive_float(config, "mixer_rms_eps", 1e-6)

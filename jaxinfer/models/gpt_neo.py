@@ -71,10 +71,13 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: of "local" ones in ``attention_types``, [kinds, times] each."""
+    """The window of each layer: of "local" ones in ``attention_layers``, or in ``attention_types``,
+    which has [kinds, times].
+    """
     window = hf.positive_int(config, "window_size", _WINDOW)
     given = config.get("attention_types") or [[[_GLOBAL, _LOCAL], layers // 2]]
-    config.get("attention_layers")  # the same, expanded
+    if (expanded := config.get("attention_layers")) is not None:
+        given = [[[kind], 1] for kind in expanded] if isinstance(expanded, list) else expanded
     try:
         kinds = [kind for own, times in given for _ in range(times) for kind in own]
     except (TypeError, ValueError):

@@ -45,6 +45,7 @@ _KEYS = MambaKeys(
     rank="mamba_dt_rank",
     bias="mamba_proj_bias",
     conv_bias="mamba_conv_bias",
+    inner=None,
 )
 _NUM_EXPERTS = 16  # transformers' default
 

@@ -88,7 +88,7 @@ def mamba2_config(
         num_groups=num_groups,
         conv_width=hf.positive_int(config, keys.taps, 4),
         norm_eps=hf.positive_float(config, keys.norm_eps, 1e-5),
-        conv_bias=hf.flag(config, keys.conv_bias, True),
+        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
         **fields,
     )
 
@@ -179,6 +179,7 @@ class MambaKeys(NamedTuple):
     rank: str = "time_step_rank"
     bias: str = "use_bias"
     conv_bias: str = "use_conv_bias"
+    inner: str | None = "intermediate_size"
 
 
 _MAMBA_KEYS = MambaKeys()
@@ -190,16 +191,16 @@ def mamba_config(
     """The mixer of a config; ``more`` are further fields."""
     hf.supported_only(config, "hidden_act", "silu", "swish")
     width = hf.positive_int(config, "hidden_size")
-    rank = -(-width // 16)
+    rank, inner = -(-width // 16), int(hf.positive_float(config, keys.expand, 2) * width)
     if config.get(keys.rank) not in (None, "auto"):
         rank = hf.positive_int(config, keys.rank)
     return MambaConfig(
-        inner=int(hf.positive_float(config, keys.expand, 2) * width),
+        inner=inner if keys.inner is None else hf.positive_int(config, keys.inner, inner),
         state_dim=hf.positive_int(config, keys.state, 16),
         rank=rank,
         conv_width=hf.positive_int(config, keys.taps, 4),
         bias=hf.flag(config, keys.bias, False),
-        conv_bias=hf.flag(config, keys.conv_bias, True),
+        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
         **more,
     )
 

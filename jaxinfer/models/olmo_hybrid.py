@@ -1,7 +1,7 @@
-"""OLMo Hybrid: the gated delta rule, and in some layers OLMo 3's attention, mostly without rope.
+"""OLMo Hybrid: the gated delta rule, and in some layers OLMo 3's attention.
 
 Source: ``modeling_olmo_hybrid`` of Hugging Face transformers. Layers with attention have norms
-after their blocks, the others before them.
+after their blocks, the others before them. A null ``rope_theta`` means no rope.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 
 _NORM_EPS = 1e-5  # of the delta rule's outputs; no key says it
-_ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -36,7 +35,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     if kinds is None:
         kinds = [FULL if i % 4 == 3 else DELTA for i in range(num_layers)]
         kinds[-1] = kinds[-1] if FULL in kinds else FULL
-    rotates = any(config.get(key) is not None for key in _ROPE_KEYS)
+    rope = config.get("rope_parameters")
+    rotates = not isinstance(rope, Mapping) or rope.get("rope_theta", 0.0) is not None
     bias = hf.flag(config, "attention_bias", False)
     decoder = gqa_config(
         config,

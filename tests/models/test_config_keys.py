@@ -247,7 +247,8 @@ KEYS: dict[str, dict[str, list[str]]] = json.loads(
 NAMED = re.compile("(config|rope) key|rope (type|section|scaling)|experts")
 # A length that only the rope section has counts here; transformers takes its default for Phi-3.
 OF_SECTION = {("phi3_long_rope", "original_max_position_embeddings missing")}
-ROUNDING = {"reorder_and_upcast_attn=True"}  # of GPT-2: another order of the same products
+# another order of the same sums: of GPT-2, and of state space models (7e-6 of logits of 5)
+ROUNDING = {"reorder_and_upcast_attn=True", "chunk_size=2", "mamba_chunk_size=2"}
 # Angles at the default's bounds are those of the sequences here.
 NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing")
 
