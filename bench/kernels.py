@@ -149,9 +149,11 @@ def chained(op: KernelOp, function: Callable[..., Any], repeats: int) -> Callabl
                 named |= _after(kept[-1], {j: x for j, x in named.items() if j not in op.refs})
             outputs = jax.tree.leaves(function(*(named[j] for j in range(len(named)))))
             for argument, output in op.feeds:
-                (pools if argument in pools else rest)[argument] = outputs[output]
+                if named[argument] is not None:  # of arrays that a call may lack
+                    (pools if argument in pools else rest)[argument] = outputs[output]
             kept += [] if op.feeds else [outputs]
-        return updated, kept or [rest[argument] for argument, _ in op.feeds if argument in rest]
+        fed = [rest.get(argument) for argument, _ in op.feeds]
+        return updated, kept or [one for one in fed if one is not None]
 
     return jax.jit(run, donate_argnums=0)
 
@@ -169,7 +171,7 @@ def parts(op: KernelOp, arrays: Sequence[Any]) -> tuple[Arguments, Arguments, Ar
     """
     named = dict(enumerate(arrays))
     fed = {argument for argument, _ in op.feeds}
-    updated = {i: x for i, x in named.items() if i in op.donate}
+    updated = {i: x for i, x in named.items() if i in op.donate and x is not None}
     others = {i: x for i, x in named.items() if i not in updated}
     fixed = {i: x for i, x in others.items() if i not in fed and _nbytes(x) > LARGE_BYTES}
     return updated, fixed, {i: x for i, x in others.items() if i not in fixed}

@@ -37,7 +37,7 @@ def test_attention_feeds_its_result_to_the_next_call() -> None:
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
     function, (q, *others) = _of_arrays(op, case)
     fixed = [{1: others[0], 2: others[1]}, {1: -others[0], 2: -others[1]}]
-    rest = {0: q, 3: others[2], 4: others[3], 5: others[4], 6: others[5]}
+    rest = {0: q, **dict(enumerate(others[2:], start=3))}
     _, fed = kernels.chained(op, function, 3)([{}, {}], fixed, rest)
     for pools in (fixed[0], fixed[1], fixed[0]):
         q = function(q, pools[1], pools[2], *others[2:])
@@ -47,9 +47,11 @@ def test_attention_feeds_its_result_to_the_next_call() -> None:
 def test_appends_update_each_set_in_place() -> None:
     op = _op("kv_append")
     case = next(case for case in op.cases if case.name == "smollm2_one_token")
-    function, (k, v, k_pages, v_pages, slots) = _of_arrays(op, case)
+    function, (k, v, k_pages, v_pages, slots, *scales) = _of_arrays(op, case)
     sets = [{2: jnp.copy(k_pages), 3: jnp.copy(v_pages)} for _ in range(2)]
-    updated, fed = kernels.chained(op, function, 2)(sets, [{}, {}], {0: k, 1: v, 4: slots})
+    updated, fed = kernels.chained(op, function, 2)(
+        sets, [{}, {}], {0: k, 1: v, 4: slots, **dict(enumerate(scales, start=5))}
+    )
     expected = op.ref(*op.build(case, 0).args)
     for pools in updated:
         assert (pools[2] == expected[0]).all() and (pools[3] == expected[1]).all()
@@ -83,7 +85,8 @@ def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
     function, arrays = _of_arrays(op, case)
     updated, fixed, rest = kernels.parts(op, arrays)
-    assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4, 5}, {0, 6})
+    beside = {0, *range(6, len(arrays))}  # queries, and arrays that this call lacks
+    assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4, 5}, beside)
     _, fed = kernels.chained(op, function, 2)([{}], [fixed], rest)
     again = function(function(*arrays), *arrays[1:])
     np.testing.assert_allclose(fed[0], again, rtol=1e-5, atol=1e-6)

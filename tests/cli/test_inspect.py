@@ -150,7 +150,7 @@ def test_weights_of_another_model(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:
-    config = tiny_llama_config(architectures=["MambaForCausalLM"])
+    config = tiny_llama_config(architectures=["RwkvForCausalLM"])
     result = inspect(write_hf_folder(tmp_path / "mamba", config), "--load-format=dummy")
     assert result.exit_code == 1
-    assert "MambaForCausalLM is unknown; known are LlamaForCausalLM" in result.stderr
+    assert "RwkvForCausalLM is unknown; known are LlamaForCausalLM" in result.stderr

@@ -15,7 +15,8 @@ from jaxinfer.models.arguments import checked_batch, checked_params
 from jaxinfer.models.params import by_path
 from jaxinfer.models.views import LayerView, WeightViews
 from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig
-from kit.tiny_models import NAMES, tiny_model
+from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
+from kit.tiny_models import CONFIGS, NAMES, tiny_model
 
 
 class Views(WeightViews):
@@ -27,7 +28,7 @@ def views_of(name: str) -> Views:
     return Views(*tiny_model(name))
 
 
-LATENT = tuple(name for name in NAMES if name.startswith(("deepseek", "kimi")))
+LATENT = tuple(name for name in NAMES if "kv_lora_rank" in CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -45,7 +46,10 @@ WITHOUT = ("mamba2", "falcon_mamba")  # attention
 def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     m = views_of(name)
     layers, d = m.model.config.layers, m.model.config.hidden_size
-    mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in layers]  # or beside
+    mixers = [
+        layer.mixer.attention if isinstance(layer.mixer, SideBySideConfig) else layer.mixer
+        for layer in layers
+    ]
     last = max(i for i, one in enumerate(mixers) if isinstance(one, AttentionConfig))
     mixer = mixers[last]
     assert isinstance(mixer, AttentionConfig)
