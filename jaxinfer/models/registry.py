@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import jax.numpy as jnp
@@ -320,6 +321,9 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     for name in names:
         if name in _WRAPPERS:
             return _text_model(hf_config, name)
+    given = ", ".join(names)[:200]
+    near = get_close_matches(given, known, cutoff=0.0)  # three of them
     raise UnknownArchitectureError(
-        f"architecture {', '.join(names)[:200]} is unknown; known are {', '.join(known)}"
+        f"architecture {given} is unknown; known are {', '.join(near)} and "
+        f"{len(known) - len(near)} others, which docs/models.md lists"
     )
