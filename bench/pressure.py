@@ -113,7 +113,7 @@ async def watched(url: str, pid: int, seconds: float, samples: list[dict[str, fl
 
 
 def held(pid: int) -> dict[str, int]:
-    """What the processes of a server hold: bytes of memory and of locked memory, files, threads."""
+    """The holdings of a server's processes: bytes of memory and of locked memory, files, threads."""
     found = {"rss": 0, "pss": 0, "locked": 0, "files": 0, "threads": 0, "processes": 0}
     memory = tree_memory(pid)
     found |= {"rss": memory.rss, "pss": memory.pss}
@@ -145,7 +145,7 @@ async def measured(url: str, pid: int, given: argparse.Namespace) -> dict[str, A
 
 
 def faults(found: dict[str, Any]) -> list[str]:
-    """What is wrong, in words."""
+    """The faults, each in words."""
     first, second = found["after"]
     good = ("answered", "left")
     wrong = [f"{count} {what}" for what, count in found["ended"].items() if what not in good]

@@ -38,7 +38,7 @@ class Offered(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of a request; times are seconds since the start of the run."""
+    """The course of a request; times are seconds since the start of the run."""
 
     arrived: float
     num_prompt_tokens: int

@@ -25,7 +25,7 @@ REWEIGHTED = 8  # fits, each relative to the times of the one before
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes: rows and prompt tokens with the padding of its bucket; the entries that
+    """The work of a step: rows and prompt tokens with the padding of its bucket; the entries that
     decode rows attend to, all together (``context``), and pairs of a query and a key in prompts.
     """
 

@@ -1,4 +1,4 @@
-"""What Granite's families share: factors on embeddings, blocks' outputs, scores and logits, and
+"""Parts that Granite's families share: factors on embeddings, blocks' outputs, scores and logits, and
 experts in two tensors a layer.
 """
 

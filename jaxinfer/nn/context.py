@@ -86,7 +86,7 @@ class Pages(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Addends:
-    """What a device adds to a result; the sum over the devices has not been made yet.
+    """One device's addend of a result; the sum over the devices has not been made yet.
 
     The kernel of the next norm may make it (``all_reduce_norm``), or it is made with others.
     """
@@ -183,7 +183,7 @@ class StepContext:
         return own.summed() if isinstance(own, Addends) else own
 
     def addends(self, partial: jax.Array) -> PlainOutput:  # [T, D] or float32[S, T, D]
-        """What each device has of a result, to be added later; on one device the argument."""
+        """Each device's addend of a result, to be summed later; on one device the argument."""
         return partial if self.axis is None else Addends(partial, self.peers, self.axis, self.pins)
 
     def uses(self, *points: str) -> bool:

@@ -28,7 +28,7 @@ class AllReduceNormArgs:
 
     @property
     def partials(self) -> jax.Array:  # [T, D] or float32[S, T, D]
-        """What this device adds."""
+        """This device's addend."""
         assert self.norm.partials is not None, "there is a sum"
         return self.norm.partials
 

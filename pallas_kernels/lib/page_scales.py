@@ -42,7 +42,7 @@ def pools_of(args: PagedArgs) -> Pools:
 
 
 def appended(k: jax.Array, v: jax.Array, pools: Pools) -> Pools:  # [T, K, H] each
-    """What is written into the pools for these keys and values, in their order."""
+    """The arrays to be written into the pools for these keys and values, in their order."""
     if len(pools) == 2:
         return k, v
     (k, k_scales), (v, v_scales) = rounded(k), rounded(v)

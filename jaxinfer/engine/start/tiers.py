@@ -199,7 +199,7 @@ def begin_tiers(
 def _mover(
     program: Program, executor: Executor, size: int
 ) -> tuple[ArrayMover | DeviceMover, Memory | None]:
-    """What copies pages, and the source of the host tier's memory; None: any will do."""
+    """The page mover, and the source of the host tier's memory; None: ordinary memory."""
     if program.platform == "cpu":
         return ArrayMover(program, executor.arrays), None
     (device,) = program.placement.own_devices

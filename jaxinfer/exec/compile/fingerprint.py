@@ -59,7 +59,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
         )
 
     def without_buckets(self) -> Fingerprint:
-        """What engines share that differ only in their buckets."""
+        """The facts that engines share if they differ only in their buckets."""
         limits = {name: value for name, value in self.limits.items() if name != "buckets"}
         return msgspec.structs.replace(self, limits=limits)
 

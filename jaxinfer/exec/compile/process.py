@@ -39,7 +39,7 @@ FREE_CORES, FREE_PART = 4, 4
 
 @dataclass(frozen=True)
 class Job:
-    """What the process compiles: a program whose devices it finds by their ids."""
+    """A program for the process to compile; it finds the devices by their ids."""
 
     model: Model
     limits: Limits

@@ -100,7 +100,7 @@ class CudaCopyStream:
         return event
 
     def _is_done(self, event: ctypes.c_void_p) -> bool:
-        """Whether an event has been reached; it is reused then."""
+        """True once an event has been reached; it is reused then."""
         if (found := self._call((self._driver.cuEventQuery, event))) == NOT_READY:
             return False
         self._check(found)

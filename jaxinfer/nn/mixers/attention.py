@@ -57,7 +57,7 @@ class _Norms(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """What the heads have beside their queries, keys and values."""
+    """Terms of the scores of each head: sinks and the slopes of ALiBi."""
 
     sinks: jax.Array | None = None  # [N]
     slopes: jax.Array | None = None  # float32[N]: of ALiBi

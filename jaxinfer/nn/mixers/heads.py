@@ -1,4 +1,4 @@
-"""What attention does with queries and keys before rope, or with outputs, in XLA.
+"""Operations of attention on queries and keys before rope, and on outputs, in XLA.
 
 The kernels of attention have RMS norms of single heads alone.
 """

@@ -68,7 +68,7 @@ def selective_prefill(
 
 
 def _maps(tokens: ScanTokens) -> tuple[jax.Array, jax.Array]:  # float32[T, I, N] each
-    """What each token's state is multiplied by, and what is added to it."""
+    """The factor and the addend of the state at each token."""
     x, b = tokens.x.astype(jnp.float32), tokens.b.astype(jnp.float32)
     decay = jnp.exp(tokens.rates * tokens.steps[..., None])
     return decay, (tokens.steps * x)[..., None] * b[:, None]

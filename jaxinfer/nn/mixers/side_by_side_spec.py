@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Scales(NamedTuple):
-    """What a mixer's input and its output are multiplied by."""
+    """The factors of a mixer's input and of its output."""
 
     into: float = 1.0
     out: float = 1.0
