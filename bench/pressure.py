@@ -113,7 +113,7 @@ async def watched(url: str, pid: int, seconds: float, samples: list[dict[str, fl
 
 
 def held(pid: int) -> dict[str, int]:
-    """The holdings of a server's processes: bytes of memory and of locked memory, files, threads."""
+    """The server's processes: bytes of memory and of locked memory, files, threads."""
     found = {"rss": 0, "pss": 0, "locked": 0, "files": 0, "threads": 0, "processes": 0}
     memory = tree_memory(pid)
     found |= {"rss": memory.rss, "pss": memory.pss}

@@ -1,5 +1,5 @@
-"""Parts that Granite's families share: factors on embeddings, blocks' outputs, scores and logits, and
-experts in two tensors a layer.
+"""Parts that Granite's families share: factors on embeddings, blocks' outputs, scores and logits,
+and experts in two tensors a layer.
 """
 
 from __future__ import annotations
