@@ -44,6 +44,12 @@ class ExpertTensors(NamedTuple):
 
 
 _TENSORS = ExpertTensors()
+MIXTRAL_TENSORS = ExpertTensors(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+)
 
 
 class RoutingKeys(NamedTuple):

@@ -128,6 +128,9 @@ _MODULES = (
     ("BioGptForCausalLM", "jaxinfer.models.biogpt"),
     ("XGLMForCausalLM", "jaxinfer.models.xglm"),
     ("CTRLLMHeadModel", "jaxinfer.models.ctrl"),
+    ("MiniMaxForCausalLM", "jaxinfer.models.minimax"),
+    ("MiniMaxText01ForCausalLM", "jaxinfer.models.minimax"),
+    ("MiniMaxM1ForCausalLM", "jaxinfer.models.minimax"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

@@ -17,8 +17,15 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
-from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind, NormSpec
+from jaxinfer.nn.layer_spec import (
+    BlockFactors,
+    LayerEndConfig,
+    LayerInputsConfig,
+    NormKind,
+    NormSpec,
+)
 from jaxinfer.nn.positions import Alibi, Sinusoids
+from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, PagedKind, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
@@ -233,38 +240,6 @@ class ExpertsConfig(FeedForwardSpec):
         return import_module("jaxinfer.nn.ffn.experts").Experts(self)
 
 
-class ResidualSpec(Protocol):
-    """The residual stream of a decoder. Hashable.
-
-    It may be several streams of the decoder's width, as in hyper-connections (Zhu et al. 2024,
-    arXiv:2409.19606), which are adjacent in one array [T, n * D].
-    """
-
-    @property
-    def num_streams(self) -> int:
-        """n."""
-        ...
-
-    def module(self, name: str) -> Any:
-        """How one block uses the stream, or with ``name`` "residual" the decoder; see
-        ``residual.Plain``. Parameters of a Flax module have this name in those of the layer.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PlainResidual:
-    """One stream, to which blocks add their outputs, times ``scale`` if that is not None."""
-
-    num_streams: int = 1
-    scale: float | None = None
-
-    def module(self, name: str) -> Any:
-        """See ``ResidualSpec``; it has no parameters."""
-        del name
-        return import_module("jaxinfer.nn.residual").Plain(self.scale)
-
-
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
@@ -272,7 +247,9 @@ class LayerSpec:
     A norm after a block is of its output, before that is added to the residual stream. A layer may
     lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
     what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
-    stream, and their outputs are added to it together; they may share the norm before them.
+    stream, and their outputs are added to it together; they may share the norm before them. With
+    ``on_norms``, of the mixer and of the network, the norm before a block replaces the stream: the
+    block's output is added to its own input (MiniMax-01).
     """
 
     mixer: MixerSpec
@@ -280,6 +257,7 @@ class LayerSpec:
     norms: Literal["before", "after", "both", "shared"] = "before"
     end: LayerEndConfig | None = None
     parallel: bool = False
+    on_norms: tuple[BlockFactors, BlockFactors] | None = None
 
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""

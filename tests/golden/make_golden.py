@@ -97,6 +97,7 @@ from transformers import (
     MambaConfig,
     MellumConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -141,6 +142,7 @@ from transformers import (
     YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
@@ -151,6 +153,7 @@ LENGTHS = {
     "bamba": 80,
     "mamba2_tied": 80,
     "falcon_mamba": 80,
+    "minimax": 80,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -401,6 +404,14 @@ FALCON_FACTORS = {
     "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
     "ssm_in_multiplier": 1.3,
     "ssm_out_multiplier": 0.9,
+}
+MINIMAX_FACTORS = {
+    "full_attn_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.3,
+    "mlp_beta_factor": 0.7,
 }
 GRANITE_FACTORS = {
     "attention_multiplier": 0.3,
@@ -1355,6 +1366,21 @@ def cases() -> dict[str, PreTrainedConfig]:
             linear_allow_neg_eigval=False,
             tie_word_embeddings=True,
         ),
+        "minimax": MiniMaxConfig(  # in two chunks
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
+            **MINIMAX_FACTORS,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=5,
+            head_dim=16,
+            block_size=32,
+        ),
+        "minimax_window": MiniMaxConfig(
+            **SIZES | {"intermediate_size": 24},
+            num_local_experts=3,
+            sliding_window=7,
+            block_size=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -1460,8 +1486,13 @@ def _olmo_hybrid(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits [N, T, V] of one token a step with a cache, the recurrent form of linear attention."""
     cache, steps = DynamicCache(config=model.config.get_text_config()), []
-    for token in token_ids.split(1, dim=1):
-        steps.append(model(token, cache=cache, use_cache=True).logits)
+    if model.config.model_type == "minimax":
+        cache = MiniMaxCache()
+    for at, token in enumerate(token_ids.split(1, dim=1)):
+        # MiniMax's cache counts the keys of the first layer, which may have none
+        place = torch.full_like(token, at)
+        made = model(token, cache=cache, use_cache=True, position_ids=place)
+        steps.append(made.logits)
     return torch.cat(steps, dim=1)
 
 

@@ -106,6 +106,7 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"n_routed_experts": 8},
     "solar_open": {"n_routed_experts": 8},
     "mistral4": {"n_routed_experts": 8},
+    "minimax": {"num_local_experts": 8},
     "minimax_m2": {"num_local_experts": 8},
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},

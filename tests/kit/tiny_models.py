@@ -838,6 +838,22 @@ CONFIGS = MappingProxyType(
             "num_experts_per_tok": 2,
             "mamba_d_state": 8,
         },
+        "minimax": {
+            **_DECODER,
+            "architectures": [
+                "MiniMaxText01ForCausalLM",
+                "MiniMaxM1ForCausalLM",
+                "MiniMaxForCausalLM",
+            ],
+            "attn_type_list": [0, 1],
+            "postnorm": True,
+            "rotary_dim": 4,
+            "shared_intermediate_size": [0],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "layernorm_linear_attention_alpha": 1.3,
+            "layernorm_mlp_beta": 0.7,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -869,7 +885,7 @@ LIKE_OTHERS = (
     *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
     # Of these also through the engine, in test_hybrid.py.
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
-    *("falcon_mamba", "jamba", "olmo_hybrid"),
+    *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     # bloom has ALiBi
     *(
         "bitnet",
@@ -900,7 +916,7 @@ OF_EACH_KIND = (
 WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
-    *("jamba", "olmo_hybrid"),
+    *("jamba", "olmo_hybrid", "minimax"),
 )
 
 

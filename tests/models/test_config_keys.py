@@ -132,6 +132,7 @@ READ_BY = {
     "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
     "hyperclovax": _FACTORS,
     "granite_swa": _FACTORS,
+    "minimax": {"num_local_experts"},
 }
 
 
@@ -249,6 +250,8 @@ NAMED = re.compile("(config|rope) key|rope (type|section|scaling)|experts")
 OF_SECTION = {("phi3_long_rope", "original_max_position_embeddings missing")}
 # another order of the same sums: of GPT-2, and of state space models (7e-6 of logits of 5)
 ROUNDING = {"reorder_and_upcast_attn=True", "chunk_size=2", "mamba_chunk_size=2"}
+# and of lightning attention, whose chunks have buffers of their size
+ROUNDING |= {f"block_size{change}" for change in (" missing", "=33", "=64", "=2")}
 # Angles at the default's bounds are those of the sequences here.
 NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing")
 
