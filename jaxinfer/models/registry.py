@@ -131,6 +131,10 @@ _MODULES = (
     ("MiniMaxForCausalLM", "jaxinfer.models.minimax"),
     ("MiniMaxText01ForCausalLM", "jaxinfer.models.minimax"),
     ("MiniMaxM1ForCausalLM", "jaxinfer.models.minimax"),
+    ("BailingMoeForCausalLM", "jaxinfer.models.bailing"),
+    ("BailingMoeV2ForCausalLM", "jaxinfer.models.bailing"),
+    ("BailingMoeLinearV2ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

@@ -107,6 +107,8 @@ MORE: dict[str, dict[str, Any]] = {
     "solar_open": {"n_routed_experts": 8},
     "mistral4": {"n_routed_experts": 8},
     "minimax": {"num_local_experts": 8},
+    "bailing": {"num_experts": 8},
+    "bailing_linear": {"group_norm_size": 4},
     "minimax_m2": {"num_local_experts": 8},
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},

@@ -162,6 +162,30 @@ _YOUTU = (
     *("qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
 )
 
+_LATENT_SIZES = (
+    *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_BAILING = MappingProxyType(
+    {
+        **_DECODER,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "use_rmsnorm": True,
+        "use_bias": False,
+    }
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -838,6 +862,31 @@ CONFIGS = MappingProxyType(
             "num_experts_per_tok": 2,
             "mamba_d_state": 8,
         },
+        "bailing": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["BailingMoeForCausalLM"],
+            "first_k_dense_replace": 1,
+            "use_qkv_bias": True,
+            "norm_topk_prob": False,
+        },
+        "bailing_v2": {**_BAILING, "architectures": ["BailingMoeV2ForCausalLM"]},
+        "bailing_linear": {
+            **_BAILING,
+            "architectures": ["BailingMoeLinearV2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "layer_group_size": 2,
+            "group_norm_size": 2,
+        },
+        "bailing_v2_5": {
+            **_BAILING,
+            **{key: _LATENT[key] for key in _LATENT_SIZES},
+            "architectures": ["BailingMoeV2_5ForCausalLM"],
+            "layer_group_size": 2,
+            "group_norm_size": 4,
+            "linear_silu": True,
+            "q_lora_rank": 20,
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -886,6 +935,7 @@ LIKE_OTHERS = (
     # Of these also through the engine, in test_hybrid.py.
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
+    *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5"),
     # bloom has ALiBi
     *(
         "bitnet",
@@ -916,7 +966,7 @@ OF_EACH_KIND = (
 WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
-    *("jamba", "olmo_hybrid", "minimax"),
+    *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
 )
 
 

@@ -133,6 +133,10 @@ READ_BY = {
     "hyperclovax": _FACTORS,
     "granite_swa": _FACTORS,
     "minimax": {"num_local_experts"},
+    "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
+    "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
+    "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
+    "bailing_v2_5": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
 }
 
 
