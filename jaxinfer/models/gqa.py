@@ -292,6 +292,11 @@ def _layer_specs(
             _qkv_linear(attention, d, names, rows),
             Linear("o", (names.o,), (heads, d), ("heads", None), attention.o_bias),
         )
+        if attention.head_gate:
+            assert names.gate is not None, "the gates have a tensor"
+            own = (Source(f"{source}{names.gate}.weight", (attention.num_heads, d)),)
+            array = ArraySpec((d, attention.num_heads), (None, "heads"))
+            yield ParamSpec(f"{path}head_gate", array, own, join_outputs)
     if isinstance(mixer, SideBySideConfig):
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(f"{path}beside/", source, mixer.other, d, config.norm_dtype)

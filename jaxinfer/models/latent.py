@@ -35,7 +35,7 @@ LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS
 
 _QUERY_RANK = 1536  # transformers' default; null in config.json: queries have no latent
 _NORM_EPS = 1e-6  # of the norms of latents in the published code, whatever rms_norm_eps is
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_NORMS, _AFTER_NETWORK = ("input_layernorm", "post_attention_layernorm"), "post_mlp_layernorm"
 
 
 class LatentNames(NamedTuple):
@@ -234,7 +234,8 @@ def _layer_specs(
     yield from (*weights, *biases)
     if isinstance(c, LatentAttentionConfig):
         yield from _input_specs(c, d, path, source + names.own)
-    yield _norm_spec(config, f"{path}norms", source, _NORMS, d)
+    norms = (*_NORMS, _AFTER_NETWORK) if layer.norms == "ffn_both" else _NORMS
+    yield _norm_spec(config, f"{path}norms", source, norms, d)
     if isinstance(c, LatentAttentionConfig):
         yield from _latent_specs(config, c, path, source + names.own)
 

@@ -135,6 +135,9 @@ _MODULES = (
     ("BailingMoeV2ForCausalLM", "jaxinfer.models.bailing"),
     ("BailingMoeLinearV2ForCausalLM", "jaxinfer.models.bailing_linear"),
     ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("AXK1ForCausalLM", "jaxinfer.models.axk1"),
+    ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
+    ("LagunaForCausalLM", "jaxinfer.models.laguna"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

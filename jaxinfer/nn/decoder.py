@@ -148,6 +148,8 @@ class DecoderLayer(nn.Module):
             return norms[0], norms[1], norms[2], norms[3]
         if placed == "before":
             return norms[0], None, norms[1], None
+        if placed == "ffn_both":
+            return norms[0], None, norms[1], norms[2]
         none = norms[0].as_none()
         return none, norms[0], none, norms[1]
 

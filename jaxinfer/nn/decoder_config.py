@@ -90,11 +90,12 @@ class AttentionConfig(BlockSpec):
     heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
     rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
     each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
-    softmax. With ``gate`` the output of each head is multiplied by the sigmoid of a projection of
-    the token. ``values`` says how values are made. Queries, keys and values are limited to ``clip``
-    and its negative, and queries grow with the position. Scores x become c tanh(x / c) with a
-    ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an RMS norm of all
-    heads' outputs. ``page_dtype`` is that of pages (None: the decoder's).
+    softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
+    the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
+    and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
+    x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
+    epsilon of an RMS norm of all heads' outputs. ``page_dtype`` is that of pages (None: the
+    decoder's).
     """
 
     num_heads: int
@@ -108,6 +109,8 @@ class AttentionConfig(BlockSpec):
     qk_norm: QKNormKind | None = None
     sinks: bool = False
     gate: bool = False
+    head_gate: bool = False
+    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     values: Values = "projected"
     clip: float | None = None
     cap: float | None = None
@@ -242,7 +245,8 @@ class ExpertsConfig(FeedForwardSpec):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
+    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both, or
+    before both and after the network ("ffn_both").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
     lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
@@ -254,7 +258,7 @@ class LayerSpec:
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
-    norms: Literal["before", "after", "both", "shared"] = "before"
+    norms: Literal["before", "after", "both", "shared", "ffn_both"] = "before"
     end: LayerEndConfig | None = None
     parallel: bool = False
     on_norms: tuple[BlockFactors, BlockFactors] | None = None

@@ -116,6 +116,9 @@ CASES = (
     "xglm",
     "ctrl",
     "minimax",
+    "axk1",
+    "dbrx",
+    "laguna_elements",
 )
 
 # where transformers has the outputs of the layers and not their inputs

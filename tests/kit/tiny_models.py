@@ -887,6 +887,37 @@ CONFIGS = MappingProxyType(
             "linear_silu": True,
             "q_lora_rank": 20,
         },
+        "axk1": {
+            **_LATENT,
+            "architectures": ["AXK1ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "dbrx": {
+            "architectures": ["DbrxForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": MAX_LEN,
+            "attn_config": {"clip_qkv": 3.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
+        },
+        "laguna": {
+            **_DECODER,
+            "architectures": ["LagunaForCausalLM"],
+            "head_dim": 16,
+            "num_attention_heads_per_layer": [4, 8],
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense"],
+            "sliding_window": 7,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -935,7 +966,8 @@ LIKE_OTHERS = (
     # Of these also through the engine, in test_hybrid.py.
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
-    *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5"),
+    *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
+    *("laguna",),
     # bloom has ALiBi
     *(
         "bitnet",

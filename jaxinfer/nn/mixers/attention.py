@@ -5,6 +5,7 @@ itself in the dense form. Parameters of ``Attention``:
 
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
+    head_gate [D, N] with gates of whole heads
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, rotated or not, with weights, [(N + K) * H] with
@@ -87,8 +88,9 @@ class Attention(nn.Module):
         """
         c = self.config
         bias = param(self, "qkv_bias") if c.qkv_bias else None
-        qkv, stream, _ = linear(stream, weight(self, "qkv"), ctx, norm=norm, bias=bias)
-        gates = None
+        w = weight(self, "qkv")
+        qkv, stream, h = linear(stream, w, ctx, norm=norm, bias=bias, keep=c.head_gate)
+        gates = linear(h, weight(self, "head_gate"), ctx).y if c.head_gate else None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
         norms = None
@@ -126,7 +128,7 @@ class Attention(nn.Module):
         )
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
-            out = on_heads.gated(out, own.reshape(out.shape))
+            out = on_heads.gated(out, own.reshape(*out.shape[:2], -1), c.gate_act)
         return *output(self, c, stream, out, ctx, only), state
 
 
