@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.linears import dense_linears, linear_specs
+from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import ParamSpec, as_is, join, join_flat, transposed
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
@@ -41,6 +41,7 @@ class ExpertTensors(NamedTuple):
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias_dims: int = 1  # with 2 the tensor is [1, E]
+    latents: tuple[str, str] = ("", "")  # the projection to a latent, and back
 
 
 _TENSORS = ExpertTensors()
@@ -235,20 +236,37 @@ def expert_specs(
     def sources(name: str, expert: int, outputs: int, inputs: int) -> Source:
         return Source(f"{source}{name.format(expert)}.weight", (outputs, inputs))
 
-    pairs = tuple(sources(name, i, f, width) for i in range(e) for name in (names.gate, names.up))
-    array = ArraySpec((e, 2 * f, width), axes.gate_up)
+    outer, halves = width, ffn.activation.halves
+    if ffn.latent is not None:
+        yield from _latent_specs(path, source, ffn.latent, outer, names)
+        width = ffn.latent
+    into = (names.gate, names.up)[-halves:]
+    pairs = tuple(sources(name, i, f, width) for i in range(e) for name in into)
+    array = ArraySpec((e, halves * f, width), axes.gate_up)
     yield ParamSpec(path + "gate_up", array, pairs, join, pieces=e, matrix="experts")
     downs = tuple(sources(names.down, i, width, f) for i in range(e))
     array = ArraySpec((e, width, f), axes.down)
     yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
     if ffn.shared is not None:
-        linears = dense_linears(ffn.shared, width, names.shared)
+        linears = dense_linears(ffn.shared, outer, names.shared)
         weights, biases = linear_specs(f"{path}shared/", source, linears)
         yield from (*weights, *biases)
     if ffn.shared_gate:
-        gate = Source(f"{source}{names.shared_gate}.weight", (1, width))
-        array = ArraySpec((width, 1), (None, None))
+        gate = Source(f"{source}{names.shared_gate}.weight", (1, outer))
+        array = ArraySpec((outer, 1), (None, None))
         yield ParamSpec(path + "shared_gate", array, (gate,), transposed)
+
+
+def _latent_specs(
+    path: str, source: str, latent: int, width: int, names: ExpertTensors
+) -> list[ParamSpec]:
+    """The projections around experts that read a latent; every device has them."""
+    axes, (into, back) = (None, None), names.latents
+    linears = (
+        Linear("into_latent", (into,), (width, latent), axes, bias=False),
+        Linear("from_latent", (back,), (latent, width), axes, bias=False),
+    )
+    return linear_specs(path, source, linears)[0]
 
 
 class ExpertAxes(NamedTuple):
@@ -261,7 +279,7 @@ class ExpertAxes(NamedTuple):
 def expert_axes(ffn: ExpertsConfig) -> ExpertAxes:
     """The axes of experts, of which a device has some or a part of every one."""
     if ffn.slices:
-        columns = Fused("ffn", (ffn.width, ffn.width))
+        columns = Fused("ffn", (ffn.width,) * ffn.activation.halves)
         return ExpertAxes((None, columns, None), (None, None, "ffn"))
     whole: Axes = ("experts", None, None)
     return ExpertAxes(whole, whole)
@@ -286,10 +304,14 @@ def router_specs(
 def unused_parameters(config: DecoderSpec) -> int:
     """Parameters of experts that a token does not choose."""
     return sum(
-        (ffn.count - ffn.routing.chosen)
-        * (3 * config.hidden_size * ffn.width + _biases(ffn, config))
+        (ffn.count - ffn.routing.chosen) * (_weights(ffn, config) + _biases(ffn, config))
         for ffn in config.experts.values()
     )
+
+
+def _weights(ffn: ExpertsConfig, config: DecoderSpec) -> int:
+    """Weights of one expert."""
+    return (1 + ffn.activation.halves) * (ffn.latent or config.hidden_size) * ffn.width
 
 
 def _biases(ffn: ExpertsConfig, config: DecoderSpec) -> int:

@@ -918,6 +918,22 @@ CONFIGS = MappingProxyType(
             "moe_intermediate_size": 24,
             "shared_expert_intermediate_size": 20,
         },
+        "nemotron_h_experts": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H},
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "ME*-E",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_latent_size": 16,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 2.5,
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -968,6 +984,7 @@ LIKE_OTHERS = (
     *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
     *("laguna",),
+    *("nemotron_h_experts",),
     # bloom has ALiBi
     *(
         "bitnet",
@@ -999,6 +1016,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
+    *("nemotron_h_experts",),
 )
 
 
