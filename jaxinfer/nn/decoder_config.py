@@ -94,8 +94,9 @@ class AttentionConfig(BlockSpec):
     the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
     and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
     x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
-    epsilon of an RMS norm of all heads' outputs. ``page_dtype`` is that of pages (None: the
-    decoder's).
+    epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
+    keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
+    is that of pages (None: the decoder's).
     """
 
     num_heads: int
@@ -118,6 +119,13 @@ class AttentionConfig(BlockSpec):
     alibi: Alibi | None = None
     out_norm: float | None = None
     page_dtype: jnp.dtype | None = None
+    own_value_dim: int | None = None
+    value_scale: float = 1.0
+
+    @property
+    def value_dim(self) -> int:
+        """The width of values, and of a head's output."""
+        return self.own_value_dim or self.head_dim
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -139,7 +147,7 @@ class AttentionConfig(BlockSpec):
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
-        return {"z": (self.num_heads, self.head_dim)}
+        return {"z": (self.num_heads, self.value_dim)}
 
     def words(self) -> str:
         """See ``MixerSpec``."""

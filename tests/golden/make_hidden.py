@@ -119,6 +119,7 @@ CASES = (
     "axk1",
     "dbrx",
     "laguna_elements",
+    "mimo_v2_flash",
 )
 
 # where transformers has the outputs of the layers and not their inputs

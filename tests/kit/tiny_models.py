@@ -934,6 +934,24 @@ CONFIGS = MappingProxyType(
             "moe_shared_expert_intermediate_size": 20,
             "routed_scaling_factor": 2.5,
         },
+        "mimo_v2_flash": {
+            **_WITHOUT_EPS,
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "hybrid_layer_pattern": [1, 0],
+            "moe_layer_freq": [1, 0],
+            "sliding_window_size": 6,
+            "swa_num_key_value_heads": 4,
+            "swa_rope_theta": 1000.0,
+            "layernorm_epsilon": 1e-5,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "attention_value_scale": 0.7,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -985,6 +1003,7 @@ LIKE_OTHERS = (
     *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
     *("laguna",),
     *("nemotron_h_experts",),
+    *("mimo_v2_flash",),
     # bloom has ALiBi
     *(
         "bitnet",

@@ -136,6 +136,7 @@ READ_BY = {
     "axk1": {"moe_intermediate_size", "num_local_experts"},
     "laguna": {*_COUNTS, "moe_intermediate_size"},
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
+    "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
     "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
     "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},

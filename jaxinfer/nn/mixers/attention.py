@@ -102,6 +102,8 @@ class Attention(nn.Module):
             qkv, norms = on_heads.norm_all(qkv, norms, c, norm.eps, ctx.axis), None
         if c.clip is not None:
             qkv = jnp.clip(qkv, -c.clip, c.clip)
+        if c.own_value_dim is not None or c.value_scale != 1:
+            qkv = on_heads.widened(qkv, c)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
         if c.growth is not None:
             heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
@@ -141,7 +143,7 @@ def output(
     only: jax.Array | None,  # int32[B]
 ) -> tuple[jax.Array, PlainOutput]:  # [T, D]
     """The stream, and the projection of the heads' outputs; with ``only`` these have B tokens."""
-    out = ctx.at("z", out)
+    out = ctx.at("z", out[..., : config.value_dim])
     x = stream.x if only is None else stream.take(only)
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)

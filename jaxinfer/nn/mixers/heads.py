@@ -66,6 +66,18 @@ def gated(
     return (out.astype(jnp.float32) * by).astype(out.dtype)
 
 
+def widened(
+    qkv: jax.Array,  # [T, (N + K) * H + K * V]
+    config: AttentionConfig,
+) -> jax.Array:  # [T, (N + 2K) * H]
+    """The heads with values times their scale, and with zeros behind them if they are narrower."""
+    first = (config.num_heads + config.num_kv_heads) * config.head_dim
+    qk, v = jnp.split(qkv, (first,), axis=1)
+    v = (v * config.value_scale).reshape(len(v), config.num_kv_heads, -1)
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, config.head_dim - config.value_dim)))
+    return jnp.concatenate([qk, v.reshape(len(v), -1)], axis=1)
+
+
 def norm_all(
     qkv: jax.Array,  # [T, (N + 2K) * H]
     weights: jax.Array,  # [(N + K) * H]: of queries, of keys
