@@ -72,12 +72,14 @@ def experts_config(
     width: str,
     routing: Routing,
     keys: RoutingKeys = _KEYS,
+    more_choices: int = 0,
     **more: Any,
 ) -> ExpertsConfig:
     """A mixture of experts whose number and width are the keys ``count`` and ``width``.
 
     Newer files may have the number under "num_local_experts", transformers' common name. ``keys``
-    are those that ``routing`` was read from, ``more`` are further fields. Raises ``ConfigError``
+    are those that ``routing`` was read from, ``more_choices`` is the number of a token's choices
+    besides these experts, ``more`` are further fields. Raises ``ConfigError``
     for an activation other than SiLU, and if a token would use more experts than it may.
     """
     hf.supported_only(config, "hidden_act", "silu", "swish")
@@ -85,6 +87,7 @@ def experts_config(
         count = _COUNT
     number = hf.positive_int(config, count)
     most = number if routing.groups is None else _in_groups(number, routing.groups, keys)
+    most += more_choices
     if routing.chosen > most:
         among = f"the {number} of {count!r}"
         if routing.groups is not None:
@@ -289,15 +292,16 @@ def router_specs(
     path: str, source: str, ffn: ExpertsConfig, width: int, names: ExpertTensors
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer's router, which is small and never quantised."""
-    weight = Source(f"{source}{names.router}.weight", (ffn.count, width))
+    count = ffn.count + ffn.zero_experts
+    weight = Source(f"{source}{names.router}.weight", (count, width))
     yield ParamSpec(path + "router", ArraySpec(weight.shape, (None, None)), (weight,), as_is)
     if ffn.router_bias:
-        bias = Source(f"{source}{names.router}.bias", (ffn.count,))
-        yield ParamSpec(path + "router_bias", ArraySpec((ffn.count,), (None,)), (bias,), as_is)
+        bias = Source(f"{source}{names.router}.bias", (count,))
+        yield ParamSpec(path + "router_bias", ArraySpec((count,), (None,)), (bias,), as_is)
     if ffn.choice_bias:
-        shape = (1,) * (names.choice_bias_dims - 1) + (ffn.count,)
+        shape = (1,) * (names.choice_bias_dims - 1) + (count,)
         bias = Source(f"{source}{names.choice_bias}", shape)
-        array = ArraySpec((ffn.count,), (None,), jnp.dtype(jnp.float32))
+        array = ArraySpec((count,), (None,), jnp.dtype(jnp.float32))
         yield ParamSpec(path + "choice_bias", array, (bias,), join_flat)
 
 

@@ -35,15 +35,19 @@ LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS
 
 _QUERY_RANK = 1536  # transformers' default; null in config.json: queries have no latent
 _NORM_EPS = 1e-6  # of the norms of latents in the published code, whatever rms_norm_eps is
-_NORMS, _AFTER_NETWORK = ("input_layernorm", "post_attention_layernorm"), "post_mlp_layernorm"
+_AFTER_NETWORK = "post_mlp_layernorm"
 
 
 class LatentNames(NamedTuple):
-    """The names of tensors: of the embedding, the start of a mixer's, and its projection back."""
+    """The names of tensors: of the embedding, the start of a mixer's, its projection back, the
+    norms, and the start of a dense network's.
+    """
 
     embed: str = "model.embed_tokens"
     own: str = "self_attn."
     o: str = "o_proj"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    network: str = "mlp."
 
 
 _NAMES = LatentNames()
@@ -206,21 +210,22 @@ def latent_param_specs(
     specs = outer_specs(config, names=LLAMA._replace(embed=names.embed))
     for i, layer in enumerate(config.layers):
         path, source = f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, layer, path, source, mixers, names))
+        specs += latent_layer_specs(config, layer, path, source, names, mixers)
         if isinstance(layer.ffn, ExpertsConfig):
             specs.extend(experts(path, source, layer.ffn, config.hidden_size))
     return tuple(specs)
 
 
-def _layer_specs(
+def latent_layer_specs(
     config: DecoderSpec,
     layer: LayerSpec,
     path: str,
     source: str,
-    mixers: MixerSpecs | None,
-    names: LatentNames,
+    names: LatentNames = _NAMES,
+    mixers: MixerSpecs | None = None,
+    dense: FeedForwardConfig | None = None,
 ) -> Iterator[ParamSpec]:
-    """The parameters of a layer without those of experts."""
+    """The parameters of a layer without those of experts; ``dense`` is a network beside them."""
     c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
     linears: list[Linear] = []
     if isinstance(c, LatentAttentionConfig):
@@ -229,12 +234,14 @@ def _layer_specs(
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(path, source, c, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
-        linears += dense_linears(ffn, d)
+        linears += dense_linears(ffn, d, names.network)
+    if dense is not None:
+        yield from linear_specs(f"{path}dense/", source, dense_linears(dense, d, names.network))[0]
     weights, biases = linear_specs(path, source, linears)
     yield from (*weights, *biases)
     if isinstance(c, LatentAttentionConfig):
         yield from _input_specs(c, d, path, source + names.own)
-    norms = (*_NORMS, _AFTER_NETWORK) if layer.norms == "ffn_both" else _NORMS
+    norms = (*names.norms, *((_AFTER_NETWORK,) if layer.norms == "ffn_both" else ()))
     yield _norm_spec(config, f"{path}norms", source, norms, d)
     if isinstance(c, LatentAttentionConfig):
         yield from _latent_specs(config, c, path, source + names.own)

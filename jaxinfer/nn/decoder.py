@@ -30,7 +30,7 @@ from jaxinfer.nn.context import Angles, StepContext
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
 from jaxinfer.nn.layer_spec import BlockFactors, NormSpec
 from jaxinfer.nn.linear import (
-    BlockOutput,
+    Carried,
     Norm,
     Outputs,
     Stream,
@@ -227,10 +227,10 @@ def _without_block(
     return Stream(x, _output(point, x, jnp.zeros_like(x), None, ctx))
 
 
-def _output(
-    point: str, x: jax.Array, delta: BlockOutput, post: Norm | None, ctx: StepContext
-) -> BlockOutput:
+def _output(point: str, x: jax.Array, delta: Any, post: Norm | None, ctx: StepContext) -> Any:
     """A block's output with the block's post norm if there is one; ``x`` is its input."""
+    if isinstance(delta, Carried):
+        return replace(delta, output=_output(point, x, delta.output, post, ctx))
     if post is not None and post.kind == "rms":
         delta = outputs_of(delta, post)
     elif post is not None:

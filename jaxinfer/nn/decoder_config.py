@@ -200,7 +200,8 @@ class ExpertsConfig(FeedForwardSpec):
     token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
     multiplied by its weight before the expert instead of after it (Llama 4).
-    With ``latent`` experts read a projection of the token to that width, and their sum is projected
+    Choices from ``count`` on are of ``zero_experts``, which return the token itself. With
+    ``latent`` experts read a projection of the token to that width, and their sum is projected
     back. ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
     ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
     whole experts.
@@ -219,6 +220,7 @@ class ExpertsConfig(FeedForwardSpec):
     shared_scale: float = 1.0
     weighs_inputs: bool = False
     latent: int | None = None
+    zero_experts: int = 0
     dummy_routing: str = "auto"
     slices: bool = False
 

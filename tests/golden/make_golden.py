@@ -96,6 +96,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    LongcatFlashConfig,
     Mamba2Config,
     MambaConfig,
     MellumConfig,
@@ -408,6 +409,21 @@ FALCON_FACTORS = {
     "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
     "ssm_in_multiplier": 1.3,
     "ssm_out_multiplier": 0.9,
+}
+LONGCAT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 10,
 }
 MINIMAX_FACTORS = {
     "full_attn_alpha_factor": 1.2,
@@ -1512,6 +1528,21 @@ def cases() -> dict[str, PreTrainedConfig]:
             sliding_window_size=5,
             attention_value_scale=None,
             norm_topk_prob=False,
+        ),
+        "longcat_flash": LongcatFlashConfig(
+            **LONGCAT,
+            n_routed_experts=5,
+            zero_expert_num=3,
+            moe_topk=3,
+            routed_scaling_factor=1.5,
+        ),
+        "longcat_flash_yarn": LongcatFlashConfig(
+            **LONGCAT | {"num_layers": 1},
+            n_routed_experts=4,
+            zero_expert_num=0,
+            moe_topk=2,
+            rope_parameters=LATENT_ROPE,
+            attention_bias=True,
         ),
         "minimax": MiniMaxConfig(  # in two chunks
             **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},

@@ -120,6 +120,7 @@ CASES = (
     "dbrx",
     "laguna_elements",
     "mimo_v2_flash",
+    "longcat_flash",
 )
 
 # where transformers has the outputs of the layers and not their inputs

@@ -162,6 +162,7 @@ _YOUTU = (
     *("qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
 )
 
+_OF_LAYERS = ("intermediate_size", "num_hidden_layers")
 _LATENT_SIZES = (
     *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
@@ -952,6 +953,20 @@ CONFIGS = MappingProxyType(
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         },
+        "longcat_flash": {
+            **{key: _LATENT[key] for key in _YOUTU if key not in _OF_LAYERS},
+            "architectures": ["LongcatFlashForCausalLM"],
+            "num_layers": 2,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "zero_expert_type": "identity",
+            "attention_method": "MLA",
+            "mla_scale_q_lora": True,
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -1004,6 +1019,7 @@ LIKE_OTHERS = (
     *("laguna",),
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
+    *("longcat_flash",),
     # bloom has ALiBi
     *(
         "bitnet",

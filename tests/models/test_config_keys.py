@@ -137,6 +137,7 @@ READ_BY = {
     "laguna": {*_COUNTS, "moe_intermediate_size"},
     "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
     "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
+    "longcat_flash": {"num_local_experts"},
     "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
     "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
     "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},

@@ -56,6 +56,7 @@ class Experts(nn.Module):
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
+        kept = _kept(h, choices, weights, c.count, ctx) if c.zero_experts else None
         down_bias = param(self, "down_bias") if c.bias else None
         if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
             held = c.count // jax.lax.axis_size(ctx.axis)
@@ -79,6 +80,7 @@ class Experts(nn.Module):
         out = experts(args, ctx.pinned("experts"))
         if c.latent is not None:
             out = linear(out, weight(self, "from_latent"), ctx).y
+        out = out if kept is None else added_partials(out, kept)
         shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
@@ -119,6 +121,20 @@ class Experts(nn.Module):
             case _:
                 return choices, weights
         return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
+
+
+def _kept(
+    h: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    count: int,
+    ctx: StepContext,
+) -> jax.Array:  # [T, D]
+    """The output of zero experts, which are the choices from ``count`` on; of one device."""
+    own = jnp.sum(jnp.where(choices >= count, weights, 0), axis=1, keepdims=True)
+    if ctx.axis is not None:
+        own = jnp.where(jax.lax.axis_index(ctx.axis) == 0, own, 0)
+    return (h.astype(jnp.float32) * own).astype(h.dtype)
 
 
 def _weighted(
