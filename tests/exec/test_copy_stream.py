@@ -128,15 +128,16 @@ def test_a_tier_grows_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -
         sizes.append(size)
         return np.zeros(size, np.uint8)
 
-    memory = locked_memory.LockedMemory(3 * 64 + 10, allocate)
+    memory = locked_memory.LockedMemory(3 * 40 + 10, 40, allocate)
     tier = HostTier(202, {0: form}, memory)
     keys = [key_in(0, bytes([i]) * 16) for i in range(4)]
     assert tier.reserve(0, keys[0]) is None and not tier.num_bytes
     go.set()
     memory._thread.join()  # pyright: ignore[reportPrivateUsage]
+    assert tier.num_bytes == 120
     assert all([tier.reserve(0, key) is not None for key in keys[:3]])
-    assert tier.num_bytes == 120 and tier.reserve(0, keys[3]) is None  # none is saved yet
-    assert sizes == [64, 64, 64, 10]
+    assert tier.reserve(0, keys[3]) is None  # none is saved yet
+    assert sizes == [40, 40, 40, 10]
     tier.close()
 
 
@@ -144,9 +145,31 @@ def test_memory_that_the_system_does_not_lock(caplog: pytest.LogCaptureFixture) 
     def allocate(size: int) -> np.ndarray:
         raise EngineError("no memory")
 
-    memory = locked_memory.LockedMemory(1 << 31, allocate)
+    memory = locked_memory.LockedMemory(1 << 31, 1, allocate)
     memory.close()
     assert memory.taken() == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "the host tier has 0.0 of 2.0 GiB: no memory"
+
+
+def test_large_memory_is_made_before_it_is_locked(driver: Driver) -> None:
+    size, registered = 3 << 20, list[tuple[int, int]]()
+
+    def register(address: Any, length: Any, flags: int) -> int:
+        registered.append((address.value, length.value))
+        assert flags == cuda_driver.PORTABLE | cuda_driver.MAPPED
+        return 0
+
+    driver._cuMemHostRegister_v2 = register  # type: ignore[attr-defined]
+    memory, other = (cuda_driver.registered_memory(0, size) for _ in range(2))
+    memory[:], other[:] = 7, 8
+    assert memory.sum() == 7 * size and other.sum() == 8 * size
+    assert registered == [(one.ctypes.data, size) for one in (memory, other)]
+    assert abs(memory.ctypes.data - other.ctypes.data) > size  # apart, not next to each other
+
+
+def test_large_memory_that_the_driver_does_not_lock(driver: Driver) -> None:
+    driver.fails = "cuMemHostRegister_v2"
+    with pytest.raises(EngineError, match=r"locks no 4096 bytes .* \(its error 2\); free some"):
+        cuda_driver.registered_memory(0, 4096)

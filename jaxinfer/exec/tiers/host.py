@@ -107,6 +107,7 @@ class HostTier:
     @property
     def num_bytes(self) -> int:
         """The size of the tier, as far as it has its memory."""
+        self._take_memory()
         return self._slabs.num_bytes
 
     @property
