@@ -10,7 +10,7 @@ a load is unpacked by a call that is queued when the host has seen that its copy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import batched
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.core.connector import Arrays, Forms, Unit
+from jaxinfer.core.connector import Content, Forms, Unit
 from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
 from jaxinfer.exec.compile.memory_plan import TIER_BLOCK_BYTES
 from jaxinfer.exec.compile.program import Program
@@ -94,8 +94,8 @@ class DeviceMover:
         parts = deque[Part]()
         for pool, own in self.pools.split(units).items():
             for some in batched(own, self.widths[pool]):
-                of_part = [units[i].arrays for i in some]
-                parts.append(Part(pool, of_part, [places[i].place for i in some]))
+                contents = [units[i].content for i in some]
+                parts.append(Part(pool, contents, [places[i].place for i in some]))
         loading = DeviceLoading(self, parts)
         loading.advance()
         return loading
@@ -115,11 +115,9 @@ class DeviceMover:
         block = next((one for one in self._ring if one.is_free), None)
         if block is None:
             return None
-        to, copies = block.address, list[HostCopy]()
-        for arrays in part.units:
-            for copy in pieces(to, arrays):
-                copies.append(copy)
-                to += copy.size
+        size = self.pools.form(part.pool).num_bytes
+        starts = range(block.address, block.address + len(part.contents) * size, size)
+        copies = [copy_of(*pair) for pair in zip(starts, part.contents, strict=True)]
         block.event, block.is_taken = self._loads.to_device(merged(copies)), True
         return block
 
@@ -145,8 +143,7 @@ class DeviceMover:
         units = self._sunk()
         if self._measured is None:
             self._measured = self._allocate(self.forms[0].num_bytes)
-        arrays = self.forms[0].views(self._measured)
-        loading = self.load([Unit(0, unit.key, arrays) for unit in units], units)
+        loading = self.load([Unit(0, unit.key, self._measured) for unit in units], units)
         while not loading.advance():
             pass
         jax.block_until_ready(self.arrays.state)
@@ -161,7 +158,7 @@ class Part(NamedTuple):
     """Units that are loaded by one block."""
 
     pool: int | None
-    units: list[Arrays]
+    contents: list[Content]
     places: list[int]
 
 
@@ -228,14 +225,14 @@ class DeviceSaving:
         """See ``Saving``."""
         return all([_is_ready(part.block) for part in self.parts])
 
-    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+    def copy_to(self, memory: Sequence[Content | None]) -> None:
         """See ``Saving``."""
         found, copies = iter(memory), list[HostCopy]()
         for part in self.parts:
             address = part.block.unsafe_buffer_pointer()
             for i in range(part.count):
-                if (arrays := next(found)) is not None:
-                    copies += pieces(address + i * part.size, arrays)
+                if (content := next(found)) is not None:
+                    copies.append(copy_of(address + i * part.size, content))
         self._event = self._stream.to_host(merged(copies))
 
     @property
@@ -248,11 +245,9 @@ def _is_ready(array: Any) -> bool:
     return bool(array.is_ready())
 
 
-def pieces(device: int, arrays: Arrays) -> Iterator[HostCopy]:
-    """Copies between a unit on the device and its arrays in host memory."""
-    for array in arrays:
-        yield HostCopy(device, array.ctypes.data, array.nbytes)
-        device += array.nbytes
+def copy_of(device: int, content: Content) -> HostCopy:
+    """The copy between a unit on the device and its content in host memory."""
+    return HostCopy(device, content.ctypes.data, content.nbytes)
 
 
 def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
