@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import batched
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from jaxinfer.exec.tiers.locked_memory import Allocate
 from jaxinfer.exec.tiers.mover import SINK, Pools
 
 MAX_WIDTH = 256  # units of a block
+WORD = np.dtype(np.uint32)  # of a block: XLA copies a word in the time of a byte
 NUM_BLOCKS = 4  # of loads: while one is unpacked behind two steps, others are copied
 
 
@@ -61,7 +63,7 @@ class DeviceMover:
         self._placement = program.placement
         self._packs: dict[int | None, Any] = {}
         self._unpacks: dict[int | None, Any] = {}
-        block = jax.ShapeDtypeStruct((self._block_bytes,), np.uint8)
+        block = jax.ShapeDtypeStruct((self._block_bytes // WORD.itemsize,), WORD)
         with program.placement.as_default():
             for pool in self.pools.indices:
                 given = self.pools.given(pool)
@@ -109,8 +111,8 @@ class DeviceMover:
     def copied(self, part: Part) -> Block | None:
         """The block into which a part is being copied; None while all are in use."""
         if not self._ring:
-            zeros = [np.zeros(self._block_bytes, np.uint8) for _ in range(NUM_BLOCKS)]
-            made = [self._placement.put(own) for own in zeros]
+            zeros = np.zeros(self._block_bytes // WORD.itemsize, WORD)
+            made = [self._placement.put(zeros) for _ in range(NUM_BLOCKS)]
             self._ring = [Block(array) for array in jax.block_until_ready(made)]
         block = next((one for one in self._ring if one.is_free), None)
         if block is None:
@@ -166,7 +168,7 @@ class Block:
     """Memory on the device for the units of one copy."""
 
     def __init__(self, array: jax.Array) -> None:
-        self.array = array  # uint8[bytes]
+        self.array = array  # uint32[words]
         self.address: int = array.unsafe_buffer_pointer()
         self.event: CopyEvent | None = None  # of the copy into it
         self.reader: jax.Array | None = None  # a result of the call that reads it
@@ -208,7 +210,7 @@ class Packed(NamedTuple):
 
     count: int
     size: int  # bytes of a unit
-    block: jax.Array  # uint8[width, size]
+    block: jax.Array  # uint32[width, size / 4]
 
 
 class DeviceSaving:
@@ -263,31 +265,31 @@ def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
     return found
 
 
-def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint8[width, bytes]
+def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint32[width, words]
     """The units in these rows (int32[width]), with the pieces of all arrays one after the other."""
     rows = [array.at[ids].get(mode="promise_in_bounds") for array in arrays]
-    return jnp.concatenate([_as_bytes(own) for own in rows], axis=1)
+    return jnp.concatenate([_as_words(own) for own in rows], axis=1)
 
 
-def _as_bytes(rows: jax.Array) -> jax.Array:
-    """A row's bytes, as they are in memory: uint8[width, bytes]."""
-    return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
+def _as_words(rows: jax.Array) -> jax.Array:
+    """A row's bytes, as they are in memory: uint32[width, words]."""
+    each = WORD.itemsize // rows.dtype.itemsize
+    shape = (rows.shape[0], -1, each) if each > 1 else (rows.shape[0], -1)
+    return jax.lax.bitcast_convert_type(rows.reshape(shape), WORD).reshape(rows.shape[0], -1)
 
 
 def _unpacked(
     arrays: Sequence[jax.Array], ids: jax.Array, block: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The arrays with units of a block (uint8[bytes]), and a result that is ready when it has been
+    """The arrays with units of a block (uint32[words]), and a result that is ready when it has been
     read. ``ids``: int32[2, width], the rows to be written, and for each the number of its unit.
     """
     (rows, numbers), at, made = ids, 0, list[jax.Array]()
     width = ids.shape[1]
-    sizes = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
+    sizes = [array.dtype.itemsize * prod(array.shape[1:]) // WORD.itemsize for array in arrays]
     units = block[: width * sum(sizes)].reshape(width, -1)[numbers]
     for array, size in zip(arrays, sizes, strict=True):
-        each = array.dtype.itemsize
-        shape = (width, *array.shape[1:], *((each,) if each > 1 else ()))
-        own = jax.lax.bitcast_convert_type(units[:, at : at + size].reshape(shape), array.dtype)
-        made.append(array.at[rows].set(own))
+        own = jax.lax.bitcast_convert_type(units[:, at : at + size], array.dtype)
+        made.append(array.at[rows].set(own.reshape(width, *array.shape[1:])))
         at += size
     return tuple(made), ids.sum()
