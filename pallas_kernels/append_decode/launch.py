@@ -99,8 +99,7 @@ def heuristic_config(args: DecodeArgs) -> TritonConfig:
         splits=power_of_two(max(splits, 1) + 1) // 2,
         block=block if on_tensor_cores else BLOCKS[0],
         # Five keep two blocks in flight, since the page ids of a block are a separate load.
-        # Of 8-bit pages of wide heads five would spill.
-        num_stages=(5, 4)[is_scaled and h > 128] if on_tensor_cores else 3,
+        num_stages=5 if on_tensor_cores else 3,
         min_keys=MIN_KEYS if h > WIDE_HEAD else 0,
     )
 
