@@ -2,7 +2,7 @@
 
 Run on a GPU, from the repository root:
 ``python -m bench.fp8_pages [--op append_decode|paged_prefill] [--rows N,...] [--contexts N,...]
-[--launches A-B-C-D,...]``.
+[--launches A-B-C-D,...] [--instructions]``.
 A launch of append_decode is named by its splits, keys of a block, warps and pipeline stages, one of
 paged_prefill by its rows instead of splits; "default" is the choice of the op's ``launch``. "bf16"
 is the same call with bfloat16 pages and the kernel that the op chooses, "bf16-triton" with
@@ -14,6 +14,8 @@ tokens of its rows. Pools are made on the device and hold random numbers, so no 
 from __future__ import annotations
 
 import argparse
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -22,11 +24,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.kernels import seconds_in_a_chain
+from bench.kernels import chained, parts, seconds_in_a_chain
 from pallas_kernels.append_decode import api as append_decode
 from pallas_kernels.append_decode import launch as append_decode_launch
 from pallas_kernels.append_decode.ref import DecodeArgs
-from pallas_kernels.harness.registry import Cost, imported_when_called
+from pallas_kernels.harness.registry import Cost, arrays_of, imported_when_called
 from pallas_kernels.lib.page_scales import rounded
 from pallas_kernels.lib.shapes import QWEN3_4B
 from pallas_kernels.paged_prefill import api as paged_prefill
@@ -74,6 +76,7 @@ def arguments(op: str, rows: int, context: int, *, is_scaled: bool) -> Any:
         q = jax.random.normal(key, (rows * tokens, heads.num_heads, heads.head_dim), jnp.bfloat16)
         starts = tokens * jnp.arange(rows + 1, dtype=jnp.int32)
         return PrefillArgs(q=q, query_start_loc=starts, **common)
+    common["arrivals"] = jnp.zeros(rows * heads.num_kv_heads, jnp.int32)
     new = (rows, heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim)
     angles = jnp.full((rows, heads.head_dim // 2), 0.5**0.5)
     return DecodeArgs(
@@ -81,7 +84,6 @@ def arguments(op: str, rows: int, context: int, *, is_scaled: bool) -> Any:
         cos=angles,
         sin=angles,
         qk_norms=jnp.ones((2, heads.head_dim), jnp.bfloat16),
-        arrivals=jnp.zeros(rows * heads.num_kv_heads, jnp.int32),
         eps=1e-6,
         **common,
     )
@@ -104,14 +106,29 @@ def function_of(op: str, name: str) -> Callable[[Any], Any]:
     return partial(launch_with, CONFIGS[op](*map(int, name.split("-"))))
 
 
-def time_rows(op: str, rows: int, context: int, names: Sequence[str]) -> None:
-    """Print a line for each launch."""
+def instructions(op: str, name: str, args: Any) -> str:
+    """How often each instruction is in XLA's module of two calls: the kernels, and any copies."""
+    call, (arrays, structure) = function_of(op, name), arrays_of((args,))
+    run = chained(APIS[op].OP, lambda *x: call(*structure.unflatten(x)), 2)
+    updated, fixed, rest = parts(APIS[op].OP, arrays)
+    text = run.lower([updated], [fixed], rest).compile().as_text()
+    found = Counter(re.findall(r"^ *(?:ROOT )?\S+ = .*? ([a-z-]+)\(", text, re.MULTILINE))
+    return " ".join(f"{name} {count}" for name, count in found.most_common())
+
+
+def time_rows(
+    op: str, rows: int, context: int, names: Sequence[str], *, counts: bool = False
+) -> None:
+    """Print a line for each launch: its time, or its instructions in XLA's module."""
     for is_scaled in (False, True):
         own = [name for name in names if name.startswith("bf16") != is_scaled]
         args = arguments(op, rows, context, is_scaled=is_scaled) if own else None
         for name in own:
             size = bytes_read(args, context)
             label = f"{op:14}b{rows}_ctx{context:<8}{name:14}"
+            if counts:
+                print(label, instructions(op, name, args), flush=True)
+                continue
             try:
                 run, cost = function_of(op, name), Cost(bytes=size, flops=0)
                 seconds = seconds_in_a_chain(APIS[op].OP, run, (args,), cost)
@@ -129,6 +146,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=several, metavar="N,...")
     parser.add_argument("--contexts", type=several, metavar="N,...")
     parser.add_argument("--launches", type=several, metavar="A-B-C-D,...")
+    parser.add_argument("--instructions", action="store_true", help="count XLA's, time nothing")
     options = parser.parse_args(argv)
     known = [rows for op, rows in LAUNCHES if op == options.op]
     contexts = {"append_decode": (1056, 8192, 16416), "paged_prefill": (8192, 16384)}[options.op]
@@ -136,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         nearest = min(known, key=lambda x: abs(x - rows))
         names = options.launches or LAUNCHES[options.op, nearest].split(",")
         for context in map(int, options.contexts or contexts):
-            time_rows(options.op, rows, context, names)
+            time_rows(options.op, rows, context, names, counts=options.instructions)
 
 
 if __name__ == "__main__":
