@@ -40,6 +40,21 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "deepseek2": "deepseek_v2",
         "kimi-linear": "kimi_linear",
         "starcoder": "gpt_bigcode",
+        "command-r": "cohere",
+        "cohere2": "cohere",
+        "phi2": "phi",
+        "gptneox": "gpt_neox",
+        "chatglm": "glm",
+        "hunyuan-dense": "hunyuan",
+        "hunyuan-moe": "hunyuan",
+        "qwen2moe": "qwen2_moe",
+        "granitemoe": "granite",
+        "glm4moe": "glm4_moe",
+        "ernie4_5-moe": "ernie4_5",
+        "minimax-m2": "minimax_m2",
+        "falcon-h1": "falcon_h1",
+        "granitehybrid": "granite_hybrid",
+        "lfm2moe": "lfm2",
     }
 )
 WRAPPED = "Of these only the text decoder is read, which is of one of the families above:"

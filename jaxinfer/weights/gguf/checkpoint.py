@@ -149,13 +149,13 @@ def _changed(table: NameTable, hf_config: Mapping[str, Any]) -> Callable[..., Na
     """The function that reads the tensors with layouts."""
     if table.is_delta:
         return partial(hybrid_tensors, heads=DeltaHeads.of(hf_config, tiled=table.tiled))
-    heads = tuple(hf_config.get(key) or 0 for key in table.heads)
-    return partial(changed_tensors, heads=heads)
+    heads, kv_heads = (hf_config.get(key) or 0 for key in table.heads)
+    return partial(changed_tensors, heads=(heads, kv_heads))
 
 
 def _of_each_layer(
     header: GGUFHeader, key: str, hf_config: Mapping[str, Any]
-) -> list[np.ndarray]:  # float32[] each
+) -> list[np.ndarray]:  # float32[1] each
     """A number of each layer; one number in the file is that of all.
 
     Raises ``CheckpointError`` for another number of numbers.
@@ -167,7 +167,7 @@ def _of_each_layer(
             f"{header.path}: metadata key {key} must be {count} numbers, got {short(stored)}; "
             "convert the model again"
         )
-    return [np.asarray(one, np.float32) for one in numbers]
+    return [np.full(1, one, np.float32) for one in numbers]
 
 
 def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -7,6 +7,7 @@ and generation_config.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +19,13 @@ from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.decoder import decoder_config
 from jaxinfer.weights.gguf.dense_config import (
-    arcee_config,
-    ernie4_5_config,
-    exaone_config,
-    granite_config,
-    seed_oss_config,
-    smollm3_config,
-    starcoder2_config,
+    bloom_config,
+    gpt2_config,
+    mpt_config,
     starcoder_config,
 )
+from jaxinfer.weights.gguf.dense_families import DENSE_FAMILIES
+from jaxinfer.weights.gguf.experts_families import EXPERTS_FAMILIES
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
     kimi_linear_config,
@@ -37,6 +36,7 @@ from jaxinfer.weights.gguf.hybrid_config import (
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, scaling_with_factors
+from jaxinfer.weights.gguf.state_families import STATE_FAMILIES
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
 # llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
@@ -60,6 +60,16 @@ def known_architectures() -> tuple[str, ...]:
     return tuple(_BUILDERS)
 
 
+def known_words(architecture: str) -> str:
+    """Words of an error that name the known architectures that are nearest to this one."""
+    known = known_architectures()
+    near = get_close_matches(architecture[:100], known, cutoff=0.0)  # three of them
+    return (
+        f"known are {', '.join(near)} and {len(known) - len(near)} others, which docs/models.md "
+        "lists"
+    )
+
+
 def hf_config_from_gguf(
     header: GGUFHeader,
     factors: Mapping[str, np.ndarray],  # float32[H / 2] each, by the names ``ROPE_TENSORS``
@@ -73,7 +83,7 @@ def hf_config_from_gguf(
     if build is None:
         raise UnknownArchitectureError(
             f"{header.path} is a GGUF of architecture {short(architecture)}; "
-            f"known are {', '.join(known_architectures())}"
+            f"{known_words(str(architecture))}"
         )
     meta = ArchitectureMetadata(header, str(architecture))
     config = build(meta)
@@ -293,16 +303,6 @@ def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
-def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)  # OLMo 3 has windows, under the same architecture
-    return decoder_config(meta) | {
-        "architectures": ["Olmo2ForCausalLM"],
-        "model_type": "olmo2",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
-
-
 def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
     meta.only("tensor_data_layout", "reference")
@@ -314,41 +314,6 @@ def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
-def _glm4(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)
-    return decoder_config(meta, partial=True) | {
-        "architectures": ["Glm4ForCausalLM"],
-        "model_type": "glm4",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
-
-
-def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
-    if hidden_size % heads:
-        words = f"must divide embedding_length, which is {hidden_size}"
-        meta.refuse("attention.head_count", heads, words)
-    for key in ("attention.key_length", "attention.value_length"):
-        meta.only(key, hidden_size // heads)
-    meta.only("attention.head_count_kv", heads)
-    meta.only("attention.scale", 0, (hidden_size // heads) ** -0.5)
-    meta.only("attention.sliding_window", 0)
-    meta.only("hidden_activation", "gelu_new", "gelu_pytorch_tanh")
-    meta.only("tensor_data_layout", "reference")
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": hidden_size,
-        "n_inner": meta.count("feed_forward_length", 4 * hidden_size),
-        "n_layer": meta.num_layers,
-        "n_head": heads,
-        "n_positions": meta.count("context_length"),
-        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-    }
-
-
 _BUILDERS = MappingProxyType(
     {
         "llama": _llama,
@@ -357,21 +322,17 @@ _BUILDERS = MappingProxyType(
         "qwen3moe": _qwen3_moe,
         "gpt-oss": _gpt_oss,
         "deepseek2": _deepseek2,
-        "olmo2": _olmo2,
         "phi3": _phi3,
-        "glm4": _glm4,
-        "gpt2": _gpt2,
-        "granite": granite_config,
-        "smollm3": smollm3_config,
-        "arcee": arcee_config,
-        "ernie4_5": ernie4_5_config,
-        "exaone": exaone_config,
-        "seed_oss": seed_oss_config,
-        "starcoder2": starcoder2_config,
+        "gpt2": gpt2_config,
         "starcoder": starcoder_config,
+        "bloom": bloom_config,
+        "mpt": mpt_config,
         "qwen35": qwen3_5_config,
         "qwen35moe": qwen3_5_moe_config,
         "qwen3next": qwen3_next_config,
         "kimi-linear": kimi_linear_config,
+        **DENSE_FAMILIES,
+        **EXPERTS_FAMILIES,
+        **STATE_FAMILIES,
     }
 )

@@ -118,12 +118,14 @@ _EXAONE = replace(
     transposed=(),
 )
 # With names that say what is before and what is after a block.
-_SANDWICH = {
-    **DECODER.layer,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+_SANDWICH = MappingProxyType(
+    {
+        **DECODER.layer,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
 _GEMMA_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "output_norm")
 _GEMMA = replace(DECODER, layouts=_plus_one(*_GEMMA_NORMS))
 _GEMMA2 = replace(_GEMMA, layer=_SANDWICH)
@@ -131,8 +133,8 @@ _GEMMA3 = replace(_GEMMA2, layouts=_plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn
 _COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm", "attn_q_norm", "attn_k_norm"))
 _STABLELM = replace(
     DECODER,
-    layer=DECODER.layer
-    | {
+    layer={
+        **DECODER.layer,
         "attn_q_norm": "self_attn.q_layernorm.norms.{}",
         "attn_k_norm": "self_attn.k_layernorm.norms.{}",
     },
@@ -140,7 +142,7 @@ _STABLELM = replace(
 )
 _PHI = replace(
     DECODER,
-    model=DECODER.model | {"output_norm": "model.final_layernorm"},
+    model={**DECODER.model, "output_norm": "model.final_layernorm"},
     layer=_without(DECODER, "ffn_gate", "ffn_norm")
     | {
         "attn_output": "self_attn.dense",
@@ -163,21 +165,25 @@ _NEMOTRON = replace(
 )
 _HUNYUAN = replace(
     DECODER,
-    layer=DECODER.layer
-    | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    layer={
+        **DECODER.layer,
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    },
 )
 _APERTUS = replace(
     DECODER,
     layer=_without(DECODER, "ffn_gate")
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    from_metadata={
-        f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")
-    },
+    from_metadata={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_n", "alpha_p")},
 )
 _BITNET = replace(
     DECODER,
-    layer=DECODER.layer
-    | {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+    layer={
+        **DECODER.layer,
+        "attn_sub_norm": "self_attn.attn_sub_norm",
+        "ffn_sub_norm": "mlp.ffn_sub_norm",
+    },
 )
 _FALCON = NameTable(
     model={
@@ -197,12 +203,12 @@ _FALCON = NameTable(
     heads=("num_attention_heads", "num_kv_heads"),
 )
 FALCON_WITH_TWO_NORMS = replace(
-    _FALCON, layer=_FALCON.layer | {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
+    _FALCON, layer={**_FALCON.layer, "attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
 )
 _BLOOM = replace(
     _FALCON,
-    model=_FALCON.model | {"token_embd_norm": "transformer.word_embeddings_layernorm"},
-    layer=_FALCON.layer | {"ffn_norm": "post_attention_layernorm"},
+    model={**_FALCON.model, "token_embd_norm": "transformer.word_embeddings_layernorm"},
+    layer={**_FALCON.layer, "ffn_norm": "post_attention_layernorm"},
     heads=("n_head", "n_head"),
 )
 _GPT_NEOX = replace(
@@ -212,8 +218,8 @@ _GPT_NEOX = replace(
         "output_norm": "gpt_neox.final_layer_norm",
         "output": "embed_out",
     },
-    layer=_FALCON.layer
-    | {
+    layer={
+        **_FALCON.layer,
         "attn_qkv": "attention.query_key_value",
         "attn_output": "attention.dense",
         "ffn_norm": "post_attention_layernorm",

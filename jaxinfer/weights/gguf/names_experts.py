@@ -87,12 +87,14 @@ def _shared(name: str) -> dict[str, str]:
 
 
 _MOE = "block_sparse_moe."
-_W123 = {
-    "ffn_gate_inp": f"{_MOE}gate",
-    "ffn_gate_exps": _MOE + "experts.{}.w1",
-    "ffn_up_exps": _MOE + "experts.{}.w3",
-    "ffn_down_exps": _MOE + "experts.{}.w2",
-}
+_W123 = MappingProxyType(
+    {
+        "ffn_gate_inp": f"{_MOE}gate",
+        "ffn_gate_exps": _MOE + "experts.{}.w1",
+        "ffn_up_exps": _MOE + "experts.{}.w3",
+        "ffn_down_exps": _MOE + "experts.{}.w2",
+    }
+)
 _QWEN2_MOE = replace(
     DECODER,
     layer={

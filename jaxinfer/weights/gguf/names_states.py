@@ -14,10 +14,15 @@ from jaxinfer.weights.gguf.names import Joined, Layout, NameTable
 from jaxinfer.weights.gguf.names_dense import DECODER, LLAMA
 from jaxinfer.weights.gguf.names_experts import GRANITE_EXPERTS, GRANITE_LAYER
 
-_ATTENTION = {f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"} | {
-    "attn_output": "self_attn.o_proj"
-}
-_NETWORK = {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+_ATTENTION = MappingProxyType(
+    {
+        **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+        "attn_output": "self_attn.o_proj",
+    }
+)
+_NETWORK = MappingProxyType(
+    {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+)
 _STATE_LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"ssm_a": "log_rates", "ssm_conv1d.weight": "conv"}
 )
@@ -59,8 +64,8 @@ _MAMBA = NameTable(
 )
 _MAMBA2 = replace(_MAMBA, bare=_bare_2("mixer."), layouts=_STATE_LAYOUTS_2)
 _FALCON_H1 = replace(
-    LLAMA,
-    model=DECODER.model | {"output_norm": "model.final_layernorm"},
+    DECODER,
+    model={**DECODER.model, "output_norm": "model.final_layernorm"},
     layer={
         "attn_norm": "input_layernorm",
         **_ATTENTION,
@@ -68,7 +73,7 @@ _FALCON_H1 = replace(
         "ffn_norm": "pre_ff_layernorm",
         **_NETWORK,
     },
-    bare=_bare_2("mamba."),
+    bare={**_bare_2("mamba."), "ffn_norm": "pre_ff_layernorm.weight"},
     layouts=_STATE_LAYOUTS_2,
 )
 _GRANITE_HYBRID = replace(
@@ -100,7 +105,7 @@ _NEMOTRON_H = replace(
 )
 _JAMBA = replace(
     DECODER,
-    model=DECODER.model | {"output_norm": "model.final_layernorm"},
+    model={**DECODER.model, "output_norm": "model.final_layernorm"},
     layer={
         "attn_norm": "input_layernorm",
         **_ATTENTION,
@@ -118,8 +123,8 @@ _JAMBA = replace(
 )
 _LFM2 = replace(
     DECODER,
-    model=DECODER.model
-    | {
+    model={
+        **DECODER.model,
         "output_norm": "model.embedding_norm",
         "token_embd_norm": "model.embedding_norm",  # of older files
     },

@@ -178,7 +178,7 @@ def _llama3_scaling(
             f"{header.path}: its tensor rope_freqs.weight does not follow Llama 3's rope scaling, "
             "the only one supported in this form; use another model"
         )
-    if config["rope_scaling"] is not None:
+    if config["rope_scaling"] not in (None, {"rope_type": "default"}):
         raise CheckpointError(
             f"{header.path} scales rope twice, by the tensor rope_freqs.weight and by the metadata "
             "key rope.scaling.type; convert the model again with one of the two"
