@@ -155,6 +155,40 @@ CASES: dict[str, Case] = {
     ),
     "jais2": Case("jais2", "jais2", {"num_key_value_heads": 4}),
     "chatglm": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
+    "chatglm_older": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
+    "qwen2vl": Case(
+        "qwen2vl", "qwen2", {"head_dim": 8}, {"rope.dimension_sections": [2, 1, 1, 0]}
+    ),
+    "qwen3vl": Case(
+        "qwen3vl",
+        "qwen3",
+        {},
+        {"rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 3},
+    ),
+    "qwen3vlmoe": Case(
+        "qwen3vlmoe",
+        "qwen3_moe",
+        {"mlp_only_layers": []},
+        {
+            "rope.dimension_sections": [3, 3, 2, 0],
+            "n_deepstack_layers": 3,
+            "expert_count": 7,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+        },
+    ),
+    "ministral3": Case(
+        "mistral3",
+        "ministral3",
+        {},
+        {
+            "attention.temperature_scale": 0.3,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
     "exaone4": Case(
         "exaone4",
         "exaone4",
@@ -217,6 +251,34 @@ CASES: dict[str, Case] = {
             "expert_group_used_count": 1,
             **_EXPERTS,
         },
+    ),
+    "glm4_moe_lite": Case(
+        "deepseek2",
+        "glm4_moe_lite",
+        {},
+        {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": 20,
+            "attention.kv_lora_rank": 16,
+            "attention.key_length": 24,
+            "attention.value_length": 16,
+            "attention.key_length_mla": 20,
+            "attention.value_length_mla": 10,
+            "rope.dimension_count": 8,
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            **_EXPERTS,
+        },
+    ),
+    "internlm3": Case(
+        "llama",
+        "internlm3",
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     ),
     "dots1": Case(
         "dots1",
@@ -418,7 +480,7 @@ def write_family(
     _write_tokenizer(writer, config)
     names = gguf.get_tensor_name_map(arch, _layers(config))
     convert = CONVERTERS.get(case.arch)
-    if name == "phi2_older":
+    if name.endswith("_older"):
         weights = joined_heads(weights)
     for gguf_name, tensor in _converted(weights, config, convert, names):
         tensor = np.ascontiguousarray(tensor, np.float32)

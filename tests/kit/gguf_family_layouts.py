@@ -67,7 +67,7 @@ def _bitnet(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
 
 
 def joined_heads(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors with queries, keys and values in one, as in older files of Phi-2."""
+    """The tensors with queries, keys and values in one, as in older files of Phi-2 and GLM."""
     made: dict[str, np.ndarray] = {}
     for name, tensor in tensors.items():
         if match := re.match(r"model\.layers\.(\d+)\.self_attn\.q_proj\.(\w+)", name):
@@ -174,9 +174,20 @@ def _short_conv(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield from _correction(name, tensor.squeeze(1) if ".conv.conv." in name else tensor, c)
 
 
+def _latent(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Keys and values of latent attention apart, and keys transposed."""
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.reshape(c["num_attention_heads"], -1, tensor.shape[-1])
+        keys, values = np.split(heads, [c["qk_nope_head_dim"]], axis=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
+        return
+    yield from _correction(name, tensor, c)
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
-    "olmo": _by_pairs,
+    **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
     "falcon": _prefixed(_falcon),
     "mpt": _prefixed(_as_is),
     "bitnet": _bitnet,
@@ -184,6 +195,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "bloom": _each_head("n_head"),
     "stablelm": _stablelm,
     **dict.fromkeys(("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe"), _correction),
+    "deepseek2": _latent,
     "granitemoe": _granite,
     **dict.fromkeys(("mamba", "jamba"), _state),
     "mamba2": _state_2("n_groups"),

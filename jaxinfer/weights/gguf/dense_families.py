@@ -23,6 +23,8 @@ from jaxinfer.weights.gguf.families import (
     Reader,
     constant,
     granite_factors,
+    ignored,
+    image_positions,
     number,
     optional_number,
     windows,
@@ -88,6 +90,24 @@ def _apertus(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 _XIELU = MappingProxyType({"xielu.beta": 0.5, "xielu.eps": -1e-6})
+def _mistral3(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Ministral 3, whose queries grow with positions; without that key the text of Mistral 3."""
+    growth = meta.number_if_set("attention.temperature_scale")
+    if growth is None:
+        return _MISTRAL(meta)
+    mscale = meta.number("rope.scaling.yarn_log_multiplier", 1.0)
+    config = _MINISTRAL3(meta)
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") != "yarn":
+        meta.refuse("attention.temperature_scale", growth, "is supported only beside YaRN")
+    own = {"mscale": 1.0, "mscale_all_dim": mscale, "llama_4_scaling_beta": growth}
+    return config | {"rope_scaling": scaling | own}
+
+
+_MISTRAL = Family("LlamaForCausalLM", "llama", present=LLAMA_BIASES, data_layouts=BOTH)
+_MINISTRAL3 = Family(
+    "Ministral3ForCausalLM", "ministral3", fixed={"sliding_window": None}, data_layouts=BOTH
+)
 _APERTUS = Family(
     "ApertusForCausalLM", "apertus", options={"activations": ("xielu",)}, present=QKV_BIAS
 )
@@ -197,7 +217,21 @@ DENSE_FAMILIES: Mapping[str, Any] = MappingProxyType(
             options={**_LAYER_NORM, "activations": ("relu2",)},
             present=LLAMA_BIASES,
         ),
-        "chatglm": Family("GlmForCausalLM", "glm", options=_PARTIAL, present=QKV_BIAS),
+        "chatglm": Family(
+            "GlmForCausalLM",
+            "glm",
+            options=_PARTIAL,
+            present={"attention_bias": ("attn_q.bias", "attn_qkv.bias")},
+        ),
+        # The text of models with images.
+        "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", readers=(image_positions,)),
+        "qwen3vl": Family(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            present=QKV_BIAS,
+            readers=(image_positions, ignored("n_deepstack_layers")),
+        ),
+        "mistral3": _mistral3,
         "glm4": Family("Glm4ForCausalLM", "glm4", options=_PARTIAL, present=QKV_BIAS),
         "bitnet": Family("BitNetForCausalLM", "bitnet", present=QKV_BIAS),
         "exaone4": Family("Exaone4ForCausalLM", "exaone4", readers=(windows(4, optional=True),)),

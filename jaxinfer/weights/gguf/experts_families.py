@@ -20,6 +20,7 @@ from jaxinfer.weights.gguf.families import (
     counts,
     granite_factors,
     ignored,
+    image_positions,
     number,
     windows,
 )
@@ -97,6 +98,20 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
                 counts(shared_expert_intermediate_size=_SHARED_WIDTH),
                 _SOFTMAX,
+            ),
+        ),
+        # The text of a model with images.
+        "qwen3vlmoe": Family(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            fixed={"norm_topk_prob": True},
+            options={"dense": False},
+            present=QKV_BIAS,
+            readers=(
+                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SOFTMAX,
+                image_positions,
+                ignored("n_deepstack_layers"),
             ),
         ),
         "olmoe": Family(

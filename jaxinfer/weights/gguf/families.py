@@ -31,8 +31,8 @@ class Family:
     architecture: str
     model_type: str
     fixed: Mapping[str, Any] = MappingProxyType({})  # what llama.cpp computes, whatever a file says
-    # true if a layer has this tensor
-    present: Mapping[str, str] = MappingProxyType({})
+    # true if a layer has this tensor, or one of these
+    present: Mapping[str, str | tuple[str, ...]] = MappingProxyType({})
     readers: tuple[Reader, ...] = ()  # run before the keys that all decoders share are read
     # keys of ``decoder_config`` under other names, or without one, if the family has no such key
     renamed: Mapping[str, str | None] = MappingProxyType({})
@@ -56,10 +56,14 @@ class Family:
             **{key: value for key, value in named if key is not None},
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{key: meta.has_in_a_layer(tensor) for key, tensor in self.present.items()},
+            **{key: _is_present(meta, names) for key, names in self.present.items()},
             **self.fixed,
             **read,
         }
+
+
+def _is_present(meta: ArchitectureMetadata, names: str | tuple[str, ...]) -> bool:
+    return any(map(meta.has_in_a_layer, (names,) if isinstance(names, str) else names))
 
 
 LLAMA_BIASES = MappingProxyType({"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"})
@@ -142,6 +146,19 @@ def ignored(*names: str) -> Reader:
 def counts(**names: str) -> Reader:
     """Positive integers, by their keys in config.json."""
     return lambda meta: {key: meta.count(name) for key, name in names.items()}
+
+
+def image_positions(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """Frequencies whose position is the time, height and width of an image: equal for text, and all
+    frequencies must have one of the three.
+    """
+    heads, width = meta.count("attention.head_count"), meta.count("embedding_length")
+    half = meta.count("attention.key_length", max(width // heads, 1)) // 2
+    stored = meta.listed("rope.dimension_sections")
+    if len(stored) < 3 or sum(stored[:3]) != half or any(stored[3:]):
+        words = f"must have three sections of {half} frequencies"
+        meta.refuse("rope.dimension_sections", stored, words, "use another model")
+    return {}
 
 
 def attending_layers(meta: ArchitectureMetadata) -> list[bool]:

@@ -89,6 +89,13 @@ class ArchitectureMetadata:
             return [bool(one) for one in stored]
         self.refuse(key, stored, "must be an integer from 0, or a list of true or false")
 
+    def listed(self, key: str) -> list[int]:
+        """A list of integers from 0."""
+        stored: list[int] = self._value(key, None, list, "a list")
+        if not all(type(one) is int and one >= 0 for one in stored):
+            self.refuse(key, stored, "must be a list of integers from 0")
+        return stored
+
     def counts(self, key: str) -> list[int]:
         """A list of integers from 0, one for each block."""
         stored, blocks = self._value(key, None, list, "a list"), self.count("block_count")
