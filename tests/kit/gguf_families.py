@@ -22,7 +22,7 @@ from gguf.quants import quantize
 from safetensors import safe_open
 
 from jaxinfer.models.registry import build_model
-from kit.checkpoints import HFConfig, Tensors, random_hf_tensors
+from kit.checkpoints import HFConfig, Tensors, random_hf_tensors, stacked
 from kit.gguf_family_layouts import CONVERTERS, Named, joined_heads
 
 TOKEN_IDS = np.random.default_rng(0).integers(3, 47, 40).astype(np.int32)  # int32[40]
@@ -50,6 +50,20 @@ def _head_dim(c: HFConfig) -> int:
 
 _EXPERTS = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 1.5}
 _NO_BIAS = {"attention_bias": False}
+_GEMMA4 = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.key_length_swa": 8,
+    "attention.value_length_swa": 8,
+    "attention.shared_kv_layers": 0,
+    "attention.sliding_window": 7,
+    "embedding_length_per_layer_input": 0,
+    "final_logit_softcapping": 10.0,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 10000.0,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 8,
+}
 CASES: dict[str, Case] = {
     "gemma": Case("gemma", "gemma", _NO_BIAS),
     "gemma2": Case(
@@ -76,6 +90,45 @@ CASES: dict[str, Case] = {
             "rope.freq_base": 1e6,
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
+        },
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "gemma4",
+        {},
+        {
+            **_GEMMA4,
+            "attention.head_count_kv": [4, 2, 4, 2],
+            "attention.sliding_window_pattern": [True, False, True, False],
+        },
+    ),
+    "gemma4_experts": Case(
+        "gemma4",
+        "gemma4_experts",
+        {},
+        {
+            **_GEMMA4,
+            "attention.head_count_kv": [4, 2],
+            "attention.sliding_window_pattern": [True, False],
+            "expert_count": 5,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 12,
+        },
+    ),
+    "gemma4_layer_inputs": Case(
+        "gemma4",
+        "gemma4_layer_inputs",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "per_layer_config": {str(i): {"head_dim": 16} for i in (1, 3, 5)},
+        },
+        {
+            **_GEMMA4,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 6,
+            "feed_forward_length": [16, 16, 16, 16, 32, 32],
         },
     ),
     "command_r": Case("command-r", "cohere", {}, {"rope.scaling.type": "none"}),
@@ -156,9 +209,7 @@ CASES: dict[str, Case] = {
     "jais2": Case("jais2", "jais2", {"num_key_value_heads": 4}),
     "chatglm": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
     "chatglm_older": Case("chatglm", "glm", {"head_dim": 8}, {"rope.dimension_count": 4}),
-    "qwen2vl": Case(
-        "qwen2vl", "qwen2", {"head_dim": 8}, {"rope.dimension_sections": [2, 1, 1, 0]}
-    ),
+    "qwen2vl": Case("qwen2vl", "qwen2", {"head_dim": 8}, {"rope.dimension_sections": [2, 1, 1, 0]}),
     "qwen3vl": Case(
         "qwen3vl",
         "qwen3",
@@ -444,14 +495,13 @@ def config_of(name: str) -> HFConfig:
 def tensors_of(config: HFConfig) -> Tensors:
     """Weights that are large enough for every part to have an effect."""
     tensors = random_hf_tensors(build_model(config, "float32"))
-    return {
-        key: 1 + value
-        if "norm" in key and key.endswith("weight")
-        else 3 * value
-        if value.ndim > 1 and not key.endswith("A_log")
-        else value
-        for key, value in tensors.items()
-    }
+    return {key: _larger(key, value) for key, value in tensors.items()}
+
+
+def _larger(key: str, value: np.ndarray) -> np.ndarray:
+    if key.endswith(("norm.weight", "layer_scalar", "scale")) or "norm" in key and value.ndim == 1:
+        return value if key.endswith("bias") else 1 + value
+    return 3 * value if value.ndim > 1 and not key.endswith("A_log") else value
 
 
 def write_family(
@@ -477,6 +527,11 @@ def write_family(
             writer.add_array(f"xielu.{number}", [float(one.item()) for one in each])
         for number, constant in (("beta", 0.5), ("eps", -1e-6)):
             writer.add_array(f"xielu.{number}", [constant] * _layers(config))
+    if case.arch == "gemma4":
+        weights = stacked(weights)
+        # a quarter of the larger heads rotates
+        factors = np.array([1.0] * 2 + [1e30] * 6, np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
     _write_tokenizer(writer, config)
     names = gguf.get_tensor_name_map(arch, _layers(config))
     convert = CONVERTERS.get(case.arch)

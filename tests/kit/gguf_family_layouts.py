@@ -174,6 +174,17 @@ def _short_conv(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield from _correction(name, tensor.squeeze(1) if ".conv.conv." in name else tensor, c)
 
 
+def _gemma4(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Gates and ups of experts in one; numbers of a layer that are no weights."""
+    match = re.match(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name)
+    if match:
+        stem = "ffn_gate_inp" if match[2] == "scale" else "ffn_down_exps"
+        yield f"blk.{match[1]}.{stem}.scale", tensor
+        return
+    bare = name.endswith("layer_scalar") or ".experts." in name
+    yield (f"{name}.weight" if bare else name), tensor
+
+
 def _latent(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     """Keys and values of latent attention apart, and keys transposed."""
     if name.endswith("kv_b_proj.weight"):
@@ -196,6 +207,7 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "stablelm": _stablelm,
     **dict.fromkeys(("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe"), _correction),
     "deepseek2": _latent,
+    "gemma4": _gemma4,
     "granitemoe": _granite,
     **dict.fromkeys(("mamba", "jamba"), _state),
     "mamba2": _state_2("n_groups"),

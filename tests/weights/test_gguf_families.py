@@ -72,8 +72,11 @@ def exact(tensors: Tensors, kind: Type) -> Tensors:
     }
 
 
-# rows in another order, rows of two tensors, experts of two tensors, q, k and v of one
-@pytest.mark.parametrize("name", ["falcon", "granite_hybrid_rope", "granite_moe", "phi2_older"])
+# rows in another order, rows of two tensors, experts of two tensors, q, k and v of one, gates and
+# ups of one
+@pytest.mark.parametrize(
+    "name", ["falcon", "granite_hybrid_rope", "granite_moe", "phi2_older", "gemma4_experts"]
+)
 @pytest.mark.parametrize("kind", [Type.Q8_0, Type.MXFP4])
 def test_matrices_stay_quantised(tmp_path: Path, name: str, kind: Type) -> None:
     config = config_of(name)
@@ -115,11 +118,12 @@ def test_no_published_key_is_ignored(tmp_path: Path, name: str) -> None:
     """A nonsense value of each key changes the config, or is refused by name."""
     header = read_header(write_family(tmp_path / "m.gguf", name))
     arch, ignored = CASES[name].arch, set[str]()
-    before = hf_config_from_gguf(header, {})
+    factors = GEMMA4_FACTORS if arch == "gemma4" else {}
+    before = hf_config_from_gguf(header, factors)
     for key in published_keys():
         metadata = {**header.metadata, f"{arch}.{key}": 11}
         try:
-            if hf_config_from_gguf(replace(header, metadata=metadata), {}) == before:
+            if hf_config_from_gguf(replace(header, metadata=metadata), factors) == before:
                 ignored.add(key)
         except JaxinferError as error:
             assert key in str(error) or key in SIZES, (key, error)
@@ -127,15 +131,18 @@ def test_no_published_key_is_ignored(tmp_path: Path, name: str) -> None:
     assert ignored <= WITHOUT_EFFECT | own
 
 
+GEMMA4_FACTORS = {"rope_freqs.weight": np.array([1.0] * 2 + [1e30] * 6, np.float32)}
 # Another value of these contradicts other keys, of which the error may name any.
 SIZES = (
     *("block_count", "embedding_length", "attention.head_count", "attention.key_length"),
     *("expert_count", "expert_feed_forward_length", "ssm.inner_size", "ssm.time_step_rank"),
+    "rope.dimension_count",
 )
 # By architectures or cases: keys that llama.cpp does not read, or whose meaning tensors or other
 # keys have as well; a scaling of the type "none" has no factor.
 WITHOUT_EFFECT_OF = {
     **dict.fromkeys(("command-r", "cohere2", "nemotron", "hunyuan-dense"), {"rope.scaling.factor"}),
+    **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), {"n_deepstack_layers"}),
     "minimax-m2": {"feed_forward_length"},
     "hunyuan-moe": {"feed_forward_length"},
     "granite_hybrid_rope": {"expert_used_count"},
@@ -161,6 +168,17 @@ WITHOUT_EFFECT_OF = {
         ("mamba2", {"attention.head_count": 4}, "head_count is supported only as 0"),
         ("jamba", {"attention.head_count_kv": [2, 2, 0]}, "must be at a period"),
         ("nemotron_h", {"expert_count": 8}, "expert_count is supported only as 0"),
+        (
+            "gemma4",
+            {"attention.head_count_kv": [4, 2, 4, 1]},
+            "must be the same in all layers",
+        ),
+        ("gemma4", {"feed_forward_length": [48, 48, 48, 99]}, "or doubled in those that share"),
+        ("gemma4", {"rope.dimension_count": 8}, "dimension_count is supported only as 16"),
+        ("gemma4", {"attention.key_length": 32}, "value_length is supported only as 32, got 16"),
+        ("qwen3vl", {"rope.dimension_sections": [3, 3, 1, 1]}, "must have three sections of 8"),
+        ("qwen3vl", {"rope.dimension_sections": "all"}, "sections must be a list"),
+        ("ministral3", {"rope.scaling.type": "linear"}, "is supported only beside YaRN"),
         ("mpt", {"attention.max_alibi_bias": 16.0}, "max_alibi_bias is supported only as 8"),
         ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "is supported only as 1e-05"),
         ("glm4_moe", {"expert_group_count": 2}, "expert_group_count is supported only as 0 or 1"),
@@ -170,6 +188,14 @@ def test_refused(tmp_path: Path, name: str, keys: dict[str, Any], message: str) 
     path = write_family(tmp_path / "m.gguf", name, more=keys)
     with pytest.raises(CheckpointError, match=message):
         open_gguf(path)
+
+
+@pytest.mark.parametrize("factors", [None, [2.0] * 8, [1.0, 1e30, 1.0, *[1e30] * 5], [1.0] * 4])
+def test_factors_of_gemma4(tmp_path: Path, factors: list[float] | None) -> None:
+    header = read_header(write_family(tmp_path / "m.gguf", "gemma4"))
+    found = {} if factors is None else {"rope_freqs.weight": np.array(factors, np.float32)}
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight does not hold 8 factors, ones"):
+        hf_config_from_gguf(header, found)
 
 
 def test_another_constant_of_xielu(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from jaxinfer.weights.gguf.stored import (
     Rows,
     Stored,
     experts_of,
+    halves_of,
     read_tensor,
 )
 from pallas_kernels.lib.quantised import Form, Quantised
@@ -95,15 +96,19 @@ class GGUFCheckpoint:
             check_type(header.path, gguf_name, tensor.type)
             if joined is not None:
                 parts.setdefault((name, joined), {})[gguf_name] = tensor
-            elif layout is not None:
+            elif layout not in (None, "gates_and_ups"):
                 for own, stored in changed(layout, name, gguf_name, tensor):
                     self._add(own, stored)
             elif "{}" in name:
                 _check_rank(header, gguf_name, tensor, 3)
-                num_experts += tensor.shape[0]
+                num_experts += tensor.shape[0] * (1 if layout is None else 2)
                 _check_experts(header, num_experts)
                 for number, expert in enumerate(experts_of(tensor)):
-                    self._add(name.format(number), Plain(expert))
+                    pair = layout is not None and zip(
+                        ("gate", "up"), halves_of(expert), strict=True
+                    )
+                    for kind, matrix in pair or [("", expert)]:
+                        self._add(name.format(number, kind), Plain(matrix))
             else:
                 heads = hf_config[table.interleaved[stem]] if stem in table.interleaved else 0
                 self._add(name, Plain(tensor, heads, stem in table.transposed))

@@ -26,6 +26,7 @@ from jaxinfer.weights.gguf.dense_config import (
 )
 from jaxinfer.weights.gguf.dense_families import DENSE_FAMILIES
 from jaxinfer.weights.gguf.experts_families import EXPERTS_FAMILIES
+from jaxinfer.weights.gguf.gemma4_config import gemma4_config, with_proportional_rope
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
     kimi_linear_config,
@@ -98,7 +99,9 @@ def hf_config_from_gguf(
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **{key: value for key, value in tokens.items() if value is not None},
     }
-    if factors:
+    if config["model_type"] == "gemma4_text":
+        config["rope_parameters"] = with_proportional_rope(header, config, factors)
+    elif factors:
         config["rope_scaling"] = scaling_with_factors(header, config, factors)
     return config
 
@@ -323,6 +326,7 @@ _BUILDERS = MappingProxyType(
         "gpt-oss": _gpt_oss,
         "deepseek2": _deepseek2,
         "phi3": _phi3,
+        "gemma4": gemma4_config,
         "gpt2": gpt2_config,
         "starcoder": starcoder_config,
         "bloom": bloom_config,

@@ -90,6 +90,8 @@ def _apertus(meta: ArchitectureMetadata) -> dict[str, Any]:
 
 
 _XIELU = MappingProxyType({"xielu.beta": 0.5, "xielu.eps": -1e-6})
+
+
 def _mistral3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Ministral 3, whose queries grow with positions; without that key the text of Mistral 3."""
     growth = meta.number_if_set("attention.temperature_scale")

@@ -96,6 +96,16 @@ class ArchitectureMetadata:
             self.refuse(key, stored, "must be a list of integers from 0")
         return stored
 
+    def each(self, key: str) -> list[int]:
+        """Positive integers, one for each block, also if one is stored for all."""
+        stored = self._stored(key)
+        if isinstance(stored, list):
+            numbers, blocks = self.counts(key), self.count("block_count")
+            if not all(numbers):
+                self.refuse(key, stored, f"must be a list of {blocks} positive integers")
+            return numbers
+        return [self.count(key)] * self.count("block_count")
+
     def counts(self, key: str) -> list[int]:
         """A list of integers from 0, one for each block."""
         stored, blocks = self._value(key, None, list, "a list"), self.count("block_count")

@@ -29,6 +29,7 @@ type Layout = Literal[
     "packed",
     "query_key_value",
     "each_head",
+    "gates_and_ups",
     "log_rates",
     "row",
     "conv",

@@ -118,7 +118,7 @@ _EXAONE = replace(
     transposed=(),
 )
 # With names that say what is before and what is after a block.
-_SANDWICH = MappingProxyType(
+SANDWICH = MappingProxyType(
     {
         **DECODER.layer,
         "post_attention_norm": "post_attention_layernorm",
@@ -128,7 +128,7 @@ _SANDWICH = MappingProxyType(
 )
 _GEMMA_NORMS = ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "output_norm")
 _GEMMA = replace(DECODER, layouts=_plus_one(*_GEMMA_NORMS))
-_GEMMA2 = replace(_GEMMA, layer=_SANDWICH)
+_GEMMA2 = replace(_GEMMA, layer=SANDWICH)
 _GEMMA3 = replace(_GEMMA2, layouts=_plus_one(*_GEMMA_NORMS, "attn_q_norm", "attn_k_norm"))
 _COHERE = replace(DECODER, layer=_without(DECODER, "ffn_norm", "attn_q_norm", "attn_k_norm"))
 _STABLELM = replace(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from jaxinfer.weights.gguf.names import Joined, NameTable
-from jaxinfer.weights.gguf.names_dense import DECODER, LLAMA
+from jaxinfer.weights.gguf.names_dense import DECODER, LLAMA, SANDWICH
 
 EXPERTS = MappingProxyType(
     {
@@ -166,6 +166,35 @@ GRANITE_LAYER = MappingProxyType(
     }
 )
 _GRANITE_MOE = replace(LLAMA, layer={**LLAMA.layer, **GRANITE_LAYER}, joined=GRANITE_EXPERTS)
+_GEMMA4 = replace(
+    DECODER,
+    model={
+        **DECODER.model,
+        "per_layer_token_embd": "model.embed_tokens_per_layer",
+        "per_layer_model_proj": "model.per_layer_model_projection",
+        "per_layer_proj_norm": "model.per_layer_projection_norm",
+    },
+    layer={
+        **SANDWICH,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_up_exps": "experts.{}.{}_proj",
+        "ffn_gate_exps": "experts.{}.gate_proj",
+        "ffn_up_exps": "experts.{}.up_proj",
+        "ffn_down_exps": "experts.{}.down_proj",
+    },
+    bare={
+        "layer_output_scale.weight": "layer_scalar",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
+    layouts={"ffn_gate_up_exps": "gates_and_ups"},
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -174,6 +203,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "gpt_oss": _GPT_OSS,
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
+        "gemma4_text": _GEMMA4,
         "qwen2_moe": _QWEN2_MOE,
         "olmoe": _QWEN3_MOE,
         "glm4_moe": _GLM4_MOE,

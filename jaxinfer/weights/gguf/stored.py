@@ -228,6 +228,13 @@ def experts_of(stack: GGUFTensor) -> list[GGUFTensor]:
     return [_expert(stack, number) for number in range(stack.shape[0])]
 
 
+def halves_of(matrix: GGUFTensor) -> tuple[GGUFTensor, GGUFTensor]:
+    """The first and the second half of a matrix's rows."""
+    rows, nbytes = matrix.shape[0] // 2, matrix.nbytes // 2
+    first = replace(matrix, shape=(rows, *matrix.shape[1:]), nbytes=nbytes)
+    return first, replace(first, offset=matrix.offset + nbytes)
+
+
 def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
     nbytes = stack.nbytes // stack.shape[0]
     offset = stack.offset + number * nbytes
