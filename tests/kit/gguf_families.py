@@ -331,6 +331,79 @@ CASES: dict[str, Case] = {
         "internlm3",
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
     ),
+    "mistral4": Case(
+        "mistral4",
+        "mistral4",
+        {"n_group": 1, "topk_group": 1},
+        {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": 20,
+            "attention.kv_lora_rank": 16,
+            "attention.key_length": 24,
+            "attention.value_length": 16,
+            "attention.key_length_mla": 20,
+            "attention.value_length_mla": 10,
+            "rope.dimension_count": 8,
+            "attention.temperature_scale": 0.3,
+            "attention.temperature_length": 16,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "expert_gating_func": 1,
+        },
+    ),
+    "llama4": Case(
+        "llama4",
+        "llama4",
+        {
+            "num_hidden_layers": 5,
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+            "no_rope_layers": None,
+            "layer_types": None,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 2,
+            "max_position_embeddings": 64,
+        },
+        {
+            "feed_forward_length": 40,
+            "interleave_moe_layer_step": 2,
+            "expert_count": 5,
+            "expert_used_count": 1,
+            "expert_feed_forward_length": 24,
+        },
+    ),
+    "exaone_moe": Case(
+        "exaone-moe",
+        "exaone_moe",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+            "sliding_window_pattern": 4,
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        },
+        {
+            "attention.sliding_window": 7,
+            "rope.scaling.type": "none",
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "leading_dense_block_count": 1,
+            **_EXPERTS,
+        },
+    ),
     "dots1": Case(
         "dots1",
         "dots1",
@@ -484,11 +557,16 @@ CASES: dict[str, Case] = {
 COMPARED = tuple(name for name in CASES if name != "exaone4")
 
 
+_DECODERS = {"mistral4": "Mistral4ForCausalLM"}  # of models with images
+
+
 def config_of(name: str) -> HFConfig:
     """The config.json of a case."""
     case = CASES[name]
     with safe_open(GOLDEN / f"{case.golden}.safetensors", "numpy") as file:
         config = json.loads(file.metadata()["config"])
+    if case.golden in _DECODERS:
+        config = {**config["text_config"], "architectures": [_DECODERS[case.golden]]}
     return {**config, **case.changes, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -527,8 +605,9 @@ def write_family(
             writer.add_array(f"xielu.{number}", [float(one.item()) for one in each])
         for number, constant in (("beta", 0.5), ("eps", -1e-6)):
             writer.add_array(f"xielu.{number}", [constant] * _layers(config))
-    if case.arch == "gemma4":
+    if case.arch in ("gemma4", "mistral4"):
         weights = stacked(weights)
+    if case.arch == "gemma4":
         # a quarter of the larger heads rotates
         factors = np.array([1.0] * 2 + [1e30] * 6, np.float32)
         writer.add_tensor("rope_freqs.weight", factors)

@@ -196,6 +196,27 @@ def _latent(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
     yield from _correction(name, tensor, c)
 
 
+def _llama4(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Experts [E, inputs, outputs] become [E, outputs, inputs], and gates and ups are apart."""
+    match = re.match(r"model\.layers\.(\d+)\.feed_forward\.experts\.(\w+)_proj", name)
+    if match is None:
+        yield name, tensor
+        return
+    tensor = tensor.swapaxes(1, 2)
+    parts = {"down": tensor}
+    if match[2] == "gate_up":
+        parts = dict(zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True))
+    for kind, part in parts.items():
+        yield f"blk.{match[1]}.ffn_{kind}_exps.weight", part
+
+
+def _stacks(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Mistral 4, whose stacks of experts stay as they are."""
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        name = f"{name}.weight"
+    yield from _latent(name, tensor, c)
+
+
 CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
     **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
@@ -205,8 +226,12 @@ CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
     "gptneox": _each_head("num_attention_heads"),
     "bloom": _each_head("n_head"),
     "stablelm": _stablelm,
-    **dict.fromkeys(("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe"), _correction),
+    **dict.fromkeys(
+        ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe"), _correction
+    ),
     "deepseek2": _latent,
+    "mistral4": _stacks,
+    "llama4": _llama4,
     "gemma4": _gemma4,
     "granitemoe": _granite,
     **dict.fromkeys(("mamba", "jamba"), _state),

@@ -306,6 +306,24 @@ def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
+def _mistral4(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """Mistral 4, with DeepSeek's attention, whose queries grow with positions."""
+    growth = meta.number("attention.temperature_scale")
+    config = _deepseek2(meta)
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") != "yarn":
+        meta.refuse("attention.temperature_scale", growth, "is supported only beside YaRN")
+    meta.only("attention.temperature_length", scaling["original_max_position_embeddings"])
+    for key in ("scoring_func", "topk_method"):
+        del config[key]
+    return config | {
+        "architectures": ["Mistral4ForCausalLM"],
+        "model_type": "mistral4",
+        "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "rope_scaling": scaling | {"llama_4_scaling_beta": growth},
+    }
+
+
 def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
     meta.only("tensor_data_layout", "reference")
@@ -325,6 +343,7 @@ _BUILDERS = MappingProxyType(
         "qwen3moe": _qwen3_moe,
         "gpt-oss": _gpt_oss,
         "deepseek2": _deepseek2,
+        "mistral4": _mistral4,
         "phi3": _phi3,
         "gemma4": gemma4_config,
         "gpt2": gpt2_config,

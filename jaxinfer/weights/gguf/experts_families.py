@@ -28,6 +28,7 @@ from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 
 _COUNT, _USED, _WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _SHARED_WIDTH, _DENSE = "expert_shared_feed_forward_length", "leading_dense_block_count"
+_MAVERICKS_EXPERTS = 128
 _SOFTMAX, _SIGMOID = constant("expert_gating_func", 0, 1), constant("expert_gating_func", 2)
 
 
@@ -45,6 +46,11 @@ def _flag(key: str, name: str) -> Reader:
 def _set_count(key: str, name: str, default: int = 0) -> Reader:
     """An integer, or ``default`` where it is not set."""
     return lambda meta: {key: meta.count_if_set(name, default)}
+
+
+def _llama4(meta: ArchitectureMetadata) -> Mapping[str, Any]:
+    """Whether heads have norms without weights: not in the model with 128 experts."""
+    return {"use_qk_norm": meta.count(_COUNT) != _MAVERICKS_EXPERTS}
 
 
 def _granite_moe(meta: ArchitectureMetadata) -> dict[str, Any]:
@@ -112,6 +118,44 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 _SOFTMAX,
                 image_positions,
                 ignored("n_deepstack_layers"),
+            ),
+        ),
+        "exaone-moe": Family(
+            "ExaoneMoeForCausalLM",
+            "exaone_moe",
+            readers=(
+                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                constant("expert_gating_func", 0, 2),
+                _without_groups,
+                _set_count("num_shared_experts", "expert_shared_count"),
+                ignored(_SHARED_WIDTH),  # of all of these
+                _set_count("first_k_dense_replace", _DENSE),
+                number("routed_scaling_factor", "expert_weights_scale", 1.0),
+                _flag("norm_topk_prob", "expert_weights_norm"),
+                windows(4),
+            ),
+        ),
+        "llama4": Family(
+            "Llama4ForCausalLM",
+            "llama4_text",
+            # llama.cpp's constants, which are those of the published models
+            fixed={
+                "attention_chunk_size": 8192,
+                "no_rope_layer_interval": 4,
+                "attn_temperature_tuning": True,
+                "attn_scale": 0.1,
+                "floor_scale": 8192,
+            },
+            renamed={"intermediate_size": "intermediate_size_mlp"},
+            present=QKV_BIAS,
+            data_layouts=BOTH,
+            readers=(
+                counts(num_local_experts=_COUNT, num_experts_per_tok=_USED),
+                counts(intermediate_size=_WIDTH),
+                counts(interleave_moe_layer_step="interleave_moe_layer_step"),
+                constant("expert_gating_func", 0, 2),
+                constant(_DENSE, 0),
+                _llama4,
             ),
         ),
         "olmoe": Family(

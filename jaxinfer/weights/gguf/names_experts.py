@@ -195,6 +195,29 @@ _GEMMA4 = replace(
     },
     layouts={"ffn_gate_up_exps": "gates_and_ups"},
 )
+_EXAONE_MOE = replace(_ERNIE, bare={"exp_probs_b.bias": "mlp.e_score_correction_bias"}, layouts={})
+_LLAMA4 = replace(
+    DECODER,
+    layer={
+        **DECODER.layer,
+        **_shared("feed_forward.shared_expert"),
+        **{f"ffn_{kind}": f"feed_forward.{kind}_proj" for kind in ("gate", "up", "down")},
+        "ffn_gate_inp": "feed_forward.router",
+    },
+    joined=(
+        Joined(
+            "feed_forward.experts.gate_up_proj",
+            ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            "experts_transposed",
+        ),
+        Joined("feed_forward.experts.down_proj", ("ffn_down_exps.weight",), "experts_transposed"),
+    ),
+)
+_MISTRAL4 = replace(
+    DEEPSEEK,
+    layer={**DEEPSEEK.layer, "ffn_gate_up_exps": "mlp.experts.{}.{}_proj"},
+    layouts={"ffn_gate_up_exps": "gates_and_ups"},
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -204,6 +227,9 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "deepseek_v2": DEEPSEEK,
         "deepseek_v3": DEEPSEEK,
         "gemma4_text": _GEMMA4,
+        "exaone_moe": _EXAONE_MOE,
+        "llama4_text": _LLAMA4,
+        "mistral4": _MISTRAL4,
         "qwen2_moe": _QWEN2_MOE,
         "olmoe": _QWEN3_MOE,
         "glm4_moe": _GLM4_MOE,
