@@ -138,7 +138,7 @@ CONTRADICTING = (
     *("expert_count", "expert_feed_forward_length", "ssm.inner_size", "ssm.time_step_rank"),
     *("rope.dimension_count", "attention.key_length_swa", "attention.kv_lora_rank"),
     *("attention.sliding_window_pattern", "attention.shared_kv_layers"),
-    "rope.scaling.attn_factor",
+    *("rope.scaling.attn_factor", "rope.scaling.original_context_length"),
 )
 # By architectures or cases: keys that llama.cpp does not read, or whose meaning tensors or other
 # keys have as well; a scaling of the type "none" has no factor.
@@ -178,6 +178,7 @@ WITHOUT_EFFECT_OF = {
             "must be the same in all layers",
         ),
         ("gemma4", {"feed_forward_length": [48, 48, 48, 99]}, "or doubled in those that share"),
+        ("gemma4", {"attention.sliding_window_pattern": 0}, "must give the last layer no window"),
         ("gemma4", {"rope.dimension_count": 8}, "dimension_count is supported only as 16"),
         ("gemma4", {"attention.key_length": 32}, "value_length is supported only as 32, got 16"),
         ("qwen3vl", {"rope.dimension_sections": [3, 3, 1, 1]}, "must have three sections of 8"),

@@ -31,6 +31,9 @@ def gemma4_config(meta: ArchitectureMetadata) -> dict[str, Any]:
     meta.only("attention.scale", 0, 1)
     layers = windows(6)(meta)
     kinds, count = layers["layer_types"], meta.num_layers
+    if kinds[-1] != FULL:
+        words = "must give the last layer no window"
+        meta.refuse("attention.sliding_window_pattern", kinds, words)
     shared = meta.count_if_set("attention.shared_kv_layers", 0)
     head_dim, full_dim = (meta.count(f"attention.key_length{end}") for end in ("_swa", ""))
     for end, width in (("_swa", head_dim), ("", full_dim)):
@@ -116,7 +119,8 @@ def _layer_inputs(meta: ArchitectureMetadata) -> dict[str, Any]:
         table = meta.header.tensors.get(_INPUTS)
         if table is None:
             raise CheckpointError(
-                f"{meta.header.path} lacks the tensor {_INPUTS}; download it again"
+                f"{meta.header.path} lacks the tensor {_INPUTS}, though its metadata key "
+                f"gemma4.embedding_length_per_layer_input is {width}; download it again"
             )
     tokens = {} if table is None else {"vocab_size_per_layer_input": table.shape[0]}
     return {"hidden_size_per_layer_input": width, **tokens}
