@@ -269,6 +269,8 @@ def lowered(folder: Path) -> None:
         options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
         graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
         assert graphs == [True, impl == "triton"]
+        kept = [own.get("xla_gpu_command_buffer_update_mode") == "SKIP_TEMP" for own in options]
+        assert kept == graphs  # temporaries of graphs do not move
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
