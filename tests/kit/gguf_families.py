@@ -240,17 +240,17 @@ CASES: dict[str, Case] = {
             "rope.scaling.yarn_log_multiplier": 1.0,
         },
     ),
-    "exaone4": Case(
+    "exaone4": Case(  # llama.cpp takes it for a model with windows if it has 64 layers
         "exaone4",
         "exaone4",
         {
-            "num_hidden_layers": 5,
-            "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+            "num_hidden_layers": 64,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
             "sliding_window_pattern": 4,
         },
         {
             "attention.sliding_window": 7,
-            "attention.sliding_window_pattern": [True, True, True, False, True],
+            "attention.sliding_window_pattern": [True, True, True, False] * 16,
         },
     ),
     "exaone4_whole": Case("exaone4", "exaone4_whole"),
@@ -404,6 +404,31 @@ CASES: dict[str, Case] = {
             **_EXPERTS,
         },
     ),
+    "minicpm3": Case(
+        "minicpm3",
+        "minicpm3",
+        {
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+                "short_factor": [1.0, 1.125, 1.25, 1.375],
+                "original_max_position_embeddings": 256,  # above which llama.cpp takes the others
+                "attention_factor": 1.0,
+            },
+        },
+        {
+            "attention.q_lora_rank": 20,
+            "attention.kv_lora_rank": 16,
+            "attention.key_length": 20,
+            "attention.value_length": 10,
+            "rope.dimension_count": 8,
+            "rope.scaling.original_context_length": 256,
+        },
+    ),
     "dots1": Case(
         "dots1",
         "dots1",
@@ -553,9 +578,6 @@ CASES: dict[str, Case] = {
         },
     ),
 }
-# llama.cpp takes EXAONE 4 for a model with windows only if it has 64 layers.
-COMPARED = tuple(name for name in CASES if name != "exaone4")
-
 
 _DECODERS = {"mistral4": "Mistral4ForCausalLM"}  # of models with images
 
@@ -607,6 +629,9 @@ def write_family(
             writer.add_array(f"xielu.{number}", [constant] * _layers(config))
     if case.arch in ("gemma4", "mistral4"):
         weights = stacked(weights)
+    for one in ("long", "short") if case.arch == "minicpm3" else ():
+        values = np.array(config["rope_parameters"][f"{one}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{one}.weight", values)
     if case.arch == "gemma4":
         # a quarter of the larger heads rotates
         factors = np.array([1.0] * 2 + [1e30] * 6, np.float32)
@@ -771,6 +796,6 @@ def _write_tokenizer(writer: gguf.GGUFWriter, config: HFConfig) -> None:
 
 
 if __name__ == "__main__":
-    for case_name in COMPARED:
+    for case_name in CASES:
         write_family(Path(sys.argv[1]) / f"{case_name}.gguf", case_name)
     np.save(Path(sys.argv[1]) / "token_ids.npy", TOKEN_IDS)

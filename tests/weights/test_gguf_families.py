@@ -22,7 +22,7 @@ from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import read_header
 from jaxinfer.weights.plan import forms_of, plan_params
 from kit.checkpoints import Tensors, built_arrays
-from kit.gguf_families import CASES, COMPARED, TOKEN_IDS, config_of, tensors_of, write_family
+from kit.gguf_families import CASES, TOKEN_IDS, config_of, tensors_of, write_family
 from weights.test_gguf_experts import EXACT, values_of
 from weights.test_gguf_keys import WITHOUT_EFFECT, published_keys
 
@@ -103,7 +103,7 @@ def logits_of(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "gemma3" else pytest.param(n, marks=pytest.mark.nightly) for n in COMPARED],
+    [n if n == "gemma3" else pytest.param(n, marks=pytest.mark.nightly) for n in CASES],
 )
 def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
     golden = load_file(Path(__file__).parents[1] / "golden" / "data" / "gguf_families.safetensors")

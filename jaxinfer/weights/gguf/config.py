@@ -35,8 +35,13 @@ from jaxinfer.weights.gguf.hybrid_config import (
     qwen3_next_config,
 )
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
+from jaxinfer.weights.gguf.latent_config import (
+    deepseek2_config,
+    minicpm3_config,
+    mistral4_config,
+)
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
-from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, scaling_with_factors
+from jaxinfer.weights.gguf.rope import scaling_with_factors
 from jaxinfer.weights.gguf.state_families import STATE_FAMILIES
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
@@ -239,91 +244,6 @@ def _gpt_oss(meta: ArchitectureMetadata) -> dict[str, Any]:
     return config | experts | architecture | {"attention_bias": True}
 
 
-def _deepseek2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """DeepSeek V2 and V3, which score experts by softmax and sigmoid.
-
-    Newer files describe the attention as it is computed over latents, with one kv head, and have
-    the widths of a head under keys of their own. Files without ``expert_group_count`` are computed
-    without groups, as llama.cpp does.
-    """
-    heads, rope_dim = meta.count("attention.head_count"), meta.count("rope.dimension_count")
-    rank, widths = meta.count("attention.kv_lora_rank"), ("key_length", "value_length")
-    if meta.has("attention.key_length_mla"):
-        meta.only("attention.head_count_kv", 1)
-        meta.only("attention.key_length", rank + rope_dim)
-        meta.only("attention.value_length", rank)
-        widths = ("key_length_mla", "value_length_mla")
-    else:
-        meta.only("attention.head_count_kv", heads)
-    key_dim, value_dim = (meta.count(f"attention.{width}") for width in widths)
-    if key_dim <= rope_dim:
-        words = f"must exceed rope.dimension_count, which is {rope_dim}"
-        meta.refuse(f"attention.{widths[0]}", key_dim, words)
-    meta.only("attention.scale", 0)
-    meta.only("hidden_activation", "silu", "swish")
-    query_rank = meta.count_if_set("attention.q_lora_rank", 0)
-    return {
-        "hidden_size": meta.count("embedding_length"),
-        "intermediate_size": meta.count("feed_forward_length"),
-        "num_hidden_layers": meta.num_layers,
-        "num_attention_heads": heads,
-        "q_lora_rank": query_rank or None,
-        "kv_lora_rank": rank,
-        "qk_nope_head_dim": key_dim - rope_dim,
-        "qk_rope_head_dim": rope_dim,
-        "v_head_dim": value_dim,
-        "max_position_embeddings": meta.count("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": deepseek_rope_scaling(meta, rope_dim),
-        "hidden_act": "silu",
-        **_deepseek_experts(meta),
-    }
-
-
-def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("expert_gating_func", 0, 1, 2)  # 0: older files, of V2
-    is_v3 = meta.number_if_set("expert_gating_func") == 2
-    groups, chosen_groups = (
-        meta.count_if_set(key, 1) for key in ("expert_group_count", "expert_group_used_count")
-    )
-    method = "noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy"
-    version = "V3" if is_v3 else "V2"
-    return {
-        "architectures": [f"Deepseek{version}ForCausalLM"],
-        "model_type": f"deepseek_{version.lower()}",
-        "first_k_dense_replace": meta.count_if_set("leading_dense_block_count", 0),
-        "n_routed_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
-        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
-        "n_shared_experts": meta.count_if_set("expert_shared_count", 0),
-        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
-        "norm_topk_prob": meta.flag("expert_weights_norm"),
-        "scoring_func": "sigmoid" if is_v3 else "softmax",
-        "topk_method": method,
-        "n_group": groups,
-        "topk_group": chosen_groups,
-    }
-
-
-def _mistral4(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Mistral 4, with DeepSeek's attention, whose queries grow with positions."""
-    growth = meta.number("attention.temperature_scale")
-    config = _deepseek2(meta)
-    scaling = config["rope_scaling"] or {}
-    if scaling.get("rope_type") != "yarn":
-        meta.refuse("attention.temperature_scale", growth, "is supported only beside YaRN")
-    meta.only("attention.temperature_length", scaling["original_max_position_embeddings"])
-    for key in ("scoring_func", "topk_method"):
-        del config[key]
-    return config | {
-        "architectures": ["Mistral4ForCausalLM"],
-        "model_type": "mistral4",
-        "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-        "rope_scaling": scaling | {"llama_4_scaling_beta": growth},
-    }
-
-
 def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
     meta.only("tensor_data_layout", "reference")
@@ -342,8 +262,9 @@ _BUILDERS = MappingProxyType(
         "qwen3": _qwen3,
         "qwen3moe": _qwen3_moe,
         "gpt-oss": _gpt_oss,
-        "deepseek2": _deepseek2,
-        "mistral4": _mistral4,
+        "deepseek2": deepseek2_config,
+        "mistral4": mistral4_config,
+        "minicpm3": minicpm3_config,
         "phi3": _phi3,
         "gemma4": gemma4_config,
         "gpt2": gpt2_config,

@@ -230,6 +230,7 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "exaone_moe": _EXAONE_MOE,
         "llama4_text": _LLAMA4,
         "mistral4": _MISTRAL4,
+        "minicpm3": DEEPSEEK,
         "qwen2_moe": _QWEN2_MOE,
         "olmoe": _QWEN3_MOE,
         "glm4_moe": _GLM4_MOE,
