@@ -190,7 +190,7 @@ def test_gemma_joins_by_the_listed_merges() -> None:
         ids = ours.encode(text)
         assert ids == theirs.encode(text).ids
         assert ours.decode(ids) == text
-        assert ours.detokenize((), False).push(ids) == text
+        assert ours.detokenizer((), False).push(ids) == text
     assert ours.encode("abc") == [2, 6]
 
 
