@@ -46,6 +46,7 @@ GGUF_FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3vlmoe": "qwen3_moe",
         "mistral3": "ministral",
         "exaone-moe": "exaone_moe",
+        "cohere2moe": "cohere2_moe",
         "cohere2": "cohere",
         "phi2": "phi",
         "gptneox": "gpt_neox",

@@ -42,6 +42,7 @@ class Case(NamedTuple):
     golden: str
     changes: Mapping[str, Any] = {}
     keys: Mapping[str, Any] = {}  # of the file, besides those that ``_keys`` derives
+    names: str = ""  # an architecture with these tensors that ``gguf`` knows, if not this one
 
 
 def _head_dim(c: HFConfig) -> int:
@@ -429,6 +430,79 @@ CASES: dict[str, Case] = {
             "rope.scaling.original_context_length": 256,
         },
     ),
+    "cohere2_moe": Case(
+        "cohere2moe",
+        "cohere2_moe",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        },
+        {
+            "attention.sliding_window": 7,
+            "attention.sliding_window_pattern": [True, True, True, False, True],
+            "feed_forward_length": 40,
+            "rope.dimension_count": 8,
+            "rope.scaling.type": "none",
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "leading_dense_block_count": 1,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        },
+        names="dots1",
+    ),
+    "mellum": Case(
+        "mellum",
+        "mellum",
+        {
+            "attention_bias": False,
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse"] * 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                    "rope_theta": 10000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {
+            "attention.sliding_window": 7,
+            "attention.sliding_window_pattern": [True, True, True, False, True],
+            "rope.freq_base": 10000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "expert_count": 5,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 24,
+        },
+        names="qwen3moe",
+    ),
+    "hy_v3": Case(
+        "hy_v3",
+        "hy_v3",
+        {"attention_bias": False},
+        {
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "leading_dense_block_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.826,
+            "expert_gating_func": 2,
+        },
+        names="dots1",
+    ),
     "dots1": Case(
         "dots1",
         "dots1",
@@ -614,7 +688,7 @@ def write_family(
 ) -> Path:
     """Write the file of a case; ``more`` replaces keys of the architecture."""
     case, config = CASES[name], config_of(name)
-    arch = next(a for a, own in gguf.MODEL_ARCH_NAMES.items() if own == case.arch)
+    arch = next(a for a, own in gguf.MODEL_ARCH_NAMES.items() if own == (case.names or case.arch))
     writer = gguf.GGUFWriter(path, case.arch)
     for key, value in {**_keys(config), **case.keys, **(more or {})}.items():
         _add(writer, f"{case.arch}.{key}", value)
@@ -738,7 +812,7 @@ def _keys(c: HFConfig) -> dict[str, Any]:
 
 _LAYER_NORM = (
     *("cohere", "cohere2", "phi", "falcon", "stablelm", "gpt_neox", "nemotron", "olmo", "bloom"),
-    *("mpt", "jais2"),
+    *("mpt", "jais2", "cohere2_moe"),
 )
 
 

@@ -145,7 +145,10 @@ CONTRADICTING = (
 WITHOUT_EFFECT_OF = {
     **dict.fromkeys(("command-r", "cohere2", "nemotron", "hunyuan-dense"), {"rope.scaling.factor"}),
     "deepseek2": {"rope.scaling.yarn_log_multiplier"},
-    "exaone-moe": {"rope.scaling.factor", "expert_shared_feed_forward_length"},
+    **dict.fromkeys(
+        ("exaone-moe", "cohere2moe", "hy_v3"),
+        {"rope.scaling.factor", "expert_shared_feed_forward_length"},
+    ),
     **dict.fromkeys(("qwen3vl", "qwen3vlmoe"), {"n_deepstack_layers"}),
     "minimax-m2": {"feed_forward_length"},
     "hunyuan-moe": {"feed_forward_length"},

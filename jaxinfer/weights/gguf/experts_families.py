@@ -120,6 +120,54 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
                 ignored("n_deepstack_layers"),
             ),
         ),
+        "cohere2moe": Family(
+            "Cohere2MoeForCausalLM",
+            "cohere2_moe",
+            fixed={
+                "expert_selection_fn": "sigmoid",
+                "shared_expert_combination_strategy": "average",
+            },
+            options={"eps": "layer_norm_eps"},
+            renamed={"intermediate_size": "prefix_dense_intermediate_size"},
+            present=QKV_BIAS,
+            readers=(
+                counts(num_experts=_COUNT, num_experts_per_tok=_USED, intermediate_size=_WIDTH),
+                _SIGMOID,
+                _flag("norm_topk_prob", "expert_weights_norm"),
+                _set_count("num_shared_experts", "expert_shared_count"),
+                ignored(_SHARED_WIDTH),  # of all of these
+                _set_count("first_k_dense_replace", _DENSE),
+                number("logit_scale", "logit_scale"),
+                windows(4),
+            ),
+        ),
+        "mellum": Family(  # only layers without a window scale their rope
+            "MellumForCausalLM",
+            "mellum",
+            fixed={"norm_topk_prob": True},
+            options={"dense": False},
+            present=QKV_BIAS,
+            readers=(
+                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SOFTMAX,
+                windows(4),
+            ),
+        ),
+        "hy_v3": Family(
+            "HYV3ForCausalLM",
+            "hy_v3",
+            present=QKV_BIAS,
+            readers=(
+                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                constant("expert_gating_func", 0, 2),
+                constant("expert_weights_norm", True),
+                _without_groups,
+                _set_count("num_shared_experts", "expert_shared_count"),
+                ignored(_SHARED_WIDTH),  # of all of these
+                _set_count("first_k_dense_replace", _DENSE),
+                number("router_scaling_factor", "expert_weights_scale", 1.0),
+            ),
+        ),
         "exaone-moe": Family(
             "ExaoneMoeForCausalLM",
             "exaone_moe",

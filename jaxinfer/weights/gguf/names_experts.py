@@ -218,6 +218,24 @@ _MISTRAL4 = replace(
     layer={**DEEPSEEK.layer, "ffn_gate_up_exps": "mlp.experts.{}.{}_proj"},
     layouts={"ffn_gate_up_exps": "gates_and_ups"},
 )
+_COHERE2_MOE = replace(
+    DECODER,
+    layer={
+        **{stem: name for stem, name in DECODER.layer.items() if stem != "ffn_norm"},
+        **EXPERTS,
+        **_shared("mlp.shared_experts"),
+    },
+)
+_HY_V3 = replace(
+    DECODER,
+    layer={
+        **DECODER.layer,
+        **EXPERTS,
+        **_shared("mlp.shared_mlp"),
+        "ffn_gate_inp": "mlp.router.gate",
+    },
+    bare=dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.expert_bias"),
+)
 # by the model_type of config.json
 EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
     {
@@ -235,6 +253,9 @@ EXPERTS_TABLES: Mapping[str, NameTable] = MappingProxyType(
         "olmoe": _QWEN3_MOE,
         "glm4_moe": _GLM4_MOE,
         "dots1": _GLM4_MOE,
+        "cohere2_moe": _COHERE2_MOE,
+        "hy_v3": _HY_V3,
+        "mellum": _QWEN3_MOE,
         "ernie4_5_moe": _ERNIE,
         "hunyuan_v1_moe": _HUNYUAN_MOE,
         "minimax_m2": _MINIMAX,
