@@ -534,6 +534,21 @@ CASES: dict[str, Case] = {
         },
         names="dots1",
     ),
+    "solar_open": Case(
+        "glm4moe",
+        "solar_open",
+        {"attention_bias": False},
+        {
+            "rope.dimension_count": 16,
+            "rope.freq_base": 1e6,
+            "expert_count": 5,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 0,
+            **_EXPERTS,
+        },
+    ),
     "dots1": Case(
         "dots1",
         "dots1",

@@ -17,7 +17,7 @@ from jaxinfer.core.errors import CheckpointError, JaxinferError
 from jaxinfer.models import Model, forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
-from jaxinfer.weights.gguf.checkpoint import open_gguf
+from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import read_header
 from jaxinfer.weights.plan import forms_of, plan_params
@@ -205,6 +205,22 @@ def test_factors_of_gemma4(tmp_path: Path, factors: list[float] | None) -> None:
     found = {} if factors is None else {"rope_freqs.weight": np.array(factors, np.float32)}
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight does not hold 8 factors, ones"):
         hf_config_from_gguf(header, found)
+
+
+def test_prediction_layers_are_left_out(tmp_path: Path) -> None:
+    """The last block of GLM-4.5, which ``block_count`` includes."""
+    header = read_header(write_family(tmp_path / "m.gguf", "glm4_moe"))
+    extra = {"blk.3.nextn.enorm.weight": header.tensors["blk.1.attn_norm.weight"]}
+    extra |= {"blk.3.attn_q.weight": header.tensors["blk.1.attn_q.weight"]}
+    counts = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    longer = replace(
+        header, tensors={**header.tensors, **extra}, metadata={**header.metadata, **counts}
+    )
+    checkpoint = GGUFCheckpoint(longer, hf_config_from_gguf(longer, {}))
+    plain = build_model(hf_config_from_gguf(header, {}), "float32")
+    found = build_model(checkpoint.hf_config, "float32")
+    assert found.config == plain.config and checkpoint.has_predictions
+    assert not [name for name in checkpoint.tensors if ".layers.3." in name]
 
 
 def test_another_constant_of_xielu(tmp_path: Path) -> None:
