@@ -49,7 +49,7 @@ def _set_count(key: str, name: str, default: int = 0) -> Reader:
 
 
 def _llama4(meta: ArchitectureMetadata) -> Mapping[str, Any]:
-    """Whether heads have norms without weights: not in the model with 128 experts."""
+    """The switch of norms of heads, which the model with 128 experts does not have."""
     return {"use_qk_norm": meta.count(_COUNT) != _MAVERICKS_EXPERTS}
 
 

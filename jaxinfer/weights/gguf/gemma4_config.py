@@ -99,7 +99,7 @@ def _network_widths(meta: ArchitectureMetadata, own: int) -> tuple[int, bool]:
 
 
 def _keys_are_values(meta: ArchitectureMetadata, kinds: Sequence[str]) -> bool:
-    """Whether layers without a window make their values of keys, as they lack a tensor of values.
+    """True if layers without a window make their values of keys, as they lack a tensor of values.
 
     Raises ``CheckpointError`` if only some do.
     """

@@ -127,7 +127,7 @@ def _granite_experts(meta: ArchitectureMetadata) -> Mapping[str, Any]:
 
 
 def _rotates(meta: ArchitectureMetadata) -> Mapping[str, Any]:
-    """Whether heads rotate: llama.cpp takes a remark for it, which is false without rope."""
+    """The kind of positions: llama.cpp takes a remark for it, which is false without rope."""
     rotates = meta.flag(ROPE_REMARK) or not meta.has(ROPE_REMARK)
     return {"position_embedding_type": "rope" if rotates else "nope"}
 
