@@ -193,6 +193,7 @@ def _fp8() -> tuple[DecodeCase, ...]:
         DecodeCase("gpt2_fp8_no_rope", Heads(2, 2, 64), (3, 64), rotary=False, **common),
         DecodeCase("gpt_oss_tp8_fp8", _GPT_OSS, (300, 3), window=128, sinks=True, **common),
         DecodeCase("smollm2_tp3_fp8_cap", _SMOL_TP3, (40,), cap=0.5, **common),
+        DecodeCase("heads2_dim80_fp8", Heads(2, 1, 80), (33, 2), **common),
     )
     return (
         *narrow,

@@ -57,14 +57,3 @@ def exponents_of(scales):
     """Of powers of two up to scales: float32. Without a conversion of integers, which is slow."""
     exponents = (scales.to(tl.int32, bitcast=True) >> 23) | 0x4B000000  # plus 2^23, as floats
     return exponents.to(tl.float32, bitcast=True) - (8388608.0 + 127.0)
-
-
-@triton.jit
-def in_units(unit, scales):
-    """The largest of ``unit`` and ``scales``, the factor that changes sums in ``unit`` to it, and
-    scales divided by it.
-
-    Weights times these are at most 1, so that 16 bits hold them whatever the values are.
-    """
-    largest = tl.maximum(unit, tl.max(scales, 0))
-    return largest, unit / largest, scales / largest

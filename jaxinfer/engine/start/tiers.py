@@ -220,15 +220,20 @@ def _ordinal(program: Program) -> int:
 
 
 def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostModel:
-    """The costs of steps and copies, measured on padding."""
+    """The costs of steps and copies, measured on padding.
+
+    Of steps the shortest and the longest are measured: between the two shortest ones a GPU's time
+    hardly differs, as their weights take longer to read than their tokens to compute.
+    """
     buckets = [
         bucket
         for bucket in executor.buckets
         if bucket.num_prefills and not (bucket.num_decodes or bucket.variants or bucket.scores)
     ]
-    two = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)[:2]
-    times = [(one.num_tokens, _least_seconds(partial(_run, executor, one))) for one in two]
-    (few, short), (many, long) = times[0], times[-1]
+    by_tokens = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)
+    two = by_tokens[0], by_tokens[-1]
+    short, long = (_least_seconds(partial(_run, executor, one)) for one in two)
+    few, many = (one.num_tokens for one in two)
     each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
     step = max(0.0, short - few * each)
 
