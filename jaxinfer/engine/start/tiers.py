@@ -71,6 +71,11 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
                 f"{name} is behind a tier in host memory; give kv_offloading_size too"
             )
         return
+    if config.record_redact and (folder is not None or config.kv_connector is not None):
+        raise ConfigError(
+            "record_redact replaces the keys of pages that the engine has saved, and others may be "
+            "in kv_offloading_disk or kv_connector; leave one out"
+        )
     if not program.limits.enable_prefix_caching:
         raise ConfigError(
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
@@ -160,7 +165,7 @@ def begin_tiers(
     if config.kv_offloading_size is None:
         return None
     size = int(config.kv_offloading_size * GIB)
-    mover, memory = _mover(plan.program, executor, size)
+    mover, memory = mover_of(plan.program, executor, size)
     cost = fitted_costs(executor, mover)
     host = HostTier(size, mover.forms, memory)
     connector: Connector = host
@@ -196,7 +201,7 @@ def begin_tiers(
     return TierRunner(mover, connector, policy, sizes)
 
 
-def _mover(
+def mover_of(
     program: Program, executor: Executor, size: int
 ) -> tuple[ArrayMover | DeviceMover, Memory | None]:
     """The page mover, and the source of the host tier's memory; None: ordinary memory."""
