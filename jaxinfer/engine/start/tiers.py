@@ -81,9 +81,12 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
         )
-    if program.placement.num_devices > 1:
+    if program.placement.num_hosts > 1 or (
+        program.placement.num_devices > 1 and program.platform != "cpu"
+    ):
         raise ConfigError(
-            "kv_offloading_size is for one device so far; leave it out, or tensor_parallel_size"
+            "kv_offloading_size is for one GPU, or one host's CPU devices; leave it out, or "
+            "tensor_parallel_size"
         )
     if len(program.limits.groups) > SNAPSHOTS:
         raise ConfigError(f"kv_offloading_size is for {SNAPSHOTS} groups of layers; leave it out")
@@ -143,6 +146,7 @@ def identity_of(plan: EnginePlan) -> Mapping[str, str]:
         "dtype": str(config.dtype),
         "kv_cache_dtype": plan.config.kv_cache_dtype,
         "page_size": str(limits.page_size),
+        "devices": str(program.placement.num_devices),
         "groups": str([(g.window, g.tokens_per_entry, g.pool) for g in limits.groups]),
         "arrays": arrays,
         "config": hashlib.sha256(repr(config).encode()).hexdigest()[:32],
