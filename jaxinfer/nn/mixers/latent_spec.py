@@ -27,7 +27,7 @@ class LatentAttentionConfig(BlockSpec):
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
-    position.
+    position. ``latent_scale`` multiplies the latents of keys and values.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -43,6 +43,7 @@ class LatentAttentionConfig(BlockSpec):
     norm_eps: float = 1e-6
     bias: bool = False
     growth: QueryGrowth | None = None
+    latent_scale: float = 1.0
 
     @property
     def head_dim(self) -> int:
