@@ -17,6 +17,7 @@ from jaxinfer.core.errors import CheckpointError, JaxinferError
 from jaxinfer.models import Model, forward
 from jaxinfer.models.params import nested
 from jaxinfer.models.registry import build_model
+from jaxinfer.nn.rope import RopeConfig, inverse_frequencies
 from jaxinfer.weights.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import read_header
@@ -205,6 +206,18 @@ def test_factors_of_gemma4(tmp_path: Path, factors: list[float] | None) -> None:
     found = {} if factors is None else {"rope_freqs.weight": np.array(factors, np.float32)}
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight does not hold 8 factors, ones"):
         hf_config_from_gguf(header, found)
+
+
+def test_factors_of_llama_4_scout(tmp_path: Path) -> None:
+    """Frequencies with a wavelength above 8,192 tokens are divided, and none is blended."""
+    header = read_header(write_family(tmp_path / "m.gguf", "llama4"))
+    wavelengths = 2 * np.pi * 5e5 ** (np.arange(8) / 8)  # of heads of 16
+    factors = np.where(wavelengths > 8192, 16, 1).astype(np.float32)
+    assert 0 < (factors == 16).sum() < 8
+    config = hf_config_from_gguf(header, {"rope_freqs.weight": factors})
+    (rope,) = build_model(config, "float32").config.ropes
+    plain = inverse_frequencies(RopeConfig(16, 5e5))
+    np.testing.assert_allclose(inverse_frequencies(rope), plain / factors, rtol=1e-6)
 
 
 def test_prediction_layers_are_left_out(tmp_path: Path) -> None:
