@@ -316,8 +316,8 @@ def _scaling(
         if name == _CONTEXT_FIELD or not (name in values or field.default is dataclasses.MISSING):
             continue
         given[name] = _value(values, name, head_dim)
-    if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
-        raise ConfigError("rope key 'high_freq_factor' must be larger than 'low_freq_factor'")
+    if kind == "llama3" and not given["high_freq_factor"] >= given["low_freq_factor"]:
+        raise ConfigError("rope key 'high_freq_factor' must not be below 'low_freq_factor'")
     return scaling(**given)
 
 

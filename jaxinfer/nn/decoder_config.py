@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import jax.numpy as jnp
 
@@ -65,6 +65,8 @@ class MixerSpec(BlockSpec, Protocol):
 class FeedForwardSpec(BlockSpec, Protocol):
     """The feed-forward network of a layer; its module is called like ``FeedForward``."""
 
+    is_invariant: ClassVar[bool] = True
+
     @property
     def experts(self) -> ExpertsConfig | None:
         """The mixture of experts among whose parameters are the layer's gate_up and down, or None,
@@ -99,6 +101,7 @@ class AttentionConfig(BlockSpec):
     is that of pages (None: the decoder's).
     """
 
+    is_invariant: ClassVar[bool] = True
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -21,6 +21,7 @@ from kit.checkpoints import built_arrays, unstacked
 DATA = Path(__file__).parents[1] / "golden" / "data"
 OTHERS = {  # the models of these are in other files, or make no text
     *("smollm2_greedy", "gguf_rope", "gguf_experts", "gguf_hybrid"),
+    "gguf_families",
     *("embeddings", "reranker"),
 }
 CASES = sorted({path.stem for path in DATA.glob("*.safetensors")} - OTHERS)

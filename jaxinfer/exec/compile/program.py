@@ -104,7 +104,8 @@ class Program(EngineShape):
         try:
             return self._trace(name)
         except UnfitKernel as error:
-            raise ConfigError(f"{name} cannot be compiled: {error}") from error
+            remedy = "; leave out batch_invariant" if self.pins.invariant else ""
+            raise ConfigError(f"{name} cannot be compiled: {error}{remedy}") from error
 
     def _trace(self, name: str) -> jax.stages.Traced:
         if name in self._steps:

@@ -27,7 +27,7 @@ from jaxinfer.nn.linear import (
     normalised,
     whole,
 )
-from jaxinfer.nn.weight import param, weight
+from jaxinfer.nn.weight import Matmul, param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.route.api import RouteArgs, route
 
@@ -87,7 +87,8 @@ class Experts(nn.Module):
             _, own = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
             shared = whole(own)
             if c.shared_gate:
-                shared = _weighted(shared, h, param(self, "shared_gate"))
+                gate = weight(self, "shared_gate").matmul(h, Matmul(ctx.pins, wide=True))
+                shared = _weighted(shared, gate)
             if c.shared_scale != 1.0:
                 shared = shared * c.shared_scale
             if not apart:
@@ -139,11 +140,9 @@ def _kept(
 
 def _weighted(
     out: jax.Array,  # [T, D] or float32[S, T, D]
-    h: jax.Array,  # [T, D]
-    gate: jax.Array,  # [D, 1]
+    logits: jax.Array,  # float32[T, 1]
 ) -> jax.Array:  # as ``out``
     """The output of a network, or its split-K partials, times the sigmoid of a logit."""
-    logits = jnp.matmul(h, gate, preferred_element_type=jnp.float32)
     return (out.astype(jnp.float32) * jax.nn.sigmoid(logits)).astype(out.dtype)
 
 

@@ -99,7 +99,7 @@ class Attention(nn.Module):
         elif c.qk_norm is not None:
             norms = param(self, "qk_norms")
         if norms is not None and c.qk_norm == "all_heads":
-            qkv, norms = on_heads.norm_all(qkv, norms, c, norm.eps, ctx.axis), None
+            qkv, norms = on_heads.norm_all(qkv, norms, c, norm.eps, ctx), None
         if c.clip is not None:
             qkv = jnp.clip(qkv, -c.clip, c.clip)
         if c.own_value_dim is not None or c.value_scale != 1:
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         if c.growth is not None:
             heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
         if norms is not None and c.qk_norm in ("layer", "layers"):
-            heads, norms = on_heads.layer_norms(heads, norms, c, norm.eps), None
+            heads, norms = on_heads.layer_norms(heads, norms, c, norm.eps, ctx), None
         if norms is not None and (c.rope is None or c.qk_norm != "head"):
             heads = on_heads.normalised(heads, norms, c, norm.eps, ctx)
             ctx, norms = replace(ctx, angles=()), None
@@ -148,7 +148,7 @@ def output(
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)
     if config.out_norm is not None:
-        out = divided_rms_norm(out, param(module, "o_norm"), config.out_norm, ctx.axis)
+        out = divided_rms_norm(out, param(module, "o_norm"), config.out_norm, ctx)
     return x, block_output(out, weight(module, "o"), ctx, bias=bias)
 
 

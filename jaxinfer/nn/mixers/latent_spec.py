@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
@@ -30,6 +30,7 @@ class LatentAttentionConfig(BlockSpec):
     position. ``latent_scale`` multiplies the latents of keys and values.
     """
 
+    is_invariant: ClassVar[bool] = True
     num_heads: int
     nope_dim: int
     rope_dim: int
