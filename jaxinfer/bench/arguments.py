@@ -22,7 +22,7 @@ DATASETS = (
 NOT_MEASURED = frozenset(
     (
         *("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate"),
-        "disable_tqdm",
+        *("disable_tqdm", "profile", "profile_num_steps"),
     )
 )
 
@@ -136,6 +136,17 @@ def add_output(parser: Any) -> None:
         metavar="LIMIT",
         help="exit with 1 unless it holds: 'ttft_p99<200ms', 'tpot_p50<=1.0*vllm'; repeat it",
     )
+
+
+def add_profile(parser: Any) -> None:
+    """Whether a window of steps is profiled after the measurement, and how long it is."""
+    profile = parser.add_argument_group("profile")
+    profile.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the measurement, trace some steps: kernels by op and step, beside floors",
+    )
+    profile.add_argument("--profile-num-steps", type=count, default=64, help="at most")
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, str]:

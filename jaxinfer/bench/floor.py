@@ -67,11 +67,11 @@ def costs_of(model: Model) -> Costs:
     whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
     mixtures = list(config.experts.values())
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
-    floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))
+    floats = dict(named_arrays(abstract_params(replace(model, forms=(), arrangement=None))))
     tables = {"positions"} if config.tie_word_embeddings else {"positions", "embed"}
     weight_bytes = expert_bytes = 0
     fp8 = set[str]()
-    for name, leaf in _named(abstract_params(model)):
+    for name, leaf in named_arrays(abstract_params(model)):
         parts = name.split("/")  # perhaps of a quantised matrix, which is one array in `floats`
         whole = next(p for i in range(len(parts)) if (p := "/".join(parts[: i + 1])) in floats)
         if leaf.dtype == jnp.float8_e4m3fn:
@@ -97,7 +97,7 @@ def costs_of(model: Model) -> Costs:
     )
 
 
-def _named(params: Params) -> Iterator[tuple[str, Any]]:
+def named_arrays(params: Params) -> Iterator[tuple[str, Any]]:
     """The arrays of a tree and their paths, such as layers_0/qkv."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
