@@ -2,13 +2,16 @@
 
 Matrices are counted by their part of the model: the networks' first matrices (gate and up), the
 head, experts, and the others of the layers. An op has a floor if the trace shows which parts it
-multiplies: where two ops share a part, as ``skinny_gemm`` and a library's GEMM may, neither has one.
+multiplies: the one that ``OWNERS`` names, and the rest for an op that is called for nearly every
+matrix of it. The last layer of a prompt step computes only last tokens, by another op; so a floor
+counts the matrices of a part that the op was called for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +24,11 @@ if TYPE_CHECKING:
 type Cost = tuple[float, float]  # bytes, operations
 
 HEAD, EXPERTS, GATE_UP, OTHERS = "head", "experts", "gate_up", "others"
-# The op that multiplies a part, if a step has that op; what remains is multiplied by one other op.
-OWNERS: Mapping[str, str] = {HEAD: "unembed", EXPERTS: "experts", GATE_UP: "swiglu_gemm"}
+# The op that multiplies a part, if a step has that op.
+OWNERS: Mapping[str, str] = MappingProxyType(
+    {HEAD: "unembed", EXPERTS: "experts", GATE_UP: "swiglu_gemm"}
+)
+NEARLY_ALL = 0.9  # of the matrices that no named op multiplies
 GEMMS = frozenset(
     ("gemm", "unembed", "experts", "norm_gemm", "skinny_gemm", "swiglu_gemm")
     + ("quantised_gemm", "quantised_mlp")
@@ -32,8 +38,9 @@ PROMPT_ATTENTION = frozenset(("paged_prefill", "latent_prefill"))
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Matrices: their bytes, and the operations of one token; two of fp8 count as one."""
+    """Matrices: their number, bytes, and operations for one token; two of fp8 count as one."""
 
+    count: int = 0
     bytes: int = 0
     flops: float = 0.0
 
@@ -82,6 +89,7 @@ def op_costs_of(model: Model) -> OpCosts:
         count = head_size if part == HEAD else leaf.size
         before = found.get(part, Part())
         found[part] = Part(
+            before.count + 1,
             before.bytes + sizes[name],
             before.flops + 2 * count * used * (0.5 if name in fp8 else 1),
         )
@@ -106,21 +114,29 @@ def _part_of(name: str, rank: int, *, tied: bool) -> str | None:
     return GATE_UP if name.endswith("/gate_up") else OTHERS
 
 
-def floors_of(costs: OpCosts, step: ProfiledStep, ops: Iterable[str]) -> dict[str, Cost]:
-    """The least bytes and operations of those ops that have known ones; "gemms" are those of all
-    matrices, "" is the whole step.
+def floors_of(costs: OpCosts, step: ProfiledStep, calls: Mapping[str, int]) -> dict[str, Cost]:
+    """The least bytes and operations of those ops that have known ones, by their ``calls`` in the
+    step; "gemms" are those of all matrices, "" is the whole step.
     """
-    present = set(ops)
-    owned = {part: op for part, op in OWNERS.items() if op in present}
-    left = [op for op in present & GEMMS if op not in owned.values()]
+    present = {op for op, count in calls.items() if count}
     every = {part: costs.of_part(part, step) for part in costs.parts}
-    found = {op: every.get(part, (0.0, 0.0)) for part, op in owned.items()}
-    if len(left) == 1:
-        found[left[0]] = _sum(cost for part, cost in every.items() if part not in owned)
+    found: dict[str, Cost] = {}
+    rest: list[str] = []
+    for part in costs.parts:
+        if (op := OWNERS.get(part, "")) in present:
+            share = 1.0 if part == EXPERTS else min(calls[op] / costs.parts[part].count, 1.0)
+            found[op] = _sum([every[part]], share)
+        else:
+            rest.append(part)
+    count = sum(costs.parts[part].count for part in rest)
+    for op in (present & GEMMS) - found.keys():
+        if count and calls[op] >= NEARLY_ALL * count:
+            found[op] = _sum((every[part] for part in rest), min(calls[op] / count, 1.0))
     for op in present & DECODE_ATTENTION:
         found[op] = step.context * costs.kv_bytes, step.context * costs.pair_flops
     for op in present & PROMPT_ATTENTION:
         found[op] = 0.0, step.pairs * costs.pair_flops
+    found = {op: cost for op, cost in found.items() if any(cost)}
     gemms = _sum(every.values())
     experts = every.get(EXPERTS, (0.0, 0.0))[0]
     states = 2 * len(step.requests) * costs.state_bytes
@@ -131,6 +147,6 @@ def floors_of(costs: OpCosts, step: ProfiledStep, ops: Iterable[str]) -> dict[st
     return {**found, "gemms": gemms, "": whole}
 
 
-def _sum(costs: Iterable[Cost]) -> Cost:
+def _sum(costs: Iterable[Cost], share: float = 1.0) -> Cost:
     pairs = list(costs)
-    return sum(size for size, _ in pairs), sum(flops for _, flops in pairs)
+    return share * sum(size for size, _ in pairs), share * sum(flops for _, flops in pairs)

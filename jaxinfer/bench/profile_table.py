@@ -118,7 +118,7 @@ def _table(
     own = [spent[one.step] for one in steps]
     device_us = mean([one.total for one in own]) / 1e3
     names = list(dict.fromkeys(op for one in own for op in one.own))
-    floors = _mean_floors(steps, names, profiled)
+    floors = _mean_floors(steps, spent, profiled)
     rows = [
         _row(
             name,
@@ -161,7 +161,7 @@ def _row(
 
 
 def _mean_floors(
-    steps: Sequence[ProfiledStep], ops: Sequence[str], profiled: Profiled
+    steps: Sequence[ProfiledStep], spent: Mapping[int, _Spent], profiled: Profiled
 ) -> dict[str, float]:
     """Floors in us, by op; "" is that of the step, "gemms" that of all its matrices."""
     costs, bandwidth, flops = profiled.costs, profiled.bytes_per_s, profiled.flops_per_s
@@ -169,7 +169,7 @@ def _mean_floors(
         return {}
     found: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        for op, (size, operations) in floors_of(costs, step, ops).items():
+        for op, (size, operations) in floors_of(costs, step, spent[step.step].calls).items():
             seconds = max(size / bandwidth, operations / flops) / profiled.num_devices
             found[op].append(1e6 * seconds)
-    return {op: mean(values) for op, values in found.items()}
+    return {op: mean(of) for op, of in found.items() if len(of) == len(steps)}

@@ -54,7 +54,9 @@ def read_steps(folder: Path) -> Steps:
     try:
         return msgspec.json.decode((folder / STEPS).read_bytes(), type=Steps)
     except (OSError, msgspec.DecodeError) as error:
-        raise BenchError(f"{folder} has no profile of an engine ({error}); take it again") from error
+        raise BenchError(
+            f"{folder} has no profile of an engine ({error}); take it again"
+        ) from error
 
 
 def read_trace(folder: Path) -> bytes:
@@ -85,8 +87,8 @@ def kernels_of(trace: bytes, steps: Steps) -> list[Kernel]:
         step_of = _by_run(host, on_gpu)
     if not on_gpu:
         raise BenchError(
-            "the trace has no events of a device, so there is no table of kernels; another profiler "
-            "(nsys, ncu, dcgm) may hold the device's counters"
+            "the trace has no events of a device, so there is no table of kernels; end other "
+            "profilers (nsys, ncu, dcgm), which may hold the device's counters"
         )
     op_of, origin = Ops(steps), min(one.start for one in on_gpu)
     found = [
@@ -207,7 +209,7 @@ def triton_ops() -> dict[str, str]:
     found: dict[str, str] = {}
     for op in OP_NAMES:
         for file in files("pallas_kernels").joinpath(op).iterdir():
-            if file.name.startswith("triton") and file.name.endswith(".py"):
+            if file.name.endswith(".py"):
                 for name in _TRITON.findall(file.read_text()):
                     found[name] = op if found.get(name, op) == op else name
     return found

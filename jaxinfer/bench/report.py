@@ -126,7 +126,7 @@ def profile_lines(result: Mapping[str, Any]) -> list[str]:
     lines = ["## Profile", ""]
     for one in found["buckets"]:
         words = (
-            f"{one['steps']} steps of bucket {one['bucket']} ({one['requests']} requests) on "
+            f"Bucket {one['bucket']}, steps: {one['steps']}, requests: {one['requests']}, on "
             f"{found['device']}: {number(one['device_us'])} us of the device a step, "
             f"{number(one['wall_us'])} us until the host had its result"
         )

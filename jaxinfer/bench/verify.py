@@ -88,7 +88,8 @@ def main(arguments: list[str]) -> int:
         why = f" ({one['reason']})" if one["reason"] else ""
         print(f"{one['gate']}: {'holds' if one['holds'] else 'fails'}: {one['value']}{why}")
     if not found:
-        print(f"{given.folder}: {count_of(result['series'])} figures follow from the records")
+        count = count_of([result["series"], result.get("profile", {})])
+        print(f"{given.folder}: {count} figures follow from the records")
     if read.run.state != "complete":
         print(f"{given.folder}: the run is {read.run.state}: {read.run.reason}")
     return int(bool(found or failed))

@@ -98,7 +98,7 @@ class _Kernel:
         (host,) = (op for op in hosts if len(op.regions[0].blocks))  # the others are declarations
         self._host = host.regions[0].blocks[0]
         # such as skinny_gemm_mosaic_gpu_2: profilers show it
-        self.name = f"{host.attributes['sym_name'].value}_{number}"
+        self.name = f"{ir.StringAttr(host.attributes['sym_name']).value}_{number}"
         operations = (op.operation for op in self._host.operations)
         (self._launch,) = (op for op in operations if op.name == "gpu.launch")
         self.waits = WAIT.encode() in source  # a body has tens of thousands of operations

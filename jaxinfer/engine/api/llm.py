@@ -154,7 +154,7 @@ class LLM(PoolingMethods, BeamMethods):
         self._engine.profiler.start(Path(folder), num_steps)
 
     def stop_profile(self) -> Path:
-        """End the trace; returns the profile's folder, for ``jaxinfer bench``, XProf or Perfetto."""
+        """End the trace; returns the profile's folder, which XProf and Perfetto read."""
         return self._engine.profiler.stop()
 
     def _check_no_request(self) -> None:

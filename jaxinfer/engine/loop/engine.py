@@ -16,7 +16,7 @@ import msgspec
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.limits import Limits
-from jaxinfer.core.request import Request, RequestSpec, SamplingParams
+from jaxinfer.core.request import Request, RequestSpec
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Tiers, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
@@ -32,8 +32,8 @@ from jaxinfer.engine.requests.facts import (
 )
 from jaxinfer.engine.requests.news import NO_TIERS, EngineStats, News
 from jaxinfer.engine.requests.outputs import Delta
-from jaxinfer.engine.requests.seeds import seed_of
 from jaxinfer.engine.requests.points import SteeringVectors
+from jaxinfer.engine.requests.seeds import seed_of
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:

@@ -125,7 +125,8 @@ class Profile:
         options.python_tracer_level = 0  # it would slow the host down, and fill the file
         self._annotation = jax.profiler.StepTraceAnnotation
         try:
-            jax.profiler.start_trace(folder, profiler_options=options)
+            start_trace: Callable[..., None] = getattr(jax.profiler, "start_trace")  # noqa: B009
+            start_trace(folder, profiler_options=options)
         except RuntimeError as error:
             raise EngineError(
                 f"JAX's profiler cannot be started ({error}); end the other profile"

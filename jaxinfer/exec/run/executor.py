@@ -128,7 +128,7 @@ class Executor:
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
 
     @property
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Any]:
         """See ``StepExecutor``."""
         return self._program.placement.own_devices
 
