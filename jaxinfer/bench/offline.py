@@ -122,7 +122,6 @@ def profile_call(
 
     Raises ``BenchError`` if the trace has no events of a device.
     """
-    from jaxinfer.bench.op_costs import op_costs_of
     from jaxinfer.bench.profile import profiled_in
 
     llm.start_profile(folder.path / TRACE, given.profile_num_steps)
@@ -130,7 +129,7 @@ def profile_call(
         _timed(llm, queries, given)
     finally:
         written = llm.stop_profile()
-    folder.add_profile(profiled_in(written, op_costs_of(llm.model.model), folder.path))
+    folder.add_profile(profiled_in(written, folder.path))
 
 
 def _batch(number: int, given: argparse.Namespace, vocab_size: int) -> list[Query]:

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from jaxinfer.bench.numbers import mean
-from jaxinfer.bench.op_costs import OpCosts, floors_of
+from jaxinfer.bench.op_costs import floors_of
 from jaxinfer.core.errors import BenchError
-from jaxinfer.engine.loop.profiler import ProfiledStep
+from jaxinfer.core.profile import OpCosts, ProfiledStep
 
 OUTSIDE = -1  # the step of a kernel that no step of the window launched
 FORMAT = 1

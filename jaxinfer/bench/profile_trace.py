@@ -22,7 +22,8 @@ import msgspec
 from jaxinfer.bench.op_costs import GEMMS
 from jaxinfer.bench.profile_table import OUTSIDE, Kernel
 from jaxinfer.core.errors import BenchError
-from jaxinfer.engine.loop.profiler import MARK, STEPS, Instruction, Steps
+from jaxinfer.core.profile import Instruction, Steps
+from jaxinfer.engine.loop.profiler import MARK, STEPS
 from pallas_kernels.harness.registry import OP_NAMES
 
 GPU, HOST = "/device:GPU:", "/host:CPU"  # planes

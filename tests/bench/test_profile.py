@@ -14,13 +14,15 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.bench import offline, verify
 from jaxinfer.bench.floor import CEILINGS
-from jaxinfer.bench.op_costs import OpCosts, Part, floors_of, op_costs_of
+from jaxinfer.bench.op_costs import floors_of
 from jaxinfer.bench.profile_table import OUTSIDE, Kernel, Profiled, spent_by_step, tables_of
 from jaxinfer.bench.profile_trace import kernels_of, op_of, read_trace, triton_ops
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ArgumentError, BenchError, EngineError
+from jaxinfer.core.profile import Instruction, OpCosts, Part, ProfiledStep, Steps
 from jaxinfer.core.progress import NO_PROGRESS
-from jaxinfer.engine.loop.profiler import Instruction, ProfiledStep, Steps, instructions_of
+from jaxinfer.engine.loop.profiler import instructions_of
+from jaxinfer.models.costs import op_costs_of
 from kit.engines import tiny_engine
 from kit.tiny_models import tiny_model
 
@@ -161,7 +163,7 @@ def test_instructions_are_read_from_hlo() -> None:
 def llm() -> LLM:
     engine, (model, params) = tiny_engine(), tiny_model("llama")
     weights = {"model": model, "params": params, "reference": "", "generation_config": {}}
-    engine._weights = SimpleNamespace(**weights)  # type: ignore[assignment]
+    engine._weights = engine.profiler._weights = SimpleNamespace(**weights)  # type: ignore[assignment]
     return LLM.of_engine(engine, EngineConfig(model="tiny"), NO_PROGRESS)
 
 

@@ -79,7 +79,7 @@ class Engine:
         # taken for those of a later request with the same name
         self._sequences: dict[str, SequenceProcessor] = {}
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
-        self.profiler = Profiler(self._loop, self._parent_of)
+        self.profiler = Profiler(self._loop, self._parent_of, weights)
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self.weight_version = 0  # raised by every change of weights

@@ -20,7 +20,9 @@ from typing import Any
 import msgspec
 
 from jaxinfer.core.errors import ArgumentError, EngineError
+from jaxinfer.core.profile import Instruction, OpCosts, ProfiledStep, Steps
 from jaxinfer.core.step import Bucket, StepPlan, StepResult
+from jaxinfer.engine.loop.interfaces import Weights
 from jaxinfer.engine.loop.loop import EngineLoop, StepExecutor
 
 STEPS = "steps.json"
@@ -34,41 +36,14 @@ _SCOPE = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
 _MODULE = re.compile(r"HloModule ([^\s,]+)")
 
 
-class Instruction(msgspec.Struct, frozen=True, array_like=True):
-    """An instruction of an executable: JAX's name of its operation, and a custom call's target."""
-
-    scope: str = ""
-    target: str = ""
-
-
-class ProfiledStep(msgspec.Struct, frozen=True):
-    """A step of the window: what it computed, without padding, and when the host saw it end."""
-
-    step: int
-    bucket: str
-    requests: list[str]
-    wall_ns: int  # since the later of its launch and the end of the step before it
-    tokens: int = 0  # of all rows
-    draws: int = 0  # tokens that were drawn
-    context: int = 0  # entries that decode rows attend to, all together
-    pairs: int = 0  # of a query and a key, in prompts
-
-
-class Steps(msgspec.Struct, frozen=True):
-    """``steps.json``. ``instructions``: by bucket, HLO module and name."""
-
-    device: str
-    num_devices: int
-    steps: list[ProfiledStep]
-    instructions: Mapping[str, Mapping[str, Mapping[str, Instruction]]] = {}
-
-
 class Profiler:
     """Takes profiles of an engine's loop, one at a time, on the loop's thread."""
 
-    def __init__(self, loop: EngineLoop[Any], request_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, loop: EngineLoop[Any], request_of: Callable[[str], str], weights: Weights | None
+    ) -> None:
         """``request_of``: the request's name for the scheduler's id of a sequence."""
-        self._loop, self._request_of = loop, request_of
+        self._loop, self._request_of, self._weights = loop, request_of, weights
         self._profile: Profile | None = None
 
     def start(self, folder: Path, num_steps: int = NUM_STEPS) -> Path:
@@ -98,7 +73,13 @@ class Profiler:
         if (profile := self._profile) is None:
             raise EngineError("no profile is being taken; start one first")
         self._profile, self._loop.runner = None, self._loop.executor
-        profile.write()
+        profile.end_trace()
+        costs = None
+        if self._weights is not None:
+            from jaxinfer.models.costs import op_costs_of  # imports JAX
+
+            costs = op_costs_of(self._weights.model)
+        profile.write(costs)
         return profile.folder
 
 
@@ -164,17 +145,17 @@ class Profile:
             self._buckets[plan.bucket.name] = plan.bucket
         self._last_end = now
         if not self._left and not self._launched:
-            self._end_trace()
+            self.end_trace()
         return result
 
-    def write(self) -> None:
-        """End the trace, and write what only the engine knows."""
-        self._end_trace()
+    def write(self, costs: OpCosts | None) -> None:
+        """Write what only the engine knows; the trace has ended."""
         executor = self._executor
         found = Steps(
             device=executor.devices[0].device_kind,
             num_devices=len(executor.devices),
             steps=self._steps,
+            costs=costs,
             instructions={
                 name: instructions_of(executor.hlo_texts(bucket))
                 for name, bucket in self._buckets.items()
@@ -185,7 +166,8 @@ class Profile:
     def _marked(self, number: int) -> AbstractContextManager[Any]:
         return self._annotation(MARK, step_num=number)
 
-    def _end_trace(self) -> None:
+    def end_trace(self) -> None:
+        """End the trace, unless it ended with the window."""
         if self._stop is not None:
             stop, self._stop = self._stop, None
             stop()
