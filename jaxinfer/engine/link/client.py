@@ -252,17 +252,19 @@ class EngineClient:
         path: str = "",
         level: int = 1,
         tags: tuple[str, ...] | None = None,
+        num_steps: int = 0,
     ) -> EngineState:
         """Change the engine between two steps; returns the state after it. Requests that arrive
         during the change wait for its end.
 
         ``pause`` holds them until ``resume``, ``sleep`` until ``wake_up``; ``path`` names the
-        weights of ``update_weights``; ``report`` changes nothing. Open requests are completed
+        weights of ``update_weights``, or the folder of ``start_profile``, whose window has at most
+        ``num_steps``; ``report`` changes nothing. Open requests are completed
         first, aborted, or continued afterwards (``mode``). Raises the error of the change, and
         ``EngineError`` if the engine has ended.
         """
         return await self._controlled(
-            lambda number: Control(number, action, mode, path, level, tags)
+            lambda number: Control(number, action, mode, path, level, tags, num_steps=num_steps)
         )
 
     async def set_steering(self, name: str, vector: Any) -> None:

@@ -45,6 +45,7 @@ class Profiler:
         """``request_of``: the request's name for the scheduler's id of a sequence."""
         self._loop, self._request_of, self._weights = loop, request_of, weights
         self._profile: Profile | None = None
+        self._count = 0  # of profiles
 
     def start(self, folder: Path, num_steps: int = NUM_STEPS) -> Path:
         """Trace the next ``num_steps`` steps; returns the profile's own new folder in ``folder``.
@@ -54,7 +55,8 @@ class Profiler:
         """
         if self._profile is not None:
             raise EngineError("a profile is being taken; stop it before the next one")
-        own = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        self._count += 1
+        own = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._count}"
         try:
             own.mkdir(parents=True)
         except OSError as error:
