@@ -150,10 +150,13 @@ def add_profile(parser: Any) -> None:
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, str]:
-    """The flags that decide what is measured, as text."""
+    """The flags that decide what is measured, as text; headers without their values, as keys."""
+    shown = dict(vars(given))
+    if "header" in shown:
+        shown["header"] = [text.partition("=")[0] for text in shown["header"]]
     return {
         name: str(value)
-        for name, value in sorted(vars(given).items())
+        for name, value in sorted(shown.items())
         if value not in (None, False, [], {}) and name not in NOT_MEASURED
     }
 

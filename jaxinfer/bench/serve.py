@@ -31,7 +31,7 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.monitor import Sample, answers_bar, summary, watched
+from jaxinfer.bench.monitor import Sample, answers_bar, missing_telemetry, summary, watched
 from jaxinfer.bench.offer import (
     Outcome,
     in_loop,
@@ -190,7 +190,8 @@ async def environment_of(target: Target, device: str | None) -> dict[str, str]:
     """The server's own version, its model, and the device as the command line names it."""
     version = (await target.client.get("/version")).body.decode(errors="replace")
     named = {"device": device} if device else {}
-    return {"server": version.strip(), "model": target.model, **named}
+    telemetry = missing_telemetry(target.pid)
+    return {"server": version.strip(), "model": target.model, **named, **telemetry}
 
 
 def _offered(given: argparse.Namespace, rate: float) -> float | None:
