@@ -77,15 +77,19 @@ def kernels_of(trace: bytes, steps: Steps) -> list[Kernel]:
 
     with warnings.catch_warnings():  # JAX's own, about the type of its events
         warnings.simplefilter("ignore", DeprecationWarning)
-        planes = {plane.name: plane for plane in ProfileData.from_serialized_xspace(trace).planes}
+        data = ProfileData.from_serialized_xspace(
+            trace
+        )  # planes read its memory and do not hold it
+        planes = {plane.name: plane for plane in data.planes}
         host = list(_events(planes.get(HOST)))
         gpus = sorted((name for name in planes if name.startswith(GPU)), key=_number)
         on_gpu = list(_events(planes[gpus[0]], STREAM)) if gpus else []
+        del planes, data
     if on_gpu:
-        step_of = _by_correlation(host)
+        step_of = step_by_correlation(host)
     else:
         on_gpu = [one for one in host if "hlo_op" in one.stats]
-        step_of = _by_run(host, on_gpu)
+        step_of = step_by_run(host, on_gpu)
     if not on_gpu:
         raise BenchError(
             "the trace has no events of a device, so there is no table of kernels; end other "
@@ -126,7 +130,7 @@ def _marks(host: Iterable[Event]) -> list[Event]:
     return sorted((one for one in host if one.name == MARK), key=lambda one: one.start)
 
 
-def _by_correlation(host: Sequence[Event]) -> StepOf:
+def step_by_correlation(host: Sequence[Event]) -> StepOf:
     """The step of a GPU's event: that of the launch with its correlation id."""
     marks = _marks(host)
     starts = [one.start for one in marks]
@@ -140,7 +144,7 @@ def _by_correlation(host: Sequence[Event]) -> StepOf:
     return lambda event: steps.get(event.stats.get("correlation_id", -1), OUTSIDE)
 
 
-def _by_run(host: Sequence[Event], kernels: Sequence[Event]) -> StepOf:
+def step_by_run(host: Sequence[Event], kernels: Sequence[Event]) -> StepOf:
     """The step of a CPU's event: runs begin in the order in which the host queues them."""
     queued = deque(sorted(one.start for one in host if one.name == QUEUED))
     marks = _marks(host)

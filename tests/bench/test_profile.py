@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import msgspec
 import pytest
 
@@ -16,7 +17,15 @@ from jaxinfer.bench import offline, verify
 from jaxinfer.bench.floor import CEILINGS
 from jaxinfer.bench.op_costs import floors_of
 from jaxinfer.bench.profile_table import OUTSIDE, Kernel, Profiled, spent_by_step, tables_of
-from jaxinfer.bench.profile_trace import kernels_of, op_of, read_trace, triton_ops
+from jaxinfer.bench.profile_trace import (
+    QUEUED,
+    Event,
+    kernels_of,
+    op_of,
+    read_trace,
+    step_by_run,
+    triton_ops,
+)
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ArgumentError, BenchError, EngineError
 from jaxinfer.core.profile import Instruction, OpCosts, Part, ProfiledStep, Steps
@@ -95,6 +104,16 @@ def test_the_table_of_a_gpu_has_shares_floors_and_idle_time() -> None:
     assert decodes["gemm"]["floor_us"] is None  # one of 145 matrices: the others have no known op
     floor = tables["buckets"][1]["floor_us"]
     assert floor == pytest.approx(1e6 * (8_044_936_192 + 8 * 301.5 * 147_456) / 4.3e12)
+
+
+def test_runs_of_a_cpu_begin_in_the_order_of_their_launches() -> None:
+    host = [Event("engine_step", 10 * n, 10 * n + 5, {"step_num": n}) for n in (1, 2)]
+    # the second step has two runs, and then the host queues one outside of any step
+    host += [Event(QUEUED, start, start + 1, {}) for start in (11, 21, 23, 28)]
+    runs = {7: 2, 40: 12, -3: 22, 9: 30, 8: 40}  # begins by ids; the first was queued before
+    kernels = [Event("op", begin, begin + 1, {"run_id": run}) for run, begin in runs.items()]
+    step_of = step_by_run(host, kernels)
+    assert [step_of(one) for one in kernels] == [OUTSIDE, 1, 2, 2, OUTSIDE]
 
 
 def test_overlapping_kernels_count_once() -> None:
@@ -221,3 +240,20 @@ def test_bad_input_is_named(llm: LLM, tmp_path: Path) -> None:
         read_trace(tmp_path)
     with pytest.raises(BenchError, match="no events of a device"):
         kernels_of(b"", Steps("cpu", 1, []))
+
+
+def test_a_trace_that_cannot_be_written_fails_no_step(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_trace() -> None:
+        original()
+        raise OSError("no space left on device")
+
+    original = jax.profiler.stop_trace
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
+    llm.start_profile(tmp_path, num_steps=1)
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], sampling, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(EngineError, match="cannot be written to .*no space left"):
+        llm.stop_profile()

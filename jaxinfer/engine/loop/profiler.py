@@ -70,12 +70,18 @@ class Profiler:
     def stop(self) -> Path:
         """End the trace and write the profile; returns its folder.
 
-        Steps that are in flight are left out. Raises ``EngineError`` without a profile.
+        Steps that are in flight are left out. Raises ``EngineError`` without a profile, or if it
+        cannot be written.
         """
         if (profile := self._profile) is None:
             raise EngineError("no profile is being taken; start one first")
         self._profile, self._loop.runner = None, self._loop.executor
         profile.end_trace()
+        if profile.failure is not None:
+            raise EngineError(
+                f"the profile cannot be written to {profile.folder} ({profile.failure}); make room "
+                "there, or name another folder"
+            ) from profile.failure
         costs = None
         if self._weights is not None:
             from jaxinfer.models.costs import op_costs_of  # imports JAX
@@ -104,6 +110,7 @@ class Profile:
         self._steps: list[ProfiledStep] = []
         self._buckets: dict[str, Bucket] = {}
         self._last_end = 0
+        self.failure: Exception | None = None  # of the end of the trace; steps go on
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it would slow the host down, and fill the file
         self._annotation = jax.profiler.StepTraceAnnotation
@@ -172,7 +179,10 @@ class Profile:
         """End the trace, unless it ended with the window."""
         if self._stop is not None:
             stop, self._stop = self._stop, None
-            stop()
+            try:
+                stop()
+            except Exception as error:
+                self.failure = error
 
 
 def _described(plan: StepPlan, requests: list[str], wall_ns: int) -> ProfiledStep:

@@ -21,7 +21,7 @@ from jaxinfer.server.openai.schema import (
 )
 from jaxinfer.server.service.endpoint import Call, Route, json_response
 
-MAX_STEPS = 10_000  # of a profile: a decode step of a GPU has some 300 kernels, of 100 bytes each
+MAX_STEPS = 1000  # of a profile: a decode step of a GPU has some 300 kernels, of 100 bytes each
 
 
 async def pause(call: Call) -> ASGIApp:
