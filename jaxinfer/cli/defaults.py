@@ -52,6 +52,7 @@ DERIVED: Mapping[str, str] = MappingProxyType(
         "block_size": f"{DEFAULT_PAGE_SIZE}",
         "prefill_first": "off",
         "tap_points": "none",
+        "batch_invariant": "off, or as the bundle",
         "kernels": "the fastest that run here",
         "bundle": "compiled executables are kept in the cache",
         "cache_dir": "$JAXINFER_CACHE_DIR, $XDG_CACHE_HOME/jaxinfer or ~/.cache/jaxinfer",

@@ -69,7 +69,7 @@ def checked(
     plan, notes = checked_plan(recording.header, progress, model=model, cache_dir=cache_dir)
     for note in notes:
         click.echo(f"note: {note}", err=True)
-    check, runner = check_of(plan, progress)
+    check, runner = check_of(plan, recording.header, progress)
     report = run_again(recording, until=until, follower=check)
     check.drain()
     lines = rows_of(check, report)

@@ -90,6 +90,9 @@ class EngineConfig:
     ``page_size``: None is 16. ``gpu_memory_utilization``: None is 0.92.
     ``kernels``: pins for measurements, "op=implementation" joined by commas; an op without a pin
     uses the fastest implementation that can run.
+    ``batch_invariant``: a request's tokens and logprobs have the same bits whatever else is in its
+    steps, however its prompt is divided into chunks, and whether pages were reused or it was
+    preempted; for CPUs in float32 (``docs/replay.md`` says what it costs and what is refused).
     ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies it
     with the native kernel where that runs, "float32" dequantises it. "auto" keeps the matrices that
     the kernel can multiply, if it is installed.
@@ -156,6 +159,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     kernels: str | None = None
+    batch_invariant: bool | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     kv_offloading_size: float | None = None
@@ -215,7 +219,7 @@ SIZES = tuple(
 COMPILED = (
     *("dtype", "dummy_routing", "cpu_weights", "quantization", *SIZES),
     *("gpu_memory_utilization", "kernels", "tap_points", "task", "pooling"),
-    *("enable_expert_parallel", "kv_cache_dtype"),
+    *("enable_expert_parallel", "kv_cache_dtype", "batch_invariant"),
 )
 TRUST_CACHE = "JAXINFER_TRUST_CACHE"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import jax.numpy as jnp
 
@@ -14,6 +14,8 @@ from jaxinfer.nn.state import LayerState
 @dataclass(frozen=True)
 class NoMixer(MixerSpec):
     """The mixer of a layer that has a network alone."""
+
+    is_invariant: ClassVar[bool] = True
 
     @property
     def is_absent(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from jaxinfer.core.errors import ConfigError
 
@@ -49,7 +49,12 @@ class BlockSpec(Protocol):
 
     Specs inherit the members that have a default. Code outside ``nn`` and ``models`` reads these
     members and never asks for a block's type (``tests/test_floors.py`` checks that).
+
+    ``is_invariant``: with ``Pins.invariant`` the module's output for a token has the same bits
+    whatever else is in the step and however the tokens before it were divided among steps.
     """
+
+    is_invariant: ClassVar[bool] = False
 
     def module(self) -> nn.Module:
         """The module; its parameters are part of the layer's."""

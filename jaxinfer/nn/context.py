@@ -170,6 +170,21 @@ class StepContext:
         own = self.of_tokens(tokens)
         return replace(own, angles=angles, num_decodes=len(tokens), arrivals=None)
 
+    def token_rows(self) -> StepContext:
+        """The context in which each token is a row that attends to the context up to it.
+
+        Only the pages are those of such rows.
+        """
+        assert (rows := self.rows) is not None
+        of, is_token = jnp.minimum(rows.of_token, len(rows.slots) - 1), rows.is_token
+        after = rows.last_tokens[of] - jnp.arange(len(of), dtype=jnp.int32)
+
+        def of_tokens(pages: Pages) -> Pages:
+            lens = jnp.where(is_token, pages.seq_lens[of] - after, 0)
+            return pages._replace(page_table=pages.page_table[of], seq_lens=lens)
+
+        return replace(self, pages=tuple([of_tokens(pages) for pages in self.pages]))
+
     @property
     def splits(self) -> bool:
         """True if a block's output may be split-K partials: the next norm adds them, or the kernel

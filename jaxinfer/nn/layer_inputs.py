@@ -44,7 +44,7 @@ class LayerInputs(nn.Module):
         own = own * jnp.asarray(c.width**0.5, x.dtype)
         made = linear(x, weight(self, "projection"), ctx).y
         made = (made * jnp.asarray(x.shape[1] ** -0.5, x.dtype)).reshape(shape)
-        made = rms_norm(made, param(self, "norm"), c.norm_eps)
+        made = rms_norm(made, param(self, "norm"), c.norm_eps, fixed=ctx.pins.invariant)
         return (made + own.reshape(shape)) * jnp.asarray(0.5**0.5, x.dtype)
 
 

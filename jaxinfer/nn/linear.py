@@ -22,7 +22,7 @@ from jaxinfer.nn.weight import Matmul, Weight, take_rows
 from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm, is_fused
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
-from pallas_kernels.lib.numerics import add_partials
+from pallas_kernels.lib.numerics import add_partials, mean_last
 from pallas_kernels.norm_gemm.api import NormGemmArgs, norm_gemm
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 from pallas_kernels.sandwich_norm.api import SandwichArgs, sandwich_norm
@@ -157,6 +157,14 @@ class Outputs:
 type BlockOutput = PlainOutput | Outputs
 
 
+@dataclass(frozen=True)
+class Carried:
+    """A block's output, and one that a later block adds to the stream: see ``nn.ffn.shortcut``."""
+
+    output: BlockOutput
+    later: jax.Array  # [T, D]
+
+
 def outputs_of(delta: BlockOutput, post: Norm) -> Outputs:
     """A block's output with this norm after those that it has."""
     if isinstance(delta, Outputs):
@@ -196,7 +204,7 @@ def normalised(
         return stream, h
     if norm.kind != "rms":
         x = stream.total(ctx.pins)
-        return Stream(x), layer_norm(x, *norm.affine(), norm.eps)
+        return Stream(x), layer_norm(x, *norm.affine(), norm.eps, fixed=ctx.pins.invariant)
     if (args := norm.fused_args(stream)) is not None:
         x, h = all_reduce_norm(args)
     else:
@@ -282,28 +290,30 @@ def divided_rms_norm(
     x: jax.Array,  # [T, D]
     weight: jax.Array,  # [D]
     eps: float,
-    axis: str | None,
+    ctx: StepContext,
 ) -> jax.Array:  # [T, D]
     """An RMS norm of columns of which each device has an equal part; see ``StepContext.axis``."""
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    mean = mean if axis is None else jax.lax.pmean(mean, axis)
+    mean = mean_last(jnp.square(x32), fixed=ctx.pins.invariant)
+    mean = mean if ctx.axis is None else jax.lax.pmean(mean, ctx.axis)
     return (x32 * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-@partial(jax.jit, static_argnames="eps")  # the same bits outside ``jax.jit``
+@partial(jax.jit, static_argnames=("eps", "fixed"))  # the same bits outside ``jax.jit``
 def layer_norm(
     x: jax.Array,  # [..., D]
     weight: jax.Array | None,  # [D]
     bias: jax.Array | None,  # [D]
     eps: float,
+    *,
+    fixed: bool = False,  # see ``numerics.sum_last``
 ) -> jax.Array:  # [..., D]
     """Layer normalisation over the last axis (Ba, Kiros and Hinton 2016); the weight, the bias or
     both may be absent.
     """
     x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    centred = x32 - mean_last(x32, fixed=fixed)
+    scale = jax.lax.rsqrt(mean_last(jnp.square(centred), fixed=fixed) + eps)
     y = centred * scale
     y = y if weight is None else y * weight.astype(jnp.float32)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

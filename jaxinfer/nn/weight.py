@@ -104,7 +104,12 @@ class Dense(Weight):
         return self.matrix.shape[0 if self.by_output else -1]
 
     def matmul(self, x: jax.Array, how: Matmul) -> jax.Array:
-        """See ``Weight``; XLA makes logits."""
+        """See ``Weight``; XLA makes logits, unless a token's bits are fixed."""
+        if how.wide and how.pins.invariant:
+            flat = x.reshape(-1, x.shape[-1])
+            args = GemmArgs(x=flat, w=self.matrix, by_output=self.by_output, wide=True)
+            y = skinny_gemm(args, how.pins.of("skinny_gemm"))
+            return y.reshape(*x.shape[:-1], -1)
         if how.wide:
             equation = "...D,VD->...V" if self.by_output else "...D,DV->...V"
             return jnp.einsum(equation, x, self.matrix, preferred_element_type=jnp.float32)
@@ -198,7 +203,11 @@ class Adapted(Weight):
     def matmul(self, x: jax.Array, how: Matmul) -> jax.Array:
         """See ``Weight``; the addend is one more of split-K partials, and else added in float32."""
         y = self.base.matmul(x, how._replace(swiglu=False))
-        addend = jnp.matmul(x @ self.a, self.b, preferred_element_type=jnp.float32)
+        if how.pins.invariant:
+            of_b = Matmul(how.pins, wide=True)
+            addend = Dense(self.b).matmul(Dense(self.a).matmul(x, Matmul(how.pins)), of_b)
+        else:
+            addend = jnp.matmul(x @ self.a, self.b, preferred_element_type=jnp.float32)
         if y.ndim > x.ndim:
             return jnp.concatenate([y, addend[None]])
         y = (y.astype(jnp.float32) + addend).astype(y.dtype)

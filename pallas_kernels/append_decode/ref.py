@@ -78,11 +78,12 @@ class DecodeArgs:
         names = ("k_pages", "v_pages", "k_scales", "v_scales")
         return {name: getattr(self, name) for name in names}
 
-    def with_values(self) -> DecodeArgs:
-        """The same call with values that are projected."""
+    def with_values(self, *, fixed: bool = False) -> DecodeArgs:
+        """The same call with values that are projected; ``fixed`` is as in ``sum_last``."""
         if self.values == "projected":
             return self
-        heads = with_values(self.qkv, self.k_pages.shape[2], self.values, self.eps)
+        heads = self.k_pages.shape[2]
+        heads = with_values(self.qkv, heads, self.values, self.eps, fixed=fixed)
         return replace(self, qkv=heads, values="projected")
 
     def rotated_queries(self) -> jax.Array:  # [B, N, H]

@@ -1,9 +1,10 @@
-"""Pins: the implementation of an op that the user chose, for a measurement or a test."""
+"""Pins: the implementation of an op that is chosen from outside, by the user or for fixed bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from pallas_kernels.harness.registry import OP_NAMES, all_ops
@@ -11,9 +12,14 @@ from pallas_kernels.harness.registry import OP_NAMES, all_ops
 
 @dataclass(frozen=True)
 class Pins:
-    """Pairs of op and implementation, sorted; hashable, as traces depend on it."""
+    """Pairs of op and implementation, sorted; hashable, as traces depend on it.
+
+    ``invariant``: a token's bits depend only on the tokens before it. These are then the pins of
+    ``invariant_pins``, and modules compute decode rows and prompts in one form.
+    """
 
     pairs: tuple[tuple[str, str], ...] = ()
+    invariant: bool = False
 
     def of(self, op: str) -> str | None:
         """The implementation that an op is pinned to; None leaves the choice to ``select``."""
@@ -26,6 +32,40 @@ NO_PINS = Pins()
 LINKS, UNLINKED = "links", "none"
 # Plain jnp on every platform, for research: kernels neither differentiate nor vmap.
 ALL_XLA = Pins(tuple((name, "xla") for name in OP_NAMES))
+
+# For each platform the implementations whose result for a token depends on no other token, nor on
+# their number, and is the same in a prompt and in a decode row. Ops that are not named have one
+# implementation there, or only such.
+_INVARIANT = MappingProxyType(
+    {
+        "cpu": (
+            ("append_decode", "native"),
+            ("delta_decode", "native"),
+            ("experts", "native"),
+            ("latent_decode", "xla"),
+            ("norm_gemm", "unfused"),
+            ("paged_prefill", "native"),
+            ("quantised_gemm", "native"),
+            ("quantised_mlp", "unfused"),
+            ("residual_norm", "native"),
+            ("route", "native"),
+            ("sample", "native"),
+            ("skinny_gemm", "native"),
+            ("swiglu_gemm", "native"),
+        )
+    }
+)
+
+
+def invariant_pins(platform: str) -> Pins:
+    """The pins by which a request's bits do not depend on its batch.
+
+    Raises ValueError for a platform without such kernels.
+    """
+    if platform not in _INVARIANT:
+        known = ", ".join(_INVARIANT)
+        raise ValueError(f"there are kernels with fixed bits for {known}, not for {platform}")
+    return Pins(_INVARIANT[platform], invariant=True)
 
 
 def without_pins(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,17 @@ def kv_append(args: KvAppendArgs) -> Pools:
     )
 
 
+def last_slots(
+    page_table: jax.Array,  # int32[B, M]
+    seq_lens: jax.Array,  # int32[B]
+    page_size: int,
+) -> jax.Array:  # int32[B]
+    """The slot of the last token of each row; of a row of length 0 it is slot 0."""
+    last = jnp.maximum(seq_lens - 1, 0)
+    page = jnp.take_along_axis(page_table, (last // page_size)[:, None], axis=1)[:, 0]
+    return jnp.where(seq_lens > 0, page * page_size + last % page_size, 0)
+
+
 def written(
     pages: jax.Array,  # [P, S, ...]
     new: jax.Array,  # [T, ...]

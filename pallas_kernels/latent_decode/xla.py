@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_append.xla import written
+from pallas_kernels.kv_append.xla import last_slots, written
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
 from pallas_kernels.lib import softmax
 from pallas_kernels.lib.softmax import SoftmaxState
@@ -19,9 +19,7 @@ from pallas_kernels.lib.softmax import SoftmaxState
 def latent_decode(args: LatentDecodeArgs) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
     """See ``latent_decode.api``."""
     page_size, rank = args.pages.shape[1], args.q_latent.shape[2]
-    last = jnp.maximum(args.seq_lens - 1, 0)
-    page = jnp.take_along_axis(args.page_table, (last // page_size)[:, None], axis=1)[:, 0]
-    slots = jnp.where(args.seq_lens > 0, page * page_size + last % page_size, 0)
+    slots = last_slots(args.page_table, args.seq_lens, page_size)
     pages = jax.lax.optimization_barrier(written(args.pages, args.entries, slots))
     block_pages = softmax.pages_per_block(page_size)
     block = block_pages * page_size

@@ -10,15 +10,60 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.native.library import FIXED_GEMM, call
+
 # The values of attention: projected from the token as they are, normalised by an RMS norm without
 # weights of each head, or made of the keys before their norm and rotation by such a norm (Gemma 4).
 type Values = Literal["projected", "normalised", "keys"]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D]
-    """Root mean square normalisation over the last axis (Zhang and Sennrich 2019)."""
+def sum_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[..., D] -> [..., 1]
+    """The sum over the last axis. The order of XLA's depends on the sizes of the other axes, unless
+    it is ``fixed``, which is for CPUs: by the native library.
+    """
+    if not fixed:
+        return jnp.sum(x, axis=-1, keepdims=True)
+    flat, ones = x.reshape(-1, x.shape[-1]), jnp.ones((1, x.shape[-1]), x.dtype)
+    result = jax.ShapeDtypeStruct((len(flat), 1), x.dtype)
+    return call(FIXED_GEMM, result, flat, ones, by_output=True).reshape(*x.shape[:-1], 1)
+
+
+def mean_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[..., D] -> [..., 1]
+    """The mean over the last axis: see ``sum_last``."""
+    if not fixed:
+        return jnp.mean(x, axis=-1, keepdims=True)
+    return sum_last(x, fixed=True) / x.shape[-1]
+
+
+def softmax_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[..., D]
+    """The softmax over the last axis: see ``sum_last``."""
+    if not fixed:
+        return jax.nn.softmax(x)
+    each = jnp.exp(x - x.max(axis=-1, keepdims=True))
+    return each / sum_last(each, fixed=True)
+
+
+def logsumexp_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # [..., D] -> [..., 1]
+    """The logarithm of the sum of exponentials over the last axis: see ``sum_last``."""
+    if not fixed:
+        return jax.nn.logsumexp(x, axis=-1, keepdims=True)
+    largest = x.max(axis=-1, keepdims=True)
+    return jnp.log(sum_last(jnp.exp(x - largest), fixed=True)) + largest
+
+
+def rms_norm(
+    x: jax.Array,  # [..., D]
+    weight: jax.Array,  # [D]
+    eps: float,
+    *,
+    fixed: bool = False,
+) -> jax.Array:  # [..., D]
+    """Root mean square normalisation over the last axis (Zhang and Sennrich 2019).
+
+    ``fixed`` is as in ``sum_last``.
+    """
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(mean_last(jnp.square(x32), fixed=fixed) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -68,12 +113,14 @@ def with_values(
     num_kv_heads: int,
     values: Values,
     eps: float,
+    *,
+    fixed: bool = False,  # see ``sum_last``
 ) -> jax.Array:  # [T, N + 2K, H]
     """Queries, keys, and values after their norm; they may be made of the keys."""
     if values == "projected":
         return heads
     last = heads[:, -num_kv_heads:]
-    normed = rms_norm(last, jnp.ones(heads.shape[2], heads.dtype), eps)
+    normed = rms_norm(last, jnp.ones(heads.shape[2], heads.dtype), eps, fixed=fixed)
     others = heads if values == "keys" else heads[:, :-num_kv_heads]
     return jnp.concatenate([others, normed], axis=1)
 

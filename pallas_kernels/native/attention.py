@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.append_decode.ref import DecodeArgs
+from pallas_kernels.kv_append.ref import KvAppendArgs
+from pallas_kernels.kv_append.xla import kv_append, last_slots
+from pallas_kernels.lib.numerics import split_heads
 from pallas_kernels.native.library import ATTENTION, ROPE_APPEND, call, missing
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
@@ -38,8 +41,8 @@ def rope_append_supports(args: RopeAppendArgs) -> str | None:
 
 def append_decode_supports(args: DecodeArgs) -> str | None:
     """Why ``append_decode`` cannot run, or None."""
-    if args.cos is None or args.cap is not None or args.slopes is not None:
-        return missing() or "there is no rope, or scores have a cap or a bias"
+    if args.cap is not None or args.slopes is not None:
+        return missing() or "scores have a cap or a bias"
     return _supports(args.qkv, args.k_pages)
 
 
@@ -95,7 +98,7 @@ def qk_rope_append(
     args: RopeAppendArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
-    args = args.with_values()
+    args = args.with_values(fixed=True)
     where = (args.slot_mapping, jnp.zeros((0, 0), jnp.int32), _nothing())
     rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
     return tuple(_append(args.qkv, *rotation, *pools, where, args.eps))
@@ -109,12 +112,16 @@ def append_decode(
     if not args.appends:
         q, pools = args.rotated_queries(), (args.k_pages, args.v_pages)
         return _attend(q, *pools, args.page_table, args.seq_lens, _nothing(), *settings), *pools
-    args = args.with_values()
-    assert args.cos is not None and args.sin is not None
-    rotation, pools = (args.cos, args.sin, args.qk_norms), (args.k_pages, args.v_pages)
-    context = args.page_table, args.seq_lens
-    where = (_nothing(), *context)
-    q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
+    args = args.with_values(fixed=True)
+    pools, context = (args.k_pages, args.v_pages), (args.page_table, args.seq_lens)
+    if args.cos is None or args.sin is None:
+        q, k, v = split_heads(args.qkv, args.k_pages.shape[2])
+        slots = last_slots(*context, page_size=args.k_pages.shape[1])
+        new = KvAppendArgs(k=k, v=v, slot_mapping=slots, **args.pools_by_name)
+        k_pages, v_pages = kv_append(new)
+    else:
+        rotation, where = (args.cos, args.sin, args.qk_norms), (_nothing(), *context)
+        q, k_pages, v_pages = _append(args.qkv, *rotation, *pools, where, args.eps)
     out = _attend(q, k_pages, v_pages, *context, _nothing(), *settings)
     return out, k_pages, v_pages
 

@@ -20,12 +20,14 @@ from pallas_kernels.lib.shares import in_shares
 
 # The names of the calls in executables, and those of the library's handlers.
 GEMM, ATTENTION = "jaxinfer_quantised_gemm", "jaxinfer_attention"
+FIXED_GEMM = "jaxinfer_fixed_gemm"
 ROPE_APPEND, RESIDUAL_NORM = "jaxinfer_rope_append", "jaxinfer_residual_norm"
 EXPERTS, SAMPLE, MASK = "jaxinfer_experts", "jaxinfer_sample", "jaxinfer_mask"
 DELTA_DECODE = "jaxinfer_delta_decode"
 _HANDLERS = MappingProxyType(
     {
         GEMM: "JaxinferQuantisedGemm",
+        FIXED_GEMM: "JaxinferFixedGemm",
         ATTENTION: "JaxinferAttention",
         ROPE_APPEND: "JaxinferRopeAppend",
         RESIDUAL_NORM: "JaxinferResidualNorm",

@@ -34,11 +34,12 @@ class RopeAppendArgs:
         """N."""
         return self.qkv.shape[1] - heads_of_new_token(self.values) * self.k_pages.shape[2]
 
-    def with_values(self) -> RopeAppendArgs:
-        """The same call with values that are projected."""
+    def with_values(self, *, fixed: bool = False) -> RopeAppendArgs:
+        """The same call with values that are projected; ``fixed`` is as in ``sum_last``."""
         if self.values == "projected":
             return self
-        heads = with_values(self.qkv, self.k_pages.shape[2], self.values, self.eps)
+        heads = self.k_pages.shape[2]
+        heads = with_values(self.qkv, heads, self.values, self.eps, fixed=fixed)
         return replace(self, qkv=heads, values="projected")
 
     def appended(self, k: jax.Array, v: jax.Array) -> KvAppendArgs:  # [T, K, H] each

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.route import cases, launch, ref, xla
+from pallas_kernels.route import cases, launch, native, ref, xla
 from pallas_kernels.route.ref import RouteArgs
 
 _triton = imported_when_called("pallas_kernels.route.triton", "route")
@@ -17,6 +17,7 @@ OP = KernelOp(
     impls=(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.route),
+        Impl("native", native.route, ("cpu",), native.supports),
     ),
     cases=cases.CASES,
     build=cases.build,

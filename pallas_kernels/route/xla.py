@@ -5,31 +5,42 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.numerics import softmax_last, sum_last
 from pallas_kernels.route.ref import SMALLEST, RouteArgs
 from pallas_kernels.route.routing import Groups, Routing
 
 
 def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
+    return routed(args, logits_of(args.x, args.w))
+
+
+def routed(
+    args: RouteArgs,
+    logits: jax.Array,  # float32[T, E], before the bias
+    *,
+    fixed: bool = False,  # see ``numerics.sum_last``
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """The choices and weights of these logits."""
     routing = args.routing
-    logits = logits_of(args.x, args.w)
     if routing.logit_scale != 1.0:
         logits = logits * routing.logit_scale
     if args.bias is not None:
         logits = logits + args.bias.astype(jnp.float32)
     if routing.scores == "sparsemixer":
-        choices, weights = _one_by_one(logits, routing)
+        choices, weights = _one_by_one(logits, routing, fixed=fixed)
         if args.is_token is not None:
             choices = jnp.where(args.is_token[:, None], choices, -1)
         return choices, weights * routing.scale
-    scores = jax.nn.sigmoid(logits) if routing.scores == "sigmoid" else jax.nn.softmax(logits)
+    is_sigmoid = routing.scores == "sigmoid"
+    scores = jax.nn.sigmoid(logits) if is_sigmoid else softmax_last(logits, fixed=fixed)
     ranks = scores if args.choice_bias is None else scores + args.choice_bias
     if routing.groups is not None:
         ranks = _of_best_groups(ranks, routing.groups)
     _, choices = jax.lax.top_k(ranks, routing.chosen)  # of equal ones the lower
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if routing.renormalised:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + SMALLEST)
+        weights = weights / (sum_last(weights, fixed=fixed) + SMALLEST)
     if args.expert_scale is not None:
         weights = weights * args.expert_scale.astype(jnp.float32)[choices]
     if args.is_token is not None:
@@ -40,13 +51,15 @@ def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float
 def _one_by_one(
     logits: jax.Array,  # float32[T, E]
     routing: Routing,
+    *,
+    fixed: bool,
 ) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """The choices of "sparsemixer" and their weights."""
     left, choices, weights = logits, [], []
     for _ in range(routing.chosen):
         best, choice = left.max(axis=1, keepdims=True), left.argmax(axis=1, keepdims=True)
         far = (best - logits) > routing.spread * jnp.maximum(jnp.abs(logits), best)
-        scores = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
+        scores = softmax_last(jnp.where(far, -jnp.inf, left), fixed=fixed)
         weights.append(jnp.take_along_axis(scores, choice, axis=1))
         choices.append(choice)
         left = jnp.where(jnp.arange(logits.shape[1]) == choice, -jnp.inf, left)

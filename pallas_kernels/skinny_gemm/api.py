@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.numerics import sum_partials
-from pallas_kernels.skinny_gemm import cases, launch, ref, xla
+from pallas_kernels.skinny_gemm import cases, launch, native, ref, xla
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 _mosaic = imported_when_called(
@@ -20,6 +20,7 @@ OP = KernelOp(
     impls=(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.skinny_gemm),
+        Impl("native", native.skinny_gemm, ("cpu",), native.supports),
     ),
     cases=cases.CASES,
     build=cases.build,
@@ -38,9 +39,10 @@ def skinny_gemm(
     With ``swiglu`` the result is SiLU of the first half of the columns times the second half
     (Shazeer, 2020, arXiv:2002.05202), and with ``gelu`` GELU of it, approximated by tanh. With
     ``split`` the result may be split-K partials, whose number depends on the device; the next
-    kernel adds them up, as ``residual_norm`` does. The order of summation, and with it the bits,
-    depends on shapes only. ``impl`` pins an implementation. Raises ValueError on arguments that do
-    not fit together.
+    kernel adds them up, as ``residual_norm`` does. With ``by_output`` ``w`` is [O, I], and with
+    ``wide`` the result is float32. The order of summation, and with it the bits, depends on shapes
+    only, with "native" on the weights' shape alone. ``impl`` pins an implementation. Raises
+    ValueError on arguments that do not fit together.
     """
     check(args, "skinny_gemm")
     return dispatch(OP, (args,), {}, impl)
@@ -49,10 +51,12 @@ def skinny_gemm(
 def check(args: GemmArgs, op: str) -> None:
     """Raise ValueError on arguments that do not fit together."""
     x, w = args.x, args.w
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1 if args.by_output else 0]:
         raise ValueError(f"{op}: tokens {x.shape} do not fit weights {w.shape}")
     if args.gelu and not args.swiglu:
         raise ValueError(f"{op}: gelu needs gates and ups, which are those of swiglu")
+    if args.swiglu and args.by_output:
+        raise ValueError(f"{op}: weights with swiglu are not stored by output")
     if args.swiglu and w.shape[1] % 2:
         raise ValueError(f"{op}: {w.shape[1]} columns are not a gate and an up of one width")
     if args.swiglu and args.split:

@@ -34,7 +34,7 @@ def sizes_of(args: GemmArgs) -> GemmSizes:
 
 @dataclass(frozen=True)
 class GemmCase:
-    """A GEMM [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``."""
+    """A GEMM [T, I] @ [I, O], or [I, 2 * O] with ``swiglu``; by output the result is float32."""
 
     name: str
     tokens: int
@@ -43,6 +43,7 @@ class GemmCase:
     swiglu: bool = False
     split: bool = False
     gelu: bool = False
+    by_output: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
@@ -78,6 +79,9 @@ CASES = (
     GemmCase("smollm2_down_t3", 3, 1536, 576, split=True),
     GemmCase("smollm2_down_t32_bf16", 32, 1536, 576, split=True, dtype=_BF16),
     GemmCase("uneven_columns_t5", 5, 200, 136),
+    GemmCase("uneven_by_output_t6", 6, 203, 133, by_output=True),
+    GemmCase("uneven_inputs_t7", 7, 517, 131),
+    GemmCase("uneven_by_output_t3_bf16", 3, 203, 133, by_output=True, dtype=_BF16),
     GemmCase("uneven_gate_up_t200_bf16", 200, 200, 72, swiglu=True, dtype=_BF16),
     *(case for tokens in (1, 8, 16, 32, 64, 128, 256) for case in _qwen3_4b(tokens)),
 )
@@ -89,7 +93,9 @@ def build(case: GemmCase, seed: int) -> Inputs:
     dtype = jnp.dtype(case.dtype)
     x = normal(rng, (case.tokens, case.inner), dtype)
     w = normal(rng, (case.inner, case.outer * (1 + case.swiglu)), dtype, case.inner**-0.5)
-    args: Any = {"x": x, "w": w}
+    if case.by_output:
+        w = np.ascontiguousarray(w.T)
+    args: Any = {"x": x, "w": w, "by_output": case.by_output, "wide": case.by_output}
     args |= {"swiglu": case.swiglu, "split": case.split, "gelu": case.gelu}
     return Inputs((GemmArgs(**args),))
 

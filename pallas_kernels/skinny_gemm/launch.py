@@ -60,6 +60,8 @@ class GemmConfig:
 
 def supports(args: GemmArgs) -> str | None:
     """Why the Mosaic kernel cannot run the call, or None."""
+    if args.by_output or args.wide:
+        return "weights are stored by output, or the result is float32"
     sizes = sizes_of(args)
     if sizes.dtype not in DTYPES or args.w.dtype != args.x.dtype:
         return f"tokens are {sizes.dtype} and weights {args.w.dtype}, not the same 16-bit dtype"

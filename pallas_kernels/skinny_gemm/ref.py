@@ -16,21 +16,23 @@ class GemmArgs:
     """The arguments of ``skinny_gemm``, and with ``swiglu`` those of ``swiglu_gemm``."""
 
     x: jax.Array  # [T, I]
-    w: jax.Array  # [I, O]; with swiglu [I, 2 * O]: gate, up
+    w: jax.Array  # [I, O], or by output [O, I]; with swiglu [I, 2 * O]: gate, up
     swiglu: bool = field(default=False, metadata=STATIC)
     gelu: bool = field(default=False, metadata=STATIC)  # with swiglu: GELU instead of SiLU
     split: bool = field(default=False, metadata=STATIC)
+    by_output: bool = field(default=False, metadata=STATIC)
+    wide: bool = field(default=False, metadata=STATIC)  # the result is float32
 
 
 def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; partials are defined by their sum
     """See ``skinny_gemm.api``."""
     x32, w32 = jnp.asarray(args.x, jnp.float32), jnp.asarray(args.w, jnp.float32)
-    out = jnp.matmul(x32, w32, precision="highest")
+    out = jnp.matmul(x32, w32.T if args.by_output else w32, precision="highest")
     if args.gelu:
         out = geglu(out)
     elif args.swiglu:
         out = swiglu(out)
-    return out.astype(args.x.dtype)
+    return out if args.wide else out.astype(args.x.dtype)
 
 
 def geglu(columns: jax.Array) -> jax.Array:  # float32[T, 2 * O]: gate, up -> [T, O]

@@ -12,7 +12,13 @@ def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; XLA chooses split-K its
     """See ``skinny_gemm.api``."""
     # By default XLA rounds float32 to TF32 for the tensor cores of a GPU.
     precision = "highest" if args.x.dtype == jnp.float32 else None
-    out = jnp.matmul(args.x, args.w, precision=precision)
+    w = args.w.T if args.by_output else args.w
+    dtype = jnp.float32 if args.wide else None
+    return activated(args, jnp.matmul(args.x, w, precision=precision, preferred_element_type=dtype))
+
+
+def activated(args: GemmArgs, out: jax.Array) -> jax.Array:  # [T, O]
+    """The result of the matmul after the activation, if there is one."""
     if args.gelu:
         gate, up = jnp.split(out, 2, axis=-1)
         return jax.nn.gelu(gate, approximate=True) * up

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.skinny_gemm import launch as skinny_launch
-from pallas_kernels.skinny_gemm import ref, xla
+from pallas_kernels.skinny_gemm import native, ref, xla
 from pallas_kernels.skinny_gemm.api import check
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import cases, launch
@@ -25,6 +25,7 @@ OP = KernelOp(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
         Impl("skinny_gemm", _skinny_mosaic, ("gpu",), supports=skinny_launch.supports),
         Impl("xla", xla.skinny_gemm),
+        Impl("native", native.skinny_gemm, ("cpu",), native.supports),
     ),
     cases=cases.CASES,
     build=cases.build,

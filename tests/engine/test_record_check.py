@@ -139,20 +139,25 @@ def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("kind", ["whole", "ring", "tiers"])
 def test_500_mixed_requests_are_replayed_in_another_process(
-    tmp_path: Path, folder: Path, settings: dict[str, Any], is_whole: bool
+    tmp_path: Path, folder: Path, settings: dict[str, Any], kind: str
 ) -> None:
     """Preemptions, aborts, priorities, new weights in the middle of answers, and sleep. A ring that
-    has lost its beginning is checked where pages were computed after it.
+    has lost its beginning is checked where pages were computed after it. With tiers preempted
+    requests are saved and restored.
     """
+    is_whole = kind != "ring"
     size = (64 if is_whole else 1) << 20
     path, other = tmp_path / "rec", write_tiny_model(tmp_path / "other", seed=1)
     given = settings | {"max_num_seqs": 6, "max_num_batched_tokens": 32, "num_pages": 24}
+    if kind == "tiers":
+        given |= {"kv_offloading_size": 0.001, "preemption": "offload"}
     counts = asyncio.run(
         mixed(given | {"record": str(path), "record_size": size}, folder, other, 500)
     )
     assert counts["preempted"] > 20 and counts["aborted"] > 20 and counts["answered"] > 300, counts
+    assert (counts["restored"] > 20) == (kind == "tiers"), counts
 
     if not is_whole:
         older(path).unlink()
@@ -217,6 +222,8 @@ async def mixed(
         if number % 25 == 24:
             await asyncio.sleep(0.05)
     await asyncio.gather(*open_ones)
-    counts["preempted"] = llm.engine.stats().num_preemptions
+    stats = llm.engine.stats()
+    counts["preempted"] = stats.num_preemptions
+    counts["restored"] = 0 if stats.tiers is None else stats.tiers.num_restored
     await llm.shutdown()
     return counts

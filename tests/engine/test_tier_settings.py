@@ -82,11 +82,13 @@ def test_engines_that_have_no_tiers(tmp_path: Path) -> None:
     cold = struct_replace(own.limits, enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="reuses none"):
         check(OFFLOADS, tmp_path, replace(own, limits=cold))
-    several = cast("Any", type("Several", (), {"num_devices": 2}))
-    two = replace(own)
-    object.__setattr__(two, "placement", several)
-    with pytest.raises(ConfigError, match="one device so far"):
-        check(OFFLOADS, tmp_path, two)
+    for num_hosts, platform in ((1, "gpu"), (2, "cpu")):
+        sizes = {"num_devices": 2, "num_hosts": num_hosts}
+        two = replace(own)
+        object.__setattr__(two, "placement", cast("Any", type("Several", (), sizes)))
+        object.__setattr__(two, "platform", platform)
+        with pytest.raises(ConfigError, match="one GPU, or one host's CPU devices"):
+            check(OFFLOADS, tmp_path, two)
 
 
 def test_free_memory_of_the_host(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pallas_kernels.native import library
 from pallas_kernels.native.attention import _attend, append_decode
 from pallas_kernels.sample import native, ref
 from pallas_kernels.sample.cases import HARD, MIXED, Draw, SampleCase, build
+from pallas_kernels.skinny_gemm.native import matmul
 
 VARIANTS = library.variants()
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=library.MISSING)
@@ -52,6 +53,24 @@ def test_attention_of_each_variant_is_the_same(variant: int) -> None:
     np.testing.assert_allclose(
         found, jax.jit(lambda *a: _attend(*a, None, 0.2, 20))(*arrays), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("by_output", [False, True])
+@pytest.mark.parametrize("size", [(1, 16), (203, 133), (517, 2100)])
+def test_a_row_of_the_fixed_gemm_depends_on_no_other(
+    variant: int, size: tuple[int, int], by_output: bool
+) -> None:
+    """Few tokens, many tokens and the last ones of a tile go through the weights in other ways."""
+    rng, (inputs, outputs) = np.random.default_rng(5), size
+    x = rng.standard_normal((43, inputs), np.float32)
+    w = rng.standard_normal((outputs, inputs) if by_output else size, np.float32)
+    multiply = jax.jit(lambda x: matmul(x, jnp.asarray(w), by_output=by_output))
+    whole = np.asarray(multiply(x))
+    exact = x.astype(np.float64) @ (w.T if by_output else w).astype(np.float64)
+    np.testing.assert_allclose(whole, exact, rtol=1e-5, atol=2e-6 * inputs)
+    for first, count in ((0, 1), (42, 1), (3, 2), (1, 4), (9, 7), (5, 33)):
+        some = np.asarray(multiply(x[first : first + count]))
+        np.testing.assert_array_equal(some, whole[first : first + count])
 
 
 def test_pools_are_changed_in_place() -> None:

@@ -46,6 +46,7 @@ from kit.checkpoints import random_hf_tensors, tiny_llama_config, write_gguf
 from kit.device_sums import MOST_FUSED, check_sums, exchanged
 from kit.engines import copy_to_cpu, tiny_limits
 from kit.gguf_blocks import random_rows
+from kit.parallel_tiers import check_tiers
 from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
@@ -106,6 +107,9 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"n_routed_experts": 8},
     "solar_open": {"n_routed_experts": 8},
     "mistral4": {"n_routed_experts": 8},
+    "minimax": {"num_local_experts": 8},
+    "bailing": {"num_experts": 8},
+    "bailing_linear": {"group_norm_size": 4},
     "minimax_m2": {"num_local_experts": 8},
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},
@@ -178,6 +182,16 @@ def fp8_pages(folder: Path) -> None:
     for name in ("llama", "gemma3"):
         path = written(folder / name, config_of(name))
         check_equal(path, folder, (2, DEVICES), kv_cache_dtype="fp8")
+
+
+def tiers(name: str, *degrees: int) -> Callable[[Path], None]:
+    """A check of one family whose pages and states go to a tier and come back."""
+
+    def check(folder: Path) -> None:
+        own = {"cache_dir": str(folder / "cache"), "num_pages": 73, "max_num_seqs": 6}
+        check_tiers(written(folder / name, config_of(name)), {**SIZES, **own}, degrees)
+
+    return check
 
 
 def sliced(name: str) -> Callable[[Path], None]:
@@ -269,6 +283,8 @@ def lowered(folder: Path) -> None:
         options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
         graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
         assert graphs == [True, impl == "triton"]
+        kept = [own.get("xla_gpu_command_buffer_update_mode") == "SKIP_TEMP" for own in options]
+        assert kept == graphs  # temporaries of graphs do not move
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
@@ -624,6 +640,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "research": research,
     "embeddings": embeddings,
     "trainer": trainer,
+    "llama_tiers": tiers("llama", 2, DEVICES),  # of two KV heads each is on two of four devices
+    "deepseek_v2_tiers": tiers("deepseek_v2", 2),
+    "qwen3_5_tiers": tiers("qwen3_5", 2),
     "fp8_pages": fp8_pages,
     "bundles": bundles,
     **{name: family(name) for name in CONFIGS},

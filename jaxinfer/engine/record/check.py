@@ -19,6 +19,8 @@ from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.step import (
+    Event,
+    Reset,
     RowResult,
     ScheduledSeq,
     SlotAdmission,
@@ -27,8 +29,10 @@ from jaxinfer.core.step import (
     StepPlan,
     StepResult,
 )
+from jaxinfer.core.tiers import SNAPSHOTS, Load, Loaded, TierChanged, TierUnit, group_of
 from jaxinfer.engine.record.codec import Call, Note, output_digest
 from jaxinfer.engine.record.replay import Difference
+from jaxinfer.engine.record.restores import Restores
 from jaxinfer.engine.record.states import RECORDED
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 from jaxinfer.sched.state import NO_SLOT
@@ -82,6 +86,24 @@ class Unknown:
         self._snapshots = {own.row for own in state.snapshots.by_hash.values()}
         self._begun: set[int] = set(self._epochs)
 
+    def has(self, unit: TierUnit) -> bool:
+        """True if the content of a unit's place is unknown."""
+        if (group := group_of(unit.key)) == SNAPSHOTS:
+            return unit.place in self._snapshots
+        return (self._limits.groups[group].pool, unit.place) in self._pages
+
+    def load(self, load: Load, missing: Iterable[TierUnit]) -> None:
+        """Take note of a load, without the units that are ``missing``."""
+        keys = {unit.key for unit in missing}
+        if keys:
+            self._epochs.add(load.ticket)  # the number of the admission
+        for unit in load.units:
+            group, is_missing = group_of(unit.key), unit.key in keys
+            if group == SNAPSHOTS:
+                _put(self._snapshots, (unit.place,), is_missing)
+            else:
+                _put(self._pages, ((self._limits.groups[group].pool, unit.place),), is_missing)
+
     def follow(self, row: ScheduledSeq) -> bool:
         """Take note of a row of a step; returns whether its result is unknown."""
         limits = self._limits
@@ -127,6 +149,7 @@ class Check:
     compiled: Callable[[Request], Constraint]
     load_weights: Callable[[str], None]
     counts: Counts = field(default_factory=Counts)
+    restores: Restores | None = None  # of an engine with tiers
     blind: str = ""
     found: Found | None = None
     _launched: deque[_Launched] = field(default_factory=deque[_Launched])
@@ -165,7 +188,10 @@ class Check:
     def events(self, call: Call, state: SchedulerState) -> Difference | None:
         """See ``Follower``: collects the steps whose results are events of the call."""
         for event in call.events:
-            if not isinstance(event, StepDone | StepFailed) or self.blind:
+            if self.blind:
+                continue
+            if not isinstance(event, StepDone | StepFailed):
+                self._moved(event)
                 continue
             step_id = event.result.step_id if isinstance(event, StepDone) else event.step_id
             if step_id in self._missing:
@@ -188,6 +214,11 @@ class Check:
         ended = [event.request_id for event in output.events if event.finish_reason is not None]
         if ended:
             self.runner.forget(ended)
+        if self.restores is not None:
+            orders = output.orders
+            missing = self.restores.obey(orders, lambda unit: not self._unknown.has(unit))
+            for load in orders.loads:
+                self._unknown.load(load, [unit for unit in missing if unit in load.units])
         if output.step is None:
             return None
         plan = self._runnable(output.step)
@@ -200,6 +231,20 @@ class Check:
             handle = error
         self._launched.append(_Launched(plan, handle, frozenset(unknown)))
         return None
+
+    def _moved(self, event: Event) -> None:
+        """Follow the events of tiers."""
+        if self.restores is None:
+            return
+        match event:
+            case Loaded(ticket, failed):
+                self.restores.loaded(ticket, failed=bool(failed))
+            case TierChanged(_, removed):
+                self.restores.forget(removed)
+            case Reset(keeps_tiers):
+                self.restores.clear(keeps_units=keeps_tiers)
+            case _:
+                pass
 
     def drain(self) -> None:
         """Collect the steps in flight."""

@@ -37,9 +37,9 @@ from jaxinfer.core.step import (
     StepPlan,
     StepResult,
 )
-from jaxinfer.core.tiers import Loaded, TierChanged
+from jaxinfer.core.tiers import NO_ORDERS, Loaded, TierChanged, TierOrders
 from jaxinfer.engine.record.states import RECORDED, request_of, state_of, tupled
-from jaxinfer.sched.schedule import SchedulerState
+from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 from jaxinfer.sched.state import Sequence as SchedSequence
 
 OF_TOKENS, POOLED = 1, 2  # the kinds of a row's output
@@ -68,6 +68,9 @@ class Summary(NamedTuple):
     decodes: tuple[tuple[int, int, int, int], ...] = ()
     prefills: tuple[tuple[int, int, int, int], ...] = ()
     pages: tuple[int, ...] = ()  # of the prefill rows, in order: first and last of each group
+    # units that are saved, and of each load its ticket, its units and their first and last place;
+    # tickets of loads that are dropped
+    orders: tuple[Any, ...] = ()
     # after the call: running, waiting, free slots, preemptions, and of each pool its heads, cached
     # and free pages
     counts: tuple[int, ...] = ()
@@ -100,8 +103,9 @@ class Note(NamedTuple):
 type Record = Call | Checkpoint | Note
 
 
-def summary_of(plan: StepPlan | None, after: SchedulerState) -> Summary:
-    """The summary of a call that returned this plan and state."""
+def summary_of(output: ScheduleOutput, after: SchedulerState) -> Summary:
+    """The summary of a call that returned this output and state."""
+    plan, orders = output.step, _orders(output.orders)
     counts = [
         len(after.running),
         len(after.waiting),
@@ -111,7 +115,7 @@ def summary_of(plan: StepPlan | None, after: SchedulerState) -> Summary:
     for pool in after.pools:
         counts += _pool_fields(pool)
     if plan is None:
-        return Summary(counts=tuple(counts))
+        return Summary(orders=orders, counts=tuple(counts))
     pages: list[int] = []
     for row in plan.prefills:
         for own in row.pages:
@@ -123,8 +127,19 @@ def summary_of(plan: StepPlan | None, after: SchedulerState) -> Summary:
         tuple([_row_fields(row) for row in plan.decodes]),
         tuple([_row_fields(row) for row in plan.prefills]),
         tuple(pages),
+        orders,
         tuple(counts),
     )
+
+
+def _orders(orders: TierOrders) -> tuple[Any, ...]:
+    if orders == NO_ORDERS:
+        return ()
+    loads = tuple(
+        (load.ticket, len(load.units), load.units[0].place, load.units[-1].place)
+        for load in orders.loads
+    )
+    return tuple([(unit.place, unit.key) for unit in orders.saves]), loads, orders.dropped
 
 
 # Encoding
@@ -183,12 +198,14 @@ def _event(event: Event) -> tuple[Any, ...]:
             return "failed", step_id, error
         case BucketsLoaded(buckets):
             return "loaded", buckets
-        case Reset():
-            return ("reset",)
+        case Reset(keeps_tiers):
+            return "reset", keeps_tiers
         case Hold():
             return ("hold",)
-        case TierChanged() | Loaded():
-            raise AssertionError("an engine with tiers is not recorded: see ``check_tiers``")
+        case TierChanged(added, removed):
+            return "tiers", added, removed
+        case Loaded(ticket, failed):
+            return "restored", ticket, failed
 
 
 def _request(request: Request) -> Request:
@@ -250,9 +267,8 @@ def _call_of(number: int, events: list[Any], summary: list[Any] | None) -> Call:
 
 
 def _summary(values: list[Any]) -> Summary:
-    step_id, bucket, admissions, decodes, prefills, pages, counts = values
-    admitted, decoding, prefilling = map(tupled, (admissions, decodes, prefills))
-    return Summary(step_id, bucket, admitted, decoding, prefilling, tuple(pages), tuple(counts))
+    step_id, bucket, *lists = values
+    return Summary(step_id, bucket, *map(tupled, lists))
 
 
 def _event_of(event: list[Any], outputs: dict[tuple[int, int], OutputDigest]) -> Event:
@@ -270,7 +286,11 @@ def _event_of(event: list[Any], outputs: dict[tuple[int, int], OutputDigest]) ->
         case "loaded":
             return BucketsLoaded(msgspec.convert(values[0], tuple[Bucket, ...]))
         case "reset":
-            return Reset()
+            return Reset(*values)
+        case "tiers":
+            return TierChanged(*map(tuple, values))
+        case "restored":
+            return Loaded(values[0], tuple(values[1]))
         case "hold":
             return Hold()
         case _:

@@ -142,7 +142,7 @@ class Recorder:
         if self._file is None or number != self._next or self._file.num_bytes >= self._most:
             self._begin(number, before)
         assert self._file is not None
-        summary = None if output is None else summary_of(output.step, after)
+        summary = None if output is None else summary_of(output, after)
         self._file.add(encode_call(number, events, summary))
         self._next = number + 1
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from jaxinfer.core.request import Request, SamplingParams
 from jaxinfer.core.steering import Steering
 from jaxinfer.core.step import NO_OUTPUT, Arrive, Event, RowResult, StepDone, StepFailed
+from jaxinfer.core.tiers import Loaded, TierChanged
 from jaxinfer.engine.record.states import RECORDED
 from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState, schedule
 
@@ -37,6 +38,7 @@ class Redactor:
         streams = [shake_256(self._key + bytes([i])).digest(num_bytes) for i in range(_ROUNDS)]
         self._functions = [np.frombuffer(stream, np.uint16) for stream in streams]
         self._state: SchedulerState | None = None  # of the second scheduler
+        self._keys: dict[bytes, bytes] = {}  # of units in tiers: those of the second scheduler
 
     def call(
         self,
@@ -50,7 +52,10 @@ class Redactor:
         events = tuple(self._event(event) for event in events)
         if output is None:
             return state, events, None, state
+        saved = output.orders.saves
         self._state, output = schedule(state, events)
+        pairs = zip(saved, output.orders.saves, strict=True)
+        self._keys |= {true.key: own.key for true, own in pairs}
         return state, events, output, self._state
 
     def ids(self, token_ids: Sequence[int]) -> np.ndarray:  # int32[T]
@@ -76,6 +81,13 @@ class Redactor:
                 return StepDone(replace(result, rows=tuple(map(self._row, result.rows))))
             case StepFailed(step_id):
                 return StepFailed(step_id, _STAND_IN)
+            case TierChanged(added, removed):
+                known = [tuple(map(self._keys.__getitem__, keys)) for keys in (added, removed)]
+                for key in removed:
+                    del self._keys[key]
+                return TierChanged(*known)
+            case Loaded(ticket, failed):
+                return Loaded(ticket, tuple(map(self._keys.__getitem__, failed)))
             case _:
                 return event
 

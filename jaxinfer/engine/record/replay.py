@@ -139,7 +139,7 @@ def _replayed(
             text = f"the scheduler raised ({error}), and did not in the recording"
             report.difference = Difference(call.number, -1, text)
         return state
-    own = summary_of(output.step, after)
+    own = summary_of(output, after)
     if call.summary != own:
         text = difference_of(call.summary, own)
         report.difference = Difference(call.number, own.step_id, text)

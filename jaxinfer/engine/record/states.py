@@ -15,9 +15,11 @@ from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
 from jaxinfer.core.step import Bucket, Pages, ScheduledSeq, SlotAdmission, StepPlan
+from jaxinfer.core.tiers import CostModel, TierPolicy, TierUnit
 from jaxinfer.sched.pages import PagePool
 from jaxinfer.sched.schedule import SchedulerState
-from jaxinfer.sched.snapshots import SnapshotPool
+from jaxinfer.sched.sequence import Restoring
+from jaxinfer.sched.snapshots import Snapshot, SnapshotPool
 from jaxinfer.sched.state import Sequence as SchedSequence
 
 
@@ -79,7 +81,22 @@ def _each[T](reader: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
 
 
 def _sequence(values: dict[str, Any]) -> SchedSequence:
-    return _made(SchedSequence, values, request=request_of, token_ids=_ints, pages=_each(_pages))
+    return _made(
+        SchedSequence,
+        values,
+        request=request_of,
+        token_ids=_ints,
+        pages=_each(_pages),
+        restoring=_restoring,
+    )
+
+
+def _restoring(values: dict[str, Any]) -> Restoring:
+    return _made(Restoring, values, units=_each(lambda unit: _made(TierUnit, unit)))
+
+
+def _policy(values: dict[str, Any]) -> TierPolicy:
+    return _made(TierPolicy, values, cost=lambda cost: CostModel(**cost))
 
 
 def _row(values: dict[str, Any]) -> ScheduledSeq:
@@ -120,7 +137,7 @@ def _snapshots(values: dict[str, Any]) -> SnapshotPool:
     return _made(
         SnapshotPool,
         values,
-        by_hash=lambda known: Map({key: tuple(value) for key, value in known.items()}),
+        by_hash=lambda known: Map({key: Snapshot(*value) for key, value in known.items()}),
     )
 
 
@@ -139,4 +156,6 @@ def state_of(values: dict[str, Any], limits: Limits) -> SchedulerState:
         pools=_each(_pool),
         snapshots=_snapshots,
         in_flight=_each(_plan),
+        tiers=_policy,
+        tier_keys=Map,
     )

@@ -29,6 +29,7 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.requests.facts import facts_of_configs
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.start.hosts import described, share_executables, wait_for_others
+from jaxinfer.engine.start.invariance import check_invariant, fixed_pins
 from jaxinfer.engine.start.join import join, starting
 from jaxinfer.engine.start.later import LaterExecutables
 from jaxinfer.engine.start.loading import load
@@ -52,8 +53,10 @@ from pallas_kernels.harness.pins import Pins, checked_pins
 from pallas_kernels.harness.tuned import check_choices
 from pallas_kernels.native.library import BrokenLibrary, library
 
-# settings of bundles that were made when there was one device
-_OF_ONE_DEVICE = MappingProxyType({"tensor_parallel_size": 1, "enable_expert_parallel": False})
+# of bundles that were made before there were these settings
+_OF_OLD_BUNDLES = MappingProxyType(
+    {"tensor_parallel_size": 1, "enable_expert_parallel": False, "batch_invariant": False}
+)
 
 
 def plan_engine(
@@ -97,6 +100,7 @@ def _planned(
         config,
         tensor_parallel_size=placement.num_devices,
         enable_expert_parallel=bool(config.enable_expert_parallel),
+        batch_invariant=bool(config.batch_invariant),
     )
     if bundle is not None:
         bundle.check_machine(placement)
@@ -116,6 +120,7 @@ def plan_elsewhere(config: EngineConfig, placement: Placement, device: DeviceMem
         config,
         tensor_parallel_size=placement.num_devices,
         enable_expert_parallel=bool(config.enable_expert_parallel),
+        batch_invariant=bool(config.batch_invariant),
     )
     return _plan_on(config, placement, device, cache_root(config.cache_dir), NO_PROGRESS, None)
 
@@ -151,6 +156,7 @@ def _plan_on(
     if sizes.note:
         progress.note(sizes.note)
     program = Program(model, sizes.limits, platform, pins, placement)
+    check_invariant(program)
     if bundle is not None:
         bundle.check_program(program)
     has_tiers = config.kv_offloading_size is not None
@@ -195,6 +201,8 @@ def _placement(config: EngineConfig, mesh: Mesh | None) -> Placement:
 
 
 def _pins(config: EngineConfig, platform: str) -> Pins:
+    if config.batch_invariant:
+        return fixed_pins(config, platform)
     try:
         return checked_pins(config.pinned_kernels, platform)
     except ValueError as error:
@@ -285,7 +293,7 @@ def with_bundle_settings(config: EngineConfig, bundle: Bundle) -> EngineConfig:
     """Replace missing settings by the bundle's; raises ``ConfigError`` for contradicting ones."""
     changes: dict[str, Any] = {}
     for name in COMPILED:
-        made = bundle.manifest.settings.get(name, _OF_ONE_DEVICE.get(name))
+        made = bundle.manifest.settings.get(name, _OF_OLD_BUNDLES.get(name))
         given = getattr(config, name)
         if given in (None, "auto"):
             changes[name] = made

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import RecordingError
@@ -14,9 +15,14 @@ from jaxinfer.engine.loop.engine import Engine
 from jaxinfer.engine.record.check import Check
 from jaxinfer.engine.record.file import Header
 from jaxinfer.engine.record.locate import PageRunner
+from jaxinfer.engine.record.restores import Restores
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
+from jaxinfer.engine.start.tiers import mover_of
 from jaxinfer.exec.compile.fingerprint import of_machine, of_model
+
+if TYPE_CHECKING:
+    from jaxinfer.exec.run.executor import Executor
 
 
 def checked_plan(
@@ -43,6 +49,12 @@ def checked_plan(
         bundle=None,
         record=None,
         kv_events_config=None,
+        # the units of tiers are saved and loaded again in memory of the replay
+        kv_offloading_size=None,
+        kv_offloading_disk=None,
+        kv_offloading_disk_size=None,
+        kv_connector=None,
+        preemption="recompute",
     )
     plan = plan_engine(config, progress)
     here = of_machine(plan.program.placement)
@@ -75,11 +87,15 @@ def checked_plan(
     return plan, notes
 
 
-def check_of(plan: EnginePlan, progress: Progress) -> tuple[Check, PageRunner]:
+def check_of(plan: EnginePlan, header: Header, progress: Progress) -> tuple[Check, PageRunner]:
     """Build the engine; the check of a replay, and what runs its steps."""
-    engine = build_engine(plan, progress)
+    engine, restores = build_engine(plan, progress), None
+    if header.config.kv_offloading_size is not None:
+        executor = cast("Executor", engine.executor)
+        restores = Restores(mover_of(plan.program, executor))
     runner = cast("PageRunner", engine.executor)
-    return Check(runner, lambda request: _compiled(engine, request), _loader(engine)), runner
+    compiled = partial(_compiled, engine)
+    return Check(runner, compiled, _loader(engine), restores=restores), runner
 
 
 def _compiled(engine: Engine, request: Request) -> Constraint:

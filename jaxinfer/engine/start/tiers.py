@@ -72,14 +72,22 @@ def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None
                 f"{name} is behind a tier in host memory; give kv_offloading_size too"
             )
         return
+    if config.record_redact and (folder is not None or config.kv_connector is not None):
+        raise ConfigError(
+            "record_redact replaces the keys of pages that the engine has saved, and others may be "
+            "in kv_offloading_disk or kv_connector; leave one out"
+        )
     if not program.limits.enable_prefix_caching:
         raise ConfigError(
             "kv_offloading_size keeps prefixes for reuse, and this engine reuses none; leave it "
             "out, or enable_prefix_caching"
         )
-    if program.placement.num_devices > 1:
+    if program.placement.num_hosts > 1 or (
+        program.placement.num_devices > 1 and program.platform != "cpu"
+    ):
         raise ConfigError(
-            "kv_offloading_size is for one device so far; leave it out, or tensor_parallel_size"
+            "kv_offloading_size is for one GPU, or one host's CPU devices; leave it out, or "
+            "tensor_parallel_size"
         )
     if len(program.limits.groups) > SNAPSHOTS:
         raise ConfigError(f"kv_offloading_size is for {SNAPSHOTS} groups of layers; leave it out")
@@ -139,6 +147,7 @@ def identity_of(plan: EnginePlan) -> Mapping[str, str]:
         "dtype": str(config.dtype),
         "kv_cache_dtype": plan.config.kv_cache_dtype,
         "page_size": str(limits.page_size),
+        "devices": str(program.placement.num_devices),
         "groups": str([(g.window, g.tokens_per_entry, g.pool) for g in limits.groups]),
         "arrays": arrays,
         "config": hashlib.sha256(repr(config).encode()).hexdigest()[:32],
@@ -161,7 +170,7 @@ def begin_tiers(
     if config.kv_offloading_size is None:
         return None
     size = int(config.kv_offloading_size * GIB)
-    mover = _mover(plan.program, executor)
+    mover = mover_of(plan.program, executor)
     cost = fitted_costs(executor, mover)
     # memory is locked after the measurement, which it would disturb
     host = HostTier(size, mover.forms, _memory(plan.program, mover.forms, size))
@@ -198,7 +207,8 @@ def begin_tiers(
     return TierRunner(mover, connector, policy, sizes)
 
 
-def _mover(program: Program, executor: Executor) -> ArrayMover | DeviceMover:
+def mover_of(program: Program, executor: Executor) -> ArrayMover | DeviceMover:
+    """The page mover of an engine."""
     if program.platform == "cpu":
         return ArrayMover(program, executor.arrays)
     allocate = partial(registered_memory, ordinal := _ordinal(program))
@@ -220,15 +230,20 @@ def _ordinal(program: Program) -> int:
 
 
 def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostModel:
-    """The costs of steps and copies, measured on padding."""
+    """The costs of steps and copies, measured on padding.
+
+    Of steps the shortest and the longest are measured: between the two shortest ones a GPU's time
+    hardly differs, as their weights take longer to read than their tokens to compute.
+    """
     buckets = [
         bucket
         for bucket in executor.buckets
         if bucket.num_prefills and not (bucket.num_decodes or bucket.variants or bucket.scores)
     ]
-    two = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)[:2]
-    times = [(one.num_tokens, _least_seconds(partial(_run, executor, one))) for one in two]
-    (few, short), (many, long) = times[0], times[-1]
+    by_tokens = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)
+    two = by_tokens[0], by_tokens[-1]
+    short, long = (_least_seconds(partial(_run, executor, one)) for one in two)
+    few, many = (one.num_tokens for one in two)
     each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
     step = max(0.0, short - few * each)
 

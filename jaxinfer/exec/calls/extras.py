@@ -113,7 +113,8 @@ class ExtrasFunction:
 
         def of_tokens() -> jax.Array:
             temperature = read_settings(slots, seq_slots)[1].logprobs_temperature
-            return by_blocks(token_logprobs, logits, token_ids, temperature, named)
+            of_block = partial(token_logprobs, fixed=self.pins.invariant)
+            return by_blocks(of_block, logits, token_ids, temperature, named)
 
         nothing = partial(jnp.zeros, (self.rows, LOGPROBS_WIDTH + named.shape[1]), jnp.int32)
         logprobs = self._if(lambda: wire[0, LOGPROBS] > 0, of_tokens, nothing)

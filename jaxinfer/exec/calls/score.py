@@ -32,7 +32,8 @@ def scored(
     """Logprobs of the target tokens of a step's prompts, a block of positions at a time."""
 
     def of_block(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        return token_logprobs(unembed(model, head, hidden, pins, axis), targets)
+        logits = unembed(model, head, hidden, pins, axis)
+        return token_logprobs(logits, targets, fixed=pins.invariant)
 
     return by_blocks(of_block, hidden, jnp.maximum(target_ids, 0))
 

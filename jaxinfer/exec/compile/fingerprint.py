@@ -180,8 +180,9 @@ def of_limits(limits: Limits) -> dict[str, str]:
 
 
 def of_pins(pins: Pins) -> dict[str, str]:
-    """The kernels whose implementation is pinned."""
-    return {f"kernel {op}": impl for op, impl in pins.pairs}
+    """The kernels whose implementation is pinned, and whether modules keep a token's bits."""
+    invariant = {"batch_invariant": "on"} if pins.invariant else {}
+    return {f"kernel {op}": impl for op, impl in pins.pairs} | invariant
 
 
 def _short(value: str) -> str:

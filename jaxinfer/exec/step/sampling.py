@@ -17,6 +17,7 @@ from jax import lax
 from jaxinfer.core.sampling_checks import INT32_MAX, MAX_LOGPROBS
 from jaxinfer.exec.step.slots import SlotFloats, SlotInts, SlotState, read_settings
 from pallas_kernels.harness.pins import NO_PINS, Pins
+from pallas_kernels.lib.numerics import logsumexp_last
 from pallas_kernels.mask.api import MaskArgs, mask
 from pallas_kernels.sample.api import SampleArgs
 from pallas_kernels.sample.api import sample as draw
@@ -160,13 +161,15 @@ def token_logprobs(
     chosen: jax.Array,  # int32[B]
     temperature: jax.Array | None = None,  # float32[B]; 0: logits are not divided
     named: jax.Array | None = None,  # int32[B, K]: further tokens
+    *,
+    fixed: bool = False,  # see ``numerics.sum_last``
 ) -> jax.Array:  # int32[B, LOGPROBS_WIDTH + K]: see ``read_logprobs``
     """Logprob and rank of the chosen tokens, the most likely tokens with their logprobs, and the
     logprobs of named ones.
     """
     if temperature is not None:
         logits = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_z = logsumexp_last(logits, fixed=fixed)
     picked = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
     rank = 1 + jnp.sum(logits > picked, axis=-1, dtype=jnp.int32)
     top, top_ids = _most_likely(logits, MAX_LOGPROBS)

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import batched
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxinfer.core.connector import Content, Forms, Unit
 from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
 from jaxinfer.exec.compile.memory_plan import TIER_BLOCK_BYTES
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.program import NO_GRAPH, Program
 from jaxinfer.exec.run.copy_stream import CopyEvent, CopyStream, HostCopy
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.tiers.locked_memory import Allocate
@@ -69,9 +68,10 @@ class DeviceMover:
                 given = self.pools.given(pool)
                 ids = jax.ShapeDtypeStruct((self.widths[pool],), np.int32)
                 both = jax.ShapeDtypeStruct((2, self.widths[pool]), np.int32)
-                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile()
-                donating = partial(jax.jit, donate_argnums=(0,))
-                self._unpacks[pool] = donating(_unpacked).lower(given, both, block).compile()
+                options = dict(NO_GRAPH) if program.platform == "gpu" else None
+                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile(options)
+                unpack = jax.jit(_unpacked, donate_argnums=(0,)).lower(given, both, block)
+                self._unpacks[pool] = unpack.compile(options)
         self._ring: list[Block] = []
 
     @property
@@ -111,8 +111,11 @@ class DeviceMover:
     def copied(self, part: Part) -> Block | None:
         """The block into which a part is being copied; None while all are in use."""
         if not self._ring:
-            zeros = np.zeros(self._block_bytes // WORD.itemsize, WORD)
-            made = [self._placement.put(zeros) for _ in range(NUM_BLOCKS)]
+            words = self._block_bytes // WORD.itemsize
+            zeros = [
+                np.zeros(words, WORD) for _ in range(NUM_BLOCKS)
+            ]  # a CPU keeps them as they are
+            made = [self._placement.put(own) for own in zeros]
             self._ring = [Block(array) for array in jax.block_until_ready(made)]
         block = next((one for one in self._ring if one.is_free), None)
         if block is None:
@@ -267,15 +270,19 @@ def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
 
 def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint32[width, words]
     """The units in these rows (int32[width]), with the pieces of all arrays one after the other."""
-    rows = [array.at[ids].get(mode="promise_in_bounds") for array in arrays]
-    return jnp.concatenate([_as_words(own) for own in rows], axis=1)
+    rows = [_as_words(array).at[ids].get(mode="promise_in_bounds") for array in arrays]
+    made, at = lax.empty((len(ids), sum(own.shape[1] for own in rows)), WORD), 0
+    for own in rows:  # a kernel each; a concatenation is read and written once more
+        made = lax.dynamic_update_slice(made, own, (0, at))
+        at += own.shape[1]
+    return made
 
 
 def _as_words(rows: jax.Array) -> jax.Array:
     """A row's bytes, as they are in memory: uint32[width, words]."""
     each = WORD.itemsize // rows.dtype.itemsize
     shape = (rows.shape[0], -1, each) if each > 1 else (rows.shape[0], -1)
-    return jax.lax.bitcast_convert_type(rows.reshape(shape), WORD).reshape(rows.shape[0], -1)
+    return lax.bitcast_convert_type(rows.reshape(shape), WORD).reshape(rows.shape[0], -1)
 
 
 def _unpacked(
@@ -289,7 +296,9 @@ def _unpacked(
     sizes = [array.dtype.itemsize * prod(array.shape[1:]) // WORD.itemsize for array in arrays]
     units = block[: width * sum(sizes)].reshape(width, -1)[numbers]
     for array, size in zip(arrays, sizes, strict=True):
-        own = jax.lax.bitcast_convert_type(units[:, at : at + size], array.dtype)
-        made.append(array.at[rows].set(own.reshape(width, *array.shape[1:])))
+        # the row of padding is the last one again, with the same content: no two writes differ
+        mode: Any = {"mode": "promise_in_bounds", "unique_indices": True}
+        words = _as_words(array).at[rows].set(units[:, at : at + size], **mode)
+        made.append(lax.bitcast_convert_type(words, array.dtype).reshape(array.shape))
         at += size
     return tuple(made), ids.sum()

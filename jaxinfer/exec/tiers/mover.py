@@ -8,7 +8,6 @@ a load writes is read by the steps after it. On a CPU the executables read and w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import batched
 from typing import Any, Protocol
 
@@ -124,7 +123,10 @@ class Pools:
 
 
 class ArrayMover:
-    """A ``PageMover`` with an executable for each pool, and one for saved states."""
+    """A ``PageMover`` with an executable for each pool, and one for saved states.
+
+    On several devices a unit has the parts of all of them, as the arrays of the layer state have.
+    """
 
     most_saves = 256
 
@@ -133,14 +135,20 @@ class ArrayMover:
         self.forms = self._pools.forms
         self._gathers: dict[int | None, Any] = {}
         self._scatters: dict[int | None, Any] = {}
-        with program.placement.as_default():
+        place = program.placement
+        with place.as_default():
             for pool in self._pools.indices:
                 width, given = self._width(pool), self._pools.given(pool)
-                ids = jax.ShapeDtypeStruct((width,), np.int32)
-                values = tuple(jax.ShapeDtypeStruct((width, *a.shape[1:]), a.dtype) for a in given)
-                self._gathers[pool] = jax.jit(_gathered).lower(given, ids).compile()
-                donating = partial(jax.jit, donate_argnums=(0,))
-                self._scatters[pool] = donating(_scattered).lower(given, ids, values).compile()
+                ids = place.abstract((width,), np.int32)
+                values = tuple(
+                    jax.ShapeDtypeStruct((width, *a.shape[1:]), a.dtype, sharding=a.sharding)
+                    for a in given
+                )
+                divided = tuple(a.sharding for a in given) if place.num_devices > 1 else None
+                gather = jax.jit(_gathered, out_shardings=divided)
+                self._gathers[pool] = gather.lower(given, ids).compile()
+                scatter = jax.jit(_scattered, donate_argnums=(0,), out_shardings=divided)
+                self._scatters[pool] = scatter.lower(given, ids, values).compile()
 
     def gather(self, units: Sequence[TierUnit]) -> ArraySaving:
         """See ``PageMover``."""

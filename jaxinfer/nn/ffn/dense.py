@@ -74,7 +74,7 @@ class FeedForward(nn.Module):
             hidden = activation(ctx.at("mlp_pre", hidden))
         hidden = ctx.at("mlp_post", hidden)
         if c.norm is not None:
-            hidden = divided_rms_norm(hidden, param(self, "down_norm"), c.norm, ctx.axis)
+            hidden = divided_rms_norm(hidden, param(self, "down_norm"), c.norm, ctx)
         bias = param(self, "down_bias") if c.bias else None
         if summed:
             return stream.x, scaled(block_output(hidden, down, ctx, bias=bias), c.out_scale)

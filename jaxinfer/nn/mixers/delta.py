@@ -16,7 +16,7 @@ and where gates have latents of width R, instead of the first two:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -44,6 +44,14 @@ class _Tokens(NamedTuple):
     def take(self, tokens: slice) -> _Tokens:
         z = None if self.z is None else self.z[tokens]
         return _Tokens(self.qkvz[tokens], self.gates[tokens], z)
+
+
+class _Places(NamedTuple):
+    """Where tokens of different sequences are, and where their states are."""
+
+    positions: jax.Array  # int32[B]
+    rows: jax.Array  # int32[B]
+    keeps: jax.Array | None  # int32[B]: where they are stored besides
 
 
 class Delta(nn.Module):
@@ -98,34 +106,73 @@ class Delta(nn.Module):
     ) -> tuple[jax.Array, LayerArrays]:  # [T, V * Dv]
         """The outputs of decode rows, then of prompts, and the new state."""
         assert ctx.rows is not None
-        c, d, parts = self.config, ctx.num_decodes, []
+        d, parts = ctx.num_decodes, []
         if d:
-            rows = tokens.take(slice(d))
-            qkv, z = self._split(rows)
-            args = DeltaDecodeArgs(
-                qkv=qkv,
-                gates=rows.gates,
-                z=z,
-                conv=param(self, "conv"),
-                decay=param(self, "decay").reshape(-1),
-                norm=param(self, "head_norm"),
-                states=state["delta"],
-                convs=state["conv"],
-                positions=ctx.positions[:d],
-                rows=ctx.rows.slots[:d],
-                keeps=ctx.rows.keeps,
-                eps=c.norm_eps,
-                z_act=c.gate_act,
-                beta_scale=c.beta_scale,
-            )
-            out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))
-            state = {"delta": states, "conv": convs}
+            where = _Places(ctx.positions[:d], ctx.rows.slots[:d], ctx.rows.keeps)
+            out, state = self._decode(tokens.take(slice(d)), state, where, ctx)
             parts.append(out)
         if len(tokens.qkvz) > d:
-            prompts = tokens.take(slice(d, None))
-            out, state = self._prompts(prompts, state, ctx.rows.prompts(d), ctx)
+            prompts, rows = tokens.take(slice(d, None)), ctx.rows.prompts(d)
+            if ctx.pins.invariant:  # sums over chunks would have other bits
+                out, state = self._one_by_one(prompts, state, rows, ctx)
+            else:
+                out, state = self._prompts(prompts, state, rows, ctx)
             parts.append(out)
         return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]), state
+
+    def _decode(
+        self, tokens: _Tokens, state: LayerArrays, where: _Places, ctx: StepContext
+    ) -> tuple[jax.Array, LayerArrays]:  # [B, V * Dv]
+        """The outputs of tokens of different sequences, and the new state."""
+        c, (qkv, z) = self.config, self._split(tokens)
+        args = DeltaDecodeArgs(
+            qkv=qkv,
+            gates=tokens.gates,
+            z=z,
+            conv=param(self, "conv"),
+            decay=param(self, "decay").reshape(-1),
+            norm=param(self, "head_norm"),
+            states=state["delta"],
+            convs=state["conv"],
+            positions=where.positions,
+            rows=where.rows,
+            keeps=where.keeps,
+            eps=c.norm_eps,
+            z_act=c.gate_act,
+            beta_scale=c.beta_scale,
+        )
+        out, states, convs = delta_decode(args, ctx.pinned("delta_decode"))
+        return out, {"delta": states, "conv": convs}
+
+    def _one_by_one(
+        self, tokens: _Tokens, state: LayerArrays, rows: Rows, ctx: StepContext
+    ) -> tuple[jax.Array, LayerArrays]:  # [T, V * Dv]
+        """As ``_prompts``, with one ``delta_decode`` for each token."""
+        indices, num_states = PromptRows.of(rows), len(state["delta"])
+        starts = indices.query_start_loc
+        moved = jnp.where(starts[1:] > starts[:-1], indices.writes, num_states)
+        state = {
+            name: array.at[moved].set(array[indices.reads], mode="drop")
+            for name, array in state.items()
+        }
+        slots = rows.slots[jnp.minimum(rows.of_token, len(rows.slots) - 1)]
+        positions, keeps = ctx.positions[ctx.num_decodes :], slots
+        if rows.saves is not None:
+            saves = rows.saves.num_tokens > 0
+            last = jnp.where(saves, starts[:-1, None] + rows.saves.num_tokens - 1, len(keeps))
+            keeps = keeps.at[last].set(rows.saves.state_rows, mode="drop")
+
+        def one(i: jax.Array, carry: tuple[jax.Array, LayerArrays]) -> tuple[Any, LayerArrays]:
+            def of(array: jax.Array) -> jax.Array:  # [1, ...]
+                return jax.lax.dynamic_slice_in_dim(array, i, 1)
+
+            out, state = carry
+            where = _Places(of(positions), of(slots), of(keeps))
+            y, state = self._decode(jax.tree.map(of, tokens), state, where, ctx)
+            return jax.lax.dynamic_update_slice_in_dim(out, y, i, 0), state
+
+        out = jnp.zeros((len(slots), self.config.values), tokens.qkvz.dtype)
+        return jax.lax.fori_loop(0, starts[-1], one, (out, state))
 
     def _prompts(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -32,6 +32,7 @@ class DeltaConfig(MixerSpec):
     ``beta_scale``: with 2 a state may have negative eigenvalues (arXiv:2411.12537).
     """
 
+    is_invariant: ClassVar[bool] = True
     num_k_heads: int
     num_v_heads: int
     k_dim: int

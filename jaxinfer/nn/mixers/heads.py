@@ -5,7 +5,7 @@ The kernels of attention have RMS norms of single heads alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,9 @@ def normalised(
     else:
         parts = split_and_rotate(heads, *ctx.angles[0], None, k, eps)
     q, keys, v = parts
-    q, keys = rms_norm(q, weights[0], eps), rms_norm(keys, weights[1], eps)
+    fixed = ctx.pins.invariant
+    q = rms_norm(q, weights[0], eps, fixed=fixed)
+    keys = rms_norm(keys, weights[1], eps, fixed=fixed)
     return jnp.concatenate([q, keys, v], axis=1)
 
 
@@ -56,10 +58,26 @@ def grown(
     return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
 
 
-def gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
-    """Outputs of heads times the sigmoids of their gates."""
-    by = jax.nn.sigmoid(gates.astype(jnp.float32))
+def gated(
+    out: jax.Array,  # [T, N, H]
+    gates: jax.Array,  # [T, N, H] or [T, N, 1]
+    act: Literal["sigmoid", "softplus"],
+) -> jax.Array:  # [T, N, H]
+    """Outputs of heads times a function of their gates."""
+    by = (jax.nn.sigmoid if act == "sigmoid" else jax.nn.softplus)(gates.astype(jnp.float32))
     return (out.astype(jnp.float32) * by).astype(out.dtype)
+
+
+def widened(
+    qkv: jax.Array,  # [T, (N + K) * H + K * V]
+    config: AttentionConfig,
+) -> jax.Array:  # [T, (N + 2K) * H]
+    """The heads with values times their scale, and with zeros behind them if they are narrower."""
+    first = (config.num_heads + config.num_kv_heads) * config.head_dim
+    qk, v = jnp.split(qkv, (first,), axis=1)
+    v = (v * config.value_scale).reshape(len(v), config.num_kv_heads, -1)
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, config.head_dim - config.value_dim)))
+    return jnp.concatenate([qk, v.reshape(len(v), -1)], axis=1)
 
 
 def norm_all(
@@ -67,7 +85,7 @@ def norm_all(
     weights: jax.Array,  # [(N + K) * H]: of queries, of keys
     config: AttentionConfig,
     eps: float,
-    axis: str | None,
+    ctx: StepContext,
 ) -> jax.Array:  # [T, (N + 2K) * H]
     """RMS norms of a token's queries and of its keys, each over all heads, also of other devices.
 
@@ -76,7 +94,7 @@ def norm_all(
     widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
     for i, own in enumerate(jnp.split(weights, widths[:1])):
-        parts[i] = divided_rms_norm(parts[i], own, eps, axis)
+        parts[i] = divided_rms_norm(parts[i], own, eps, ctx)
     return jnp.concatenate(parts, axis=1)
 
 
@@ -85,6 +103,7 @@ def layer_norms(
     weights: jax.Array,  # [4, H] or [(N + K) * H]: see ``AttentionConfig.qk_norm``
     config: AttentionConfig,
     eps: float,
+    ctx: StepContext,
 ) -> jax.Array:  # [T, N + 2K, H]
     """The heads after LayerNorms of each query and each key."""
     n, k = config.num_heads, config.num_kv_heads
@@ -94,5 +113,7 @@ def layer_norms(
     else:
         q_weight, k_weight = jnp.split(weights.reshape(n + k, -1), (n,))
         q_bias = k_bias = None
-    q, keys = layer_norm(q, q_weight, q_bias, eps), layer_norm(keys, k_weight, k_bias, eps)
+    fixed = ctx.pins.invariant
+    q = layer_norm(q, q_weight, q_bias, eps, fixed=fixed)
+    keys = layer_norm(keys, k_weight, k_bias, eps, fixed=fixed)
     return jnp.concatenate([q, keys, v], axis=1)

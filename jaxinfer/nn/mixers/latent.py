@@ -29,6 +29,7 @@ from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
 from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
 from pallas_kernels.lib.numerics import rms_norm, rotate
+from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 
 
 class _Tokens(NamedTuple):
@@ -80,14 +81,15 @@ class LatentAttention(nn.Module):
         if c.bias:
             both = both + jnp.pad(param(self, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
         width = both.shape[1] - c.entry_dim
-        q, kv = both[:, :width], both[:, width:]
+        q, kv, fixed = both[:, :width], both[:, width:], ctx.pins.invariant
         if c.query_rank is None and ctx.axis is not None:  # the heads of this device
             start = jax.lax.axis_index(ctx.axis) * all_heads
             q = jax.lax.dynamic_slice_in_dim(q, start, all_heads, axis=1)
         if c.query_rank is not None:
-            q = rms_norm(q, param(self, "q_norm"), c.norm_eps)
+            q = rms_norm(q, param(self, "q_norm"), c.norm_eps, fixed=fixed)
             q = linear(q, weight(self, "q_b"), ctx).y
-        latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps)
+        latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps, fixed=fixed)
+        latents = latents if c.latent_scale == 1 else latents * c.latent_scale
         q = q.reshape(len(q), c.num_heads, c.head_dim)
         if c.growth is not None:
             q = q * growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
@@ -139,6 +141,8 @@ def _attend(
     state = {"latent": jax.lax.optimization_barrier(pool)}
     if only is not None:  # a decode of all rows, which appends their last tokens again
         return _decode(tokens.take(only), kv_b, state, ctx, config)
+    if ctx.pins.invariant:  # every token as a decode row, since expanded keys give other bits
+        return _decode(tokens, kv_b, state, ctx.token_rows(), config)
     parts: list[jax.Array] = []
     if d:
         out, state = _decode(tokens.take(slice(d)), kv_b, state, ctx, config)
@@ -172,7 +176,7 @@ def _decode(
     v_heads = kv_b.v.reshape(c.num_heads, c.value_dim, c.rank)
     q_nope, q_rope = tokens.q[..., : c.nope_dim], tokens.q[..., c.nope_dim :]
     args = LatentDecodeArgs(
-        q_latent=jnp.einsum("BNK,NKC->BNC", q_nope, k_heads),
+        q_latent=_by_heads(q_nope, k_heads, ctx),
         q_rope=q_rope,
         entries=tokens.entries,
         pages=state["latent"],
@@ -181,7 +185,25 @@ def _decode(
         scale=c.scale,
     )
     mixed, pool = latent_decode(args, ctx.pinned("latent_decode"))
-    return jnp.einsum("BNC,NVC->BNV", mixed, v_heads), {"latent": pool}
+    return _by_heads(mixed, v_heads, ctx, by_output=True), {"latent": pool}
+
+
+def _by_heads(
+    x: jax.Array,  # [B, N, I]
+    w: jax.Array,  # [N, I, O], or by output [N, O, I]
+    ctx: StepContext,
+    *,
+    by_output: bool = False,
+) -> jax.Array:  # [B, N, O]
+    """The matmul of each head."""
+    if not ctx.pins.invariant:
+        return jnp.einsum("BNI,NOI->BNO" if by_output else "BNI,NIO->BNO", x, w)
+
+    def of_head(both: tuple[jax.Array, jax.Array]) -> jax.Array:  # [B, O]
+        args = GemmArgs(x=both[0], w=both[1], by_output=by_output)
+        return skinny_gemm(args, ctx.pinned("skinny_gemm"))
+
+    return jax.lax.map(of_head, (jnp.swapaxes(x, 0, 1), w)).swapaxes(0, 1)
 
 
 def _dense(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
@@ -27,9 +27,10 @@ class LatentAttentionConfig(BlockSpec):
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
-    position.
+    position. ``latent_scale`` multiplies the latents of keys and values.
     """
 
+    is_invariant: ClassVar[bool] = True
     num_heads: int
     nope_dim: int
     rope_dim: int
@@ -42,6 +43,7 @@ class LatentAttentionConfig(BlockSpec):
     norm_eps: float = 1e-6
     bias: bool = False
     growth: QueryGrowth | None = None
+    latent_scale: float = 1.0
 
     @property
     def head_dim(self) -> int:

@@ -174,6 +174,21 @@ ffi::Error Gemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer va
   return ffi::Error::Success();
 }
 
+// A GEMM of floats whose sums have one order for any number of tokens: see skinny_gemm.native.
+ffi::Error FixedGemm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> w,
+                     ffi::ResultBuffer<ffi::F32> result, bool by_output) {
+  const Variant& variant = *Variants()[chosen];
+  const auto dims = result->dimensions();
+  const int64_t width = PartWidth(dims[0], dims[1], pool.num_threads());
+  const FloatGemm call{dims[0], x.dimensions()[1], dims[1], width, by_output,
+                       x.typed_data(), w.typed_data(), result->typed_data()};
+  ParallelFor(pool, (call.outputs + width - 1) / width, [&](int64_t part) {
+    std::unique_ptr<float[]> scratch(new float[ScratchFloats(call)]);
+    variant.float_gemm(call, part, scratch.get());
+  });
+  return ffi::Error::Success();
+}
+
 // Attention of rows of queries over pages; see paged_prefill.api. Without starts (an empty array)
 // each row is one query, its context's last token: see attend_ref.
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> keys,
@@ -339,6 +354,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::U8>>()
         .Attr<int64_t>("kind")
         .Attr<bool>("swiglu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxinferFixedGemm, jaxinfer::FixedGemm,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<bool>("by_output"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxinferAttention, jaxinfer::Attention,

@@ -132,6 +132,27 @@ inline int64_t DeltaFloats(const DeltaCall& call) {
 // Computes one head of one row, head + V * row, and makes the state of the next one ready.
 using DeltaFunction = void (*)(const DeltaCall&, int64_t unit, int64_t next, float* scratch);
 
+// A GEMM of floats: out[t, o] = sum over k of x[t, k] * w[k, o], in one order of k for any tokens.
+struct FloatGemm {
+  int64_t tokens, inputs, outputs;
+  int64_t width;  // outputs of a part, a multiple of 16
+  bool by_output;  // weights are [outputs, inputs], else [inputs, outputs]
+  const float *x, *w;
+  float* out;  // [tokens, outputs]
+};
+constexpr int64_t kGemmInputs = 256;  // of a block of weights
+constexpr int64_t kManyTokens = 32;  // for which a block of weights is copied
+// Outputs of a part: of many tokens so few that a block of weights stays in L2, of few tokens more, as
+// longer pieces of memory are read faster, if each thread has several parts.
+inline int64_t PartWidth(int64_t tokens, int64_t outputs, int64_t threads) {
+  return tokens < kManyTokens && outputs >= 4 * 256 * threads ? 256 : 64;
+}
+// Floats that a part needs.
+inline int64_t ScratchFloats(const FloatGemm& call) {
+  return call.by_output ? 0 : (kGemmInputs + 2 * call.tokens) * call.width;
+}
+using FloatGemmFunction = void (*)(const FloatGemm&, int64_t part, float* scratch);
+
 struct Variant {
   const char* name;
   int64_t most_tokens;  // of a tile of tokens
@@ -142,6 +163,7 @@ struct Variant {
   ActivateFunction activate;
   DrawFunction draw;
   DeltaFunction delta;
+  FloatGemmFunction float_gemm;
 };
 
 }  // namespace jaxinfer
