@@ -35,13 +35,14 @@ from bench.step.memory import SMI, measure_memory
 from bench.step.start import measure_starts, start_rows
 from jaxinfer import LLM
 from jaxinfer.bench.circumstances import write_report
-from jaxinfer.bench.floor import CEILINGS, Costs, Floor, costs_of, decode_bytes
+from jaxinfer.bench.floor import CEILINGS, Floor, decode_bytes
 from jaxinfer.core.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     prepare_backend,
 )
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.start.build import plan_engine
+from jaxinfer.models.costs import Costs, costs_of
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 SAMPLINGS = {"greedy": GREEDY, "sampled": SAMPLED}

@@ -22,7 +22,7 @@ DATASETS = (
 NOT_MEASURED = frozenset(
     (
         *("command", "output", "result_dir", "result_filename", "save_result", "resume", "gate"),
-        "disable_tqdm",
+        *("disable_tqdm", "profile", "profile_num_steps"),
     )
 )
 
@@ -138,11 +138,25 @@ def add_output(parser: Any) -> None:
     )
 
 
+def add_profile(parser: Any) -> None:
+    """Whether a window of steps is profiled after the measurement, and how long it is."""
+    profile = parser.add_argument_group("profile")
+    profile.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the measurement, trace some steps: kernels by op and step, beside floors",
+    )
+    profile.add_argument("--profile-num-steps", type=count, default=64, help="at most")
+
+
 def settings_of(given: argparse.Namespace) -> dict[str, str]:
-    """The flags that decide what is measured, as text."""
+    """The flags that decide what is measured, as text; headers without their values, as keys."""
+    shown = dict(vars(given))
+    if "header" in shown:
+        shown["header"] = [text.partition("=")[0] for text in shown["header"]]
     return {
         name: str(value)
-        for name, value in sorted(vars(given).items())
+        for name, value in sorted(shown.items())
         if value not in (None, False, [], {}) and name not in NOT_MEASURED
     }
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import secrets
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from jaxinfer.bench.arguments import (
     Parser,
+    add_profile,
     add_report,
     add_workload,
     count,
@@ -31,12 +36,14 @@ from jaxinfer.bench.arguments import (
 from jaxinfer.bench.backends import BACKENDS, Peer
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.monitor import Sample
+from jaxinfer.bench.monitor import Sample, missing_telemetry
 from jaxinfer.bench.numbers import rotated
 from jaxinfer.bench.offer import NotReady, in_loop
+from jaxinfer.bench.profile import profile_server
 from jaxinfer.bench.records import COMPLETE, MISSING, PARTIAL, Record, Run, Series
 from jaxinfer.bench.report import number as shown
 from jaxinfer.bench.requests import Load, Requests
+from jaxinfer.bench.results import OURS
 from jaxinfer.bench.serve import Target, conclude, first_model, level_size, rates_of
 from jaxinfer.bench.server_process import CommandProcess, free_port
 from jaxinfer.bench.workload import Query, body_of
@@ -70,6 +77,7 @@ def parser() -> Parser:
         group.add_argument(f"--extra-body-{name}", type=json_object, default={}, metavar="JSON")
     add_workload(made)
     add_report(made)
+    add_profile(made)
     return made
 
 
@@ -127,6 +135,8 @@ class Comparison:
             except NotReady as error:
                 self.absent[peer.name] = str(error)
         self.folder.environment["engines"] = versions
+        if any(peer.url is None for peer in self.peers):
+            self.folder.environment |= missing_telemetry(os.getpid())
         by_name = {peer.name: peer for peer in self.peers}
         for round_ in range(self.given.rounds):
             loads = [self._queries(number, round_) for number in range(len(self.rates))]
@@ -176,15 +186,36 @@ class Comparison:
         if peer.url is not None:
             in_loop(self._offer(peer, peer.url, None, left))
             return
-        port = free_port()
+        port, last = free_port(), left[-1].series
         log = self.folder.log_path(left[0].series.name).open("wb")
-        try:
-            process = CommandProcess(peer.command_line(port), log)
-        except NotReady:
-            log.close()
-            raise
-        with process:
-            in_loop(self._offer(peer, f"http://127.0.0.1:{port}", process, left))
+        with tempfile.TemporaryDirectory() as profiles:
+            command, key = peer.command_line(port), ""
+            if self.given.profile and peer.name == OURS and last.round == self.given.rounds - 1:
+                key = secrets.token_hex()
+                command += ["--profiler-dir", profiles, "--admin-api-key", key]
+            try:
+                process = CommandProcess(command, log)
+            except NotReady:
+                log.close()
+                raise
+            with process:
+                url = f"http://127.0.0.1:{port}"
+                in_loop(self._offer(peer, url, process, left))
+                if key and last.state == COMPLETE:
+                    in_loop(self._profile(peer, url, key, process))
+
+    async def _profile(self, peer: Peer, url: str, key: str, process: CommandProcess) -> None:
+        """After the last round of our own server, trace it under the last rate's load."""
+        given, rate = self.given, self.rates[-1]
+        count = level_size(rate) if given.sweep else given.num_prompts
+        load = self.requests.load("", count, rate, given.rounds * len(self.rates))
+        queries = as_texts(load.queries, given.tokenizer) if self.texts else load.queries
+        with closing(Client(url, {"Authorization": f"Bearer {key}"})) as client:
+            model = await self._model(peer, client, process.until)
+            target = Target(client, model, given.endpoint, shows_progress=False)
+            same = self._load(peer, model, queries, load.times)
+            offer = partial(target.offered, same, given.max_concurrency)
+            await profile_server(client, offer, given.profile_num_steps, self.folder)
 
     async def _offer(
         self, peer: Peer, url: str, process: CommandProcess | None, left: list[Level]
@@ -290,6 +321,12 @@ def main(arguments: list[str]) -> int:
     """Measure, print, write; the exit code."""
     given = parser().parse_args(arguments)
     peers = peers_of(given)
+    started = [one.name for one in peers if one.url is None and one.command is None]
+    if given.profile and OURS not in started:
+        raise BenchError(
+            "--profile is of jaxinfer's server, which `compare` must start itself; name jaxinfer "
+            "among --backends, without --url-jaxinfer, or leave --profile out"
+        )
     described = Run(
         command="compare", created=now(), settings=settings_of(given), **report_fields(given)
     )

@@ -1,19 +1,17 @@
 """The shortest possible time of a step, from its bytes and operations and a device's ceilings.
 
-Owns: the costs of a model's decode steps and prefills, and the measured ceilings.
+Owns: the floors of a model's decode steps and prefills, and the measured ceilings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-
-from jaxinfer.models.base import Model, Params, abstract_params
+if TYPE_CHECKING:
+    from jaxinfer.models.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -32,86 +30,6 @@ CEILINGS: Mapping[str, Ceiling] = MappingProxyType(
         "NVIDIA H200": Ceiling(4.3e12, 790e12),
     }
 )
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Bytes and operations of one model."""
-
-    weight_bytes: int  # that every step reads, without those of experts
-    kv_bytes: int  # of one token of context, without layers whose attention has a window
-    token_flops: float  # in the layers' matrices, for one token; two of fp8 count as one
-    head_flops: int  # for one token whose logits are computed
-    pair_flops: int  # in attention, for one query and one key, over all layers without a window
-    expert_bytes: int = 0  # of all experts of all layers
-    expert_share: float = 0.0  # of a layer's experts that a token uses
-    state_bytes: int = 0  # of a sequence's state, which a step reads and writes
-
-    def bytes_of_weights(self, tokens: float, distinct: float | None = None) -> float:
-        """Bytes of the weights that a step with so many tokens reads.
-
-        ``distinct`` is the measured share of experts that its tokens chose. Without it, tokens are
-        taken to choose independently and all experts equally often, as with ``dummy_routing``
-        "uniform"; then a layer reads 1 - (1 - share) ** tokens of its experts.
-        """
-        expected = 1 - (1 - self.expert_share) ** tokens
-        share = expected if distinct is None else distinct
-        return self.weight_bytes + share * self.expert_bytes
-
-
-def costs_of(model: Model) -> Costs:
-    """From the model's own parameters, without tables of which a step gathers only a few rows."""
-    config = model.config
-    # attention, also latent, and beside another mixer
-    mixers: list[Any] = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
-    whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
-    mixtures = list(config.experts.values())
-    share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
-    floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))
-    tables = {"positions"} if config.tie_word_embeddings else {"positions", "embed"}
-    weight_bytes = expert_bytes = 0
-    fp8 = set[str]()
-    for name, leaf in _named(abstract_params(model)):
-        parts = name.split("/")  # perhaps of a quantised matrix, which is one array in `floats`
-        whole = next(p for i in range(len(parts)) if (p := "/".join(parts[: i + 1])) in floats)
-        if leaf.dtype == jnp.float8_e4m3fn:
-            fp8.add(whole)
-        if floats[whole].ndim == 3:  # a stack of experts
-            expert_bytes += leaf.size * leaf.dtype.itemsize
-        elif whole not in tables:
-            weight_bytes += leaf.size * leaf.dtype.itemsize
-    matrices = 0.0
-    for name, leaf in floats.items():
-        if "/" in name and leaf.ndim >= 2 and "norm" not in name and "bias" not in name:
-            used = share if leaf.ndim == 3 else 1
-            matrices += leaf.size * used * (0.5 if name in fp8 else 1)
-    return Costs(
-        weight_bytes=weight_bytes,
-        kv_bytes=model.state.bytes_per_token,
-        token_flops=2 * matrices,
-        head_flops=2 * config.hidden_size * config.vocab_size,
-        pair_flops=sum(map(_pair_flops, whole_context)),
-        expert_bytes=expert_bytes,
-        expert_share=share,
-        state_bytes=model.state.bytes_per_slot,
-    )
-
-
-def _named(params: Params) -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree and their paths, such as layers_0/qkv."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
-
-
-def _pair_flops(mixer: Any) -> int:
-    """Operations of one query and one key; of latent attention in its expanded form.
-
-    A recurrent mixer has no pairs; the operations of its state are few beside its matrices.
-    """
-    if not hasattr(mixer, "head_dim") or not mixer.state(jnp.dtype(jnp.float32)).paged:
-        return 0
-    value_dim = getattr(mixer, "value_dim", mixer.head_dim)
-    return 2 * mixer.num_heads * (mixer.head_dim + value_dim)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
     run.json            what was asked; a series for each server and load
     records/NAME.jsonl  a record for each request of a series
     machine/NAME.jsonl  the GPUs' use, power and memory, several times a second
+    profile.json        with --profile: each kernel with its op and step; trace/: JAX's own files
     environment.json    machine, versions, commit
     NAME.log            what a server wrote
     result.json         every figure and verdict, from the records alone
@@ -27,6 +28,7 @@ import msgspec
 from jaxinfer.bench.circumstances import host_circumstances
 from jaxinfer.bench.monitor import Sample
 from jaxinfer.bench.page import page_text
+from jaxinfer.bench.profile_table import Profiled, read_profiled
 from jaxinfer.bench.records import (
     MISSING,
     PARTIAL,
@@ -43,6 +45,7 @@ from jaxinfer.core.errors import BenchError
 
 RUN, RESULT, ENVIRONMENT = "run.json", "result.json", "environment.json"
 REPORT, PAGE, SUMS = "report.md", "report.html", "SHA256SUMS"
+PROFILE, TRACE = "profile.json", "trace"
 
 
 class Folder:
@@ -107,13 +110,17 @@ class Folder:
         """Where the log of a server goes."""
         return self.path / f"{name}.log"
 
+    def add_profile(self, profiled: Profiled) -> None:
+        """Write the rows of a profile, from which the result has a table."""
+        write_whole(self.path / PROFILE, msgspec.json.encode(profiled) + b"\n")
+
     def _write_run(self) -> None:
         write_whole(self.path / RUN, msgspec.json.format(msgspec.json.encode(self.run)) + b"\n")
 
     def finish(self) -> dict[str, Any]:
         """Write result, report, page and hashes; returns the result."""
         self._write_run()
-        result = results_of(self.run, self.records())
+        result = results_of(self.run, self.records(), _profile_in(self.path))
         write_whole(self.path / ENVIRONMENT, _json(self.environment))
         write_whole(self.path / RESULT, _json(result))
         write_whole(self.path / REPORT, report_text(self.run, self.environment, result).encode())
@@ -146,6 +153,7 @@ class Read(msgspec.Struct):
     run: Run
     environment: dict[str, Any]
     records: dict[str, list[Record]]
+    profiled: Profiled | None = None
 
 
 def read_folder(path: Path) -> Read:
@@ -157,7 +165,13 @@ def read_folder(path: Path) -> Read:
             environment = json.loads(read_file(path / ENVIRONMENT))
         except ValueError as error:
             raise BenchError(f"{path / ENVIRONMENT} is not JSON ({error}); run it again") from error
-    return Read(run, environment, {one.name: _records_in(path, one) for one in run.series})
+    records = {one.name: _records_in(path, one) for one in run.series}
+    return Read(run, environment, records, _profile_in(path))
+
+
+def _profile_in(path: Path) -> Profiled | None:
+    file = path / PROFILE
+    return read_profiled(read_file(file), str(file)) if file.exists() else None
 
 
 def _records_in(path: Path, series: Series) -> list[Record]:

@@ -49,6 +49,8 @@ class Gpus:
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
         except pynvml.NVMLError as error:
             self.reason = f"NVML does not answer ({error})"
+        if not self.reason and not self._handles:
+            self.reason = "NVML lists no GPU"
 
     def look(self) -> tuple[list[int], list[float], list[float]]:
         """Percent, watts and MB of each GPU."""
@@ -87,6 +89,14 @@ def watched(pid: int | None) -> Generator[list[Sample]]:
     finally:
         ended.set()
         thread.join()
+
+
+def missing_telemetry(pid: int | None) -> dict[str, str]:
+    """For a report: why it has no use, power and memory of GPUs; empty if it has them."""
+    reason = Gpus().reason
+    if pid is None:
+        reason = "the server's process is not known; give --server-pid if it is on this machine"
+    return {"gpu_telemetry": f"missing: {reason}"} if reason else {}
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:

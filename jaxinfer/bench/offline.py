@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.bench.arguments import (
     Parser,
     add_output,
+    add_profile,
     add_workload,
     count,
     percents,
     settings_of,
 )
 from jaxinfer.bench.figures import table
-from jaxinfer.bench.folder import Folder, default_path, finished, now
+from jaxinfer.bench.folder import TRACE, Folder, default_path, finished, now
 from jaxinfer.bench.records import Record, Run, Series
 from jaxinfer.bench.requests import Requests
 from jaxinfer.bench.serve import conclude
@@ -43,6 +44,7 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
     add_workload(parser)
     parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
     parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
+    add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
     requests = Requests(given)
@@ -65,6 +67,9 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
             if number < 0:
                 continue
             folder.add(Series(name=f"call-{number}", round=number, requests=len(queries)), records)
+        if given.profile:
+            last = given.num_iters_warmup + given.num_iters
+            profile_call(llm, requests.queries(given.num_prompts, last), given, folder)
     return _printed(folder)
 
 
@@ -77,6 +82,7 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     parser.add_argument("--num-iters-warmup", type=int, default=10)
     parser.add_argument("--num-iters", type=count, default=30)
     parser.add_argument("--metric-percentiles", type=percents, default=LATENCY_PERCENTILES)
+    add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
     llm, settings = _engine(more, read_settings)
@@ -103,7 +109,27 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
             if number >= given.num_iters_warmup:
                 records.append(_whole(rows, began))
         folder.add(Series(name="latency", requests=len(records)), records)
+        if given.profile:
+            last = given.num_iters_warmup + given.num_iters
+            profile_call(llm, _batch(last, given, vocab_size), given, folder)
     return _printed(folder)
+
+
+def profile_call(
+    llm: LLM, queries: Sequence[Query], given: argparse.Namespace, folder: Folder
+) -> None:
+    """Trace the first steps of one more call, and write its kernels to the run's folder.
+
+    Raises ``BenchError`` if the trace has no events of a device.
+    """
+    from jaxinfer.bench.profile import profiled_in
+
+    llm.start_profile(folder.path / TRACE, given.profile_num_steps)
+    try:
+        _timed(llm, queries, given)
+    finally:
+        written = llm.stop_profile()
+    folder.add_profile(profiled_in(written, folder.path))
 
 
 def _batch(number: int, given: argparse.Namespace, vocab_size: int) -> list[Query]:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxinfer.bench.arguments import Parser, count
-from jaxinfer.bench.floor import CEILINGS, Ceiling, Floor, costs_of
+from jaxinfer.bench.floor import CEILINGS, Ceiling, Floor
 from jaxinfer.bench.report import number, table
 from jaxinfer.core.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from jaxinfer.core.errors import BenchError
 from jaxinfer.engine.start.build import plan_elsewhere
 from jaxinfer.exec.compile.memory_plan import DeviceMemory, shown
+from jaxinfer.models.costs import costs_of
 from jaxinfer.models.quantised import sizes_by_form
 from jaxinfer.nn.placement import Placement, default_placement
 

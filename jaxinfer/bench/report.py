@@ -22,7 +22,8 @@ def report_text(run: Run, environment: Mapping[str, Any], result: Mapping[str, A
         _capacity(result),
         _figures(run, result),
         _ratios(result),
-        ["## Definitions", "", *_definitions(run), ""],
+        profile_lines(result),
+        ["## Definitions", "", *_definitions(run, profiled="profile" in result), ""],
         ["## Circumstances", "", *_circumstances(run, environment), ""],
     ]
     return "\n".join(line for part in parts for line in part)
@@ -117,7 +118,41 @@ def _ratios(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _definitions(run: Run) -> Iterator[str]:
+def profile_lines(result: Mapping[str, Any]) -> list[str]:
+    """The ops of a profile, a table for each bucket."""
+    found = result.get("profile")
+    if found is None:
+        return []
+    lines = ["## Profile", ""]
+    for one in found["buckets"]:
+        words = (
+            f"Bucket {one['bucket']}, steps: {one['steps']}, requests: {one['requests']}, on "
+            f"{found['device']}: {number(one['device_us'])} us of the device a step, "
+            f"{number(one['wall_us'])} us until the host had its result"
+        )
+        if one["floor_us"] is not None:
+            words += f"; the floor of the step is {number(one['floor_us'])} us"
+        if one["gemm_floor_us"] is not None:
+            words += f", of all its matrices {number(one['gemm_floor_us'])} us"
+        rows = [
+            [row["op"], number(row["calls"]), number(row["us"]), _percent(row["share"])]
+            + [number(row["floor_us"]), _percent(row["share_of_floor"])]
+            for row in one["rows"]
+        ]
+        heads = ["op", "calls", "us a step", "share of the step", "floor, us", "floor / us"]
+        lines += [f"{words}.", "", *table(heads, rows)]
+    if not found["buckets"]:
+        lines += ["No kernel of the trace belongs to a step of the window.", ""]
+    if found["outside_us"]:
+        lines += [f"Kernels outside the steps took {number(found['outside_us'])} us.", ""]
+    return lines
+
+
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def _definitions(run: Run, *, profiled: bool) -> Iterator[str]:
     for name, words in DEFINITIONS.items():
         if name in TITLES and name not in run.metrics:
             continue
@@ -127,6 +162,12 @@ def _definitions(run: Run) -> Iterator[str]:
         "ratio is ours divided by the peer's within a round, its interval a bootstrap over rounds."
     )
     yield "- Tokens are counted by the server; `listed_tokens` of a record is the client's count."
+    if profiled:
+        yield (
+            "- us a step: what an op adds to the device's time, so overlapping kernels count once; "
+            "the floor is the op's least bytes and operations at the device's measured ceilings. A "
+            "trace slows the host: wall times of profiled steps are longer than others."
+        )
     if run.goodput:
         limits = ", ".join(f"{name} at most {ms:g} ms" for name, ms in run.goodput.items())
         yield f"- goodput: requests a second with {limits}."

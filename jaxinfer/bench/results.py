@@ -9,6 +9,7 @@ from typing import Any
 from jaxinfer.bench.figures import is_answered, summarize
 from jaxinfer.bench.gates import gate_of, verdict, worst
 from jaxinfer.bench.numbers import interval
+from jaxinfer.bench.profile_table import Profiled, tables_of
 from jaxinfer.bench.records import COMPLETE, MISSING, Record, Run, Series
 
 OURS = "jaxinfer"
@@ -17,8 +18,10 @@ type Figures = Mapping[str, Mapping[str, float]]  # by series
 type Records = Mapping[str, Sequence[Record]]  # by series
 
 
-def results_of(run: Run, records: Records) -> dict[str, Any]:
-    """The result of a run: figures by series, and the ratios, capacity and gates of its command."""
+def results_of(run: Run, records: Records, profiled: Profiled | None = None) -> dict[str, Any]:
+    """The result of a run: figures by series, and the ratios, capacity and gates of its command;
+    with a profile, the table of its ops.
+    """
     figures = {
         one.name: summarize(
             records[one.name],
@@ -42,6 +45,8 @@ def results_of(run: Run, records: Records) -> dict[str, Any]:
         own = [figures[one.name] for one in _complete(run, base_of(run))]
         ratios = list(result.get("ratios", {}).values())
         result["gates"] = [verdict(gate_of(text), own, ratios) for text in run.gates]
+    if profiled is not None:
+        result["profile"] = tables_of(profiled)
     return result
 
 

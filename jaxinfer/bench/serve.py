@@ -13,11 +13,13 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.bench.arguments import (
     Parser,
+    add_profile,
     add_report,
     add_server,
     add_workload,
@@ -29,7 +31,7 @@ from jaxinfer.bench.circumstances import write_report
 from jaxinfer.bench.client import Client
 from jaxinfer.bench.figures import TITLES, details, table
 from jaxinfer.bench.folder import Folder, default_path, finished, now
-from jaxinfer.bench.monitor import Sample, answers_bar, summary, watched
+from jaxinfer.bench.monitor import Sample, answers_bar, missing_telemetry, summary, watched
 from jaxinfer.bench.offer import (
     Outcome,
     in_loop,
@@ -39,6 +41,7 @@ from jaxinfer.bench.offer import (
     wait_until_ready,
 )
 from jaxinfer.bench.process_tree import tree_memory
+from jaxinfer.bench.profile import check_profiler, profile_server
 from jaxinfer.bench.records import COMPLETE, PARTIAL, Record, Run, Series, records_of
 from jaxinfer.bench.requests import TRACES, Load, Requests
 from jaxinfer.bench.sessions import has_sessions
@@ -58,6 +61,7 @@ def parser(command: str) -> Parser:
     add_server(made)
     add_workload(made)
     add_report(made)
+    add_profile(made)
     made.add_argument(
         "--sweep", nargs="?", const=SWEEP, metavar="RATES", help=f"levels; default {SWEEP}"
     )
@@ -98,7 +102,7 @@ class Target:
             watched(self.pid) as self.samples,
             answers_bar(len(load.bodies), self.shows_progress) as on_answer,
         ):
-            outcome = await self._offered(load, max_concurrency, on_answer)
+            outcome = await self.offered(load, max_concurrency, on_answer)
         series.requests, series.workload = len(load.bodies), load.workload
         series.facts |= {"client_cpu_us_per_chunk": outcome.cpu_us_per_chunk, **self.memory()}
         series.facts |= summary(self.samples)
@@ -108,9 +112,10 @@ class Target:
         report_errors(outcome)
         return records_of(outcome.answers, outcome.start, load.turns, texts=texts)
 
-    async def _offered(
-        self, load: Load, limit: int | None, on_answer: Callable[[], None]
+    async def offered(
+        self, load: Load, limit: int | None, on_answer: Callable[[], None] = lambda: None
     ) -> Outcome:
+        """Offer a load without a record of it."""
         client, path = self.client, self.endpoint
         if any(query.session for query in load.queries):
             return await offer_sessions(client, path, *load.sessions, limit, on_answer)
@@ -152,6 +157,8 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
     )
     async with target_of(given) as target:
         environment = await environment_of(target, given.device)
+        if given.profile:
+            await check_profiler(target.client)
         first = requests.warm_up_load(target.model)
         with finished(Folder.create(path, described, environment)) as folder:
             await target.warm_up(first, given.num_warmups, given.ready_check_timeout_sec)
@@ -171,6 +178,11 @@ async def run(given: argparse.Namespace, command: str) -> Folder:
                 folder.add(series, records, target.samples)
                 if series.state != COMPLETE:
                     break
+            if given.profile and all(one.state == COMPLETE for one in described.series):
+                # requests like those before, but others, so that no prefix is cached
+                load = requests.load(target.model, given.num_prompts, given.request_rate, 1)
+                offer = partial(target.offered, load, given.max_concurrency)
+                await profile_server(target.client, offer, given.profile_num_steps, folder)
     return folder
 
 
@@ -178,7 +190,8 @@ async def environment_of(target: Target, device: str | None) -> dict[str, str]:
     """The server's own version, its model, and the device as the command line names it."""
     version = (await target.client.get("/version")).body.decode(errors="replace")
     named = {"device": device} if device else {}
-    return {"server": version.strip(), "model": target.model, **named}
+    telemetry = missing_telemetry(target.pid)
+    return {"server": version.strip(), "model": target.model, **named, **telemetry}
 
 
 def _offered(given: argparse.Namespace, rate: float) -> float | None:

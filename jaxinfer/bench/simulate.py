@@ -23,7 +23,7 @@ import numpy as np
 from jaxinfer.bench.arguments import Parser, count, goodput_limit, percents, positive
 from jaxinfer.bench.cluster import Cluster, Offered, Outcome, Replica
 from jaxinfer.bench.figures import summarize
-from jaxinfer.bench.floor import Floor, costs_of
+from jaxinfer.bench.floor import Floor
 from jaxinfer.bench.plan import DEVICES, REACHED_TPOT, REACHED_TTFT, config_of, plan_on
 from jaxinfer.bench.plot import curves_plot
 from jaxinfer.bench.records import Record
@@ -40,6 +40,7 @@ from jaxinfer.core.errors import BenchError
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.engine.link.routing import POLICIES, PREFIX, Router
+from jaxinfer.models.costs import costs_of
 
 MAX_REPLICAS = 100
 VOCAB = 50_000  # ids of prompts

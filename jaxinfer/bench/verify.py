@@ -26,7 +26,7 @@ def differences(path: Path) -> Iterator[str]:
         if listed.get(name) != found.get(name):
             what = "missing" if name not in found else "new" if name not in listed else "changed"
             yield f"{name} is {what} since the run"
-    result = results_of(read.run, read.records)
+    result = results_of(read.run, read.records, read.profiled)
     try:
         stated = json.loads(_text(path / RESULT))
     except ValueError as error:
@@ -82,13 +82,14 @@ def main(arguments: list[str]) -> int:
         print(sentence)
     read = read_folder(given.folder)
     read.run.gates = [*read.run.gates, *given.gate]
-    result = results_of(read.run, read.records)
+    result = results_of(read.run, read.records, read.profiled)
     failed = [one for one in result.get("gates", ()) if not one["holds"]]
     for one in result.get("gates", ()):
         why = f" ({one['reason']})" if one["reason"] else ""
         print(f"{one['gate']}: {'holds' if one['holds'] else 'fails'}: {one['value']}{why}")
     if not found:
-        print(f"{given.folder}: {count_of(result['series'])} figures follow from the records")
+        count = count_of([result["series"], result.get("profile", {})])
+        print(f"{given.folder}: {count} figures follow from the records")
     if read.run.state != "complete":
         print(f"{given.folder}: the run is {read.run.state}: {read.run.reason}")
     return int(bool(found or failed))

@@ -69,6 +69,11 @@ GROUPS = (
                 "Keys for /pause, /update_weights, /sleep and the like.",
                 secret=True,
             ),
+            Setting(
+                "profiler_dir",
+                text,
+                "Folder of the profiles that /start_profile takes; needs an admin key.",
+            ),
             Setting("prefix_caching_by_key", boolean, "Reuse prefixes only for the same key."),
             Setting("allowed_hosts", texts, "Names in the Host header; * allows any."),
             Setting("forwarded_allow_ips", texts, "Proxies whose X-Forwarded-For is believed."),

@@ -78,6 +78,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     api_key_file: str | None = None  # lines of KEY or KEY NAME, read again on SIGHUP
     admin_api_key: tuple[str, ...] = ()  # of the routes that change the engine
+    profiler_dir: str | None = None  # where /start_profile, an admin's route, may write
     prefix_caching_by_key: bool = False  # cached prefixes are reused by the key that made them
     allowed_hosts: tuple[str, ...] = ()  # names in the Host header; see ``checked_hosts``
     # proxies whose X-Forwarded-For names the client: addresses and networks, also with commas
@@ -154,6 +155,8 @@ class ServerConfig:
                     raise ConfigError(f"{name} must be printable ASCII without spaces around it")
         if set(self.api_key) & set(self.admin_api_key):
             raise ConfigError("admin_api_key must differ from api_key, which all clients have")
+        if self.profiler_dir is not None and not self.admin_api_key:
+            raise ConfigError("profiler_dir needs admin_api_key, as a profile slows all answers")
         if self.data_parallel_size > 1 and self.disable_frontend_multiprocessing:
             raise ConfigError(
                 f"data_parallel_size {self.data_parallel_size} needs a process for each engine; "

@@ -24,11 +24,12 @@ CONFIG_FIELDS = (
 
 
 class HostLaunch(NamedTuple):
-    """A launch: the kernel's number, indices of its arrays among those of the call, and whether it
-    may start before the previous one has ended.
+    """A launch: the kernel's number and name, indices of its arrays among those of the call, and
+    whether it may start before the previous one has ended.
     """
 
     kernel: int
+    name: str
     arrays: tuple[int, ...]
     begins_early: bool
 
@@ -38,8 +39,8 @@ def host_module(launches: Sequence[HostLaunch]) -> str:
     functions ``host0``, ``host1`` ..., the kernels next to ``nothing`` in ``kernels``.
     """
     names, hosts, calls, places = [], [], [], list[int]()
-    for number in range(1 + max(launch.kernel for launch in launches)):
-        names.append(f'llvm.mlir.global internal constant @name{number}("k{number}\\00")')
+    for number, name in sorted({launch.kernel: launch.name for launch in launches}.items()):
+        names.append(f'llvm.mlir.global internal constant @name{number}("{name}\\00")')
         hosts.append(
             f"func.func private @host{number}(%module: !llvm.ptr, %stream: !llvm.ptr, "
             "%arrays: !llvm.ptr, %begins_early: i32) { return }"

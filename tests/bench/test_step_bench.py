@@ -22,11 +22,12 @@ from bench.step import memory as step_memory
 from bench.step.cases import Prompts, Repeats
 from bench.step.experts import mean_distinct, share_of
 from jaxinfer.bench.circumstances import write_report
-from jaxinfer.bench.floor import CEILINGS, Ceiling, Costs, Floor, costs_of
+from jaxinfer.bench.floor import CEILINGS, Ceiling, Floor
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.step import PageGroup
 from jaxinfer.exec.compile.page_pools import most_pages, split_pages
 from jaxinfer.models.base import abstract_params
+from jaxinfer.models.costs import Costs, costs_of
 from jaxinfer.models.registry import build_model
 from kit.checkpoints import tiny_gpt2_config, tiny_llama_config, tiny_qwen3_moe_config
 from kit.engines import tiny_limits

@@ -23,6 +23,7 @@ from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.thread import EngineThread
 from jaxinfer.engine.link.wire import MODES, Mode
 from jaxinfer.engine.loop.interfaces import reference_of
+from jaxinfer.engine.loop.profiler import NUM_STEPS
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.requests.pooled import NO_SAMPLING, PoolingOutput, PoolingRequestOutput
@@ -186,6 +187,14 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         """True until weights and KV cache are both on the device."""
         return bool((await self.client.control("report")).asleep)
+
+    async def start_profile(self, folder: str | Path, num_steps: int = NUM_STEPS) -> None:
+        """Trace the next steps into a new folder in ``folder``; see ``LLM.start_profile``."""
+        await self.client.control("start_profile", path=str(folder), num_steps=num_steps)
+
+    async def stop_profile(self) -> None:
+        """End the trace and write the profile; no step runs while it is written."""
+        await self.client.control("stop_profile")
 
     async def _between_steps(self, function: Callable[[], None], mode: Mode) -> None:
         await asyncio.wrap_future(self._thread.between_steps(function, mode))

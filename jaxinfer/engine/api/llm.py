@@ -24,6 +24,7 @@ from jaxinfer.engine.api.beam_search import BeamMethods
 from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.loop.interfaces import reference_of
+from jaxinfer.engine.loop.profiler import NUM_STEPS
 from jaxinfer.engine.requests.facts import ValidatedRequest
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
@@ -145,6 +146,16 @@ class LLM(PoolingMethods, BeamMethods):
     def is_sleeping(self) -> bool:
         """True until weights and KV cache are both on the device."""
         return bool(self._engine.asleep)
+
+    def start_profile(self, folder: str | Path, num_steps: int = NUM_STEPS) -> None:
+        """Trace the next steps, at most ``num_steps``, into a new folder in ``folder``; see
+        ``engine.loop.profiler``. Raises ``ArgumentError`` if it cannot be written.
+        """
+        self._engine.profiler.start(Path(folder), num_steps)
+
+    def stop_profile(self) -> Path:
+        """End the trace; returns the profile's folder, which XProf and Perfetto read."""
+        return self._engine.profiler.stop()
 
     def _check_no_request(self) -> None:
         if self._engine.has_work:

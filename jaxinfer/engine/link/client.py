@@ -141,6 +141,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, Stream] = {}
         self._opened = 0
+        self._shows_names = False
         self._num_waiting = 0
         self.num_waiting_tokens = 0  # prompt tokens of all requests that have not started
         self._num_started = 0
@@ -181,16 +182,18 @@ class EngineClient:
         wake: asyncio.Event | None = None,
         checked: bool = False,
         client: str = "",
+        name: str = "",
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
         ``checked``: it has passed ``check``, which reads every token id of the prompt. ``client``:
-        as in ``Submission``.
+        as in ``Submission``. ``name``: the user's id, which a profile shows if it has been started.
         """
         if not checked:
             self.check(spec)
         self._opened += 1
-        key = f"stream-{self._opened}"  # unique, since users may repeat their request ids
+        # unique, since users may repeat their request ids; short, as it comes with every token
+        key = f"{name if name and self._shows_names else 'stream'}-{self._opened}"
         self._submit(Submission(key, spec, client))
         counts = len(spec.prompt_token_ids), spec.sampling.n
         stream = Stream(self, key, *counts, wake or asyncio.Event())
@@ -252,17 +255,21 @@ class EngineClient:
         path: str = "",
         level: int = 1,
         tags: tuple[str, ...] | None = None,
+        num_steps: int = 0,
     ) -> EngineState:
         """Change the engine between two steps; returns the state after it. Requests that arrive
         during the change wait for its end.
 
         ``pause`` holds them until ``resume``, ``sleep`` until ``wake_up``; ``path`` names the
-        weights of ``update_weights``; ``report`` changes nothing. Open requests are completed
+        weights of ``update_weights``, or the folder of ``start_profile``, whose window has at most
+        ``num_steps``; ``report`` changes nothing. Open requests are completed
         first, aborted, or continued afterwards (``mode``). Raises the error of the change, and
         ``EngineError`` if the engine has ended.
         """
+        if action in ("start_profile", "stop_profile"):
+            self._shows_names = action == "start_profile"
         return await self._controlled(
-            lambda number: Control(number, action, mode, path, level, tags)
+            lambda number: Control(number, action, mode, path, level, tags, num_steps=num_steps)
         )
 
     async def set_steering(self, name: str, vector: Any) -> None:

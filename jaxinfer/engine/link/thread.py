@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -250,6 +252,11 @@ class EngineThread(Link):
                 self._release(listener)
             case "update_weights":  # they are read while requests run
                 threading.Thread(target=self._load, args=(control, done), daemon=True).start()
+            case "start_profile":  # now, with the steps that are to be seen
+                start = partial(engine.profiler.start, Path(control.path), control.num_steps)
+                _run(_Change(start, control.mode, done))
+            case "stop_profile":
+                _run(_Change(engine.profiler.stop, control.mode, done))
             case "report":
                 done.set_result(None)
 

@@ -64,7 +64,15 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 type Action = Literal[
-    "pause", "resume", "reset_prefix_cache", "update_weights", "sleep", "wake_up", "report"
+    "pause",
+    "resume",
+    "reset_prefix_cache",
+    "update_weights",
+    "sleep",
+    "wake_up",
+    "report",
+    "start_profile",
+    "stop_profile",
 ]
 type Mode = Literal["wait", "abort", "keep"]
 MODES: tuple[Mode, ...] = ("wait", "abort", "keep")
@@ -74,8 +82,8 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     """Change the engine between two steps; answered by ``Controlled``.
 
     ``mode``: whether open requests are completed first, aborted, or kept and continued afterwards.
-    ``path``: of the new weights; ``version``: theirs, 0 for the next one. ``level``, ``tags``: of
-    ``sleep`` and ``wake_up``.
+    ``path``: of the new weights, or a profile's folder; ``version``: of weights, 0 for the next
+    one. ``level``, ``tags``: of ``sleep`` and ``wake_up``. ``num_steps``: of ``start_profile``.
     """
 
     number: int
@@ -85,6 +93,7 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     level: int = 1
     tags: tuple[str, ...] | None = None
     version: int = 0
+    num_steps: int = 0
 
 
 class SetSteering(msgspec.Struct, frozen=True, tag=True):

@@ -16,12 +16,13 @@ import msgspec
 from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import ArgumentError, EngineError, RequestError
 from jaxinfer.core.limits import Limits
-from jaxinfer.core.request import Request, RequestSpec, SamplingParams
+from jaxinfer.core.request import Request, RequestSpec
 from jaxinfer.core.step import Abort, Arrive, BucketsLoaded, Event, TokenEvent
 from jaxinfer.engine.loop.interfaces import SLEEP_TAGS, LaterBuckets, Observer, Tiers, Weights
 from jaxinfer.engine.loop.late_compiles import LateCompiles
 from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
+from jaxinfer.engine.loop.profiler import Profiler
 from jaxinfer.engine.loop.timeline import Timeline
 from jaxinfer.engine.requests.facts import (
     ModelFacts,
@@ -32,6 +33,7 @@ from jaxinfer.engine.requests.facts import (
 from jaxinfer.engine.requests.news import NO_TIERS, EngineStats, News
 from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.engine.requests.points import SteeringVectors
+from jaxinfer.engine.requests.seeds import seed_of
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class Engine:
         # taken for those of a later request with the same name
         self._sequences: dict[str, SequenceProcessor] = {}
         self._children: dict[str, tuple[str, ...]] = {}  # unfinished sequences of each request
+        self.profiler = Profiler(self._loop, self._parent_of, weights)
         self._timeline = Timeline()
         self._late_compiles = LateCompiles()
         self.weight_version = 0  # raised by every change of weights
@@ -323,6 +326,11 @@ class Engine:
         known = (self._sequences.get(child) for child in sequences)
         return tuple(child.parent_id for child in known if child and child.index == 0)
 
+    def _parent_of(self, child: str) -> str:
+        """The request of a sequence; its own id if it has ended while a step computed for it."""
+        known = self._sequences.get(child)
+        return child if known is None else known.parent_id
+
     def _process(self, event: TokenEvent) -> Delta | None:
         sequence = self._sequences.get(event.request_id)
         if sequence is None:
@@ -374,24 +382,9 @@ class Engine:
             **given,
             request_id=str(arrival),
             max_tokens=most,
-            seed=self._seed_of(sampling, index, arrival),
+            seed=seed_of(sampling, index, arrival, self._seed),
             eos_token_ids=() if continues else self.facts.eos_token_ids,
             arrival=arrival,
             steering=validated.steering,
             constraint=validated.constraint,
         )
-
-    def _seed_of(self, sampling: SamplingParams, index: int, arrival: int) -> int:
-        """The user's seed for the first sequence; a derived one for all others."""
-        if sampling.seed is None:
-            return _mix(self._seed, arrival)
-        return sampling.seed if index == 0 else _mix(sampling.seed, index)
-
-
-def _mix(seed: int, index: int) -> int:
-    """SplitMix64 (Steele et al., OOPSLA 2014): distinct, unrelated seeds from a counter."""
-    mask = 0xFFFF_FFFF_FFFF_FFFF
-    z = (seed + (index + 1) * 0x9E37_79B9_7F4A_7C15) & mask
-    z = ((z ^ z >> 30) * 0xBF58_476D_1CE4_E5B9) & mask
-    z = ((z ^ z >> 27) * 0x94D0_49BB_1331_11EB) & mask
-    return z ^ z >> 31

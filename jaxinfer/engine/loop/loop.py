@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.core.errors import EngineError
 from jaxinfer.core.limits import Limits
@@ -34,8 +34,8 @@ OVERLAP_DEPTH = 2  # one step runs and the next one is queued; more would only a
 LOAD_SECONDS = 0.01  # for which an iteration with nothing else to do waits for a load
 
 
-class StepExecutor[Handle](Protocol):
-    """Runs steps: ``exec.run.executor.Executor``, or a simulated one in tests.
+class Runner[Handle](Protocol):
+    """Launches and collects steps: an executor, or a ``profiler.Profile`` of it.
 
     It raises ``EngineError`` if the device state is lost; another exception fails one step only.
     """
@@ -48,6 +48,10 @@ class StepExecutor[Handle](Protocol):
         """Wait for a launched step; steps are collected in launch order."""
         ...
 
+
+class StepExecutor[Handle](Runner[Handle], Protocol):
+    """Runs steps: ``exec.run.executor.Executor``, or a simulated one in tests."""
+
     def forget(self, request_ids: Sequence[str]) -> None:
         """Free what is kept for requests that have ended; rows of theirs may be in flight."""
         ...
@@ -58,6 +62,15 @@ class StepExecutor[Handle](Protocol):
 
     def make_state(self) -> None:
         """Make pages and slots again, zeroed, after ``free_state``."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """The devices of this process that run steps, each a ``jax.Device``."""
+        ...
+
+    def hlo_texts(self, bucket: Bucket) -> Iterator[str]:
+        """The compiled HLO of the executables that only steps of this bucket call."""
         ...
 
 
@@ -84,6 +97,7 @@ class EngineLoop[Handle]:
     ) -> None:
         """``buckets``: those that can be used at first (None: all); others come as events."""
         self._executor = executor
+        self.runner: Runner[Handle] = executor  # or what takes a profile of it
         self._tiers, self._observers = tiers, tuple(observers)
         self._state = initial_state(limits, buckets, None if tiers is None else tiers.policy)
         self._depth = OVERLAP_DEPTH if overlap else 1
@@ -181,7 +195,7 @@ class EngineLoop[Handle]:
             if output.step is None:
                 return news, ()
             try:
-                handle = self._executor.launch(output.step)
+                handle = self.runner.launch(output.step)
             except EngineError:
                 raise
             except Exception as error:
@@ -229,7 +243,7 @@ class EngineLoop[Handle]:
         plan, handle = self._in_flight.popleft()
         self._collected.append(plan)
         try:
-            return StepDone(self._executor.collect(handle))
+            return StepDone(self.runner.collect(handle))
         except EngineError:
             raise
         except Exception as error:

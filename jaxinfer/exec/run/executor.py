@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,17 @@ class Executor:
         """The buckets whose executables are loaded."""
         names_of, loaded = self._program.names_of, self._arrays.executables.keys()
         return tuple(bucket for bucket in self._layouts if loaded >= {*names_of(bucket)})
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """See ``StepExecutor``."""
+        return self._program.placement.own_devices
+
+    def hlo_texts(self, bucket: Bucket) -> Iterator[str]:
+        """See ``StepExecutor``; without those of which XLA keeps no text."""
+        for name in self._program.names_of(bucket):
+            if text := getattr(self._arrays.executables[name], "as_text", str)():
+                yield text
 
     def add(self, loaded: Mapping[str, Compiled]) -> tuple[Bucket, ...]:
         """Add later executables; returns the buckets now complete."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxinfer.core.errors import ArgumentError, EngineError, JaxinferError, RequestError
-from jaxinfer.engine.link.wire import EngineState, Mode
+from jaxinfer.engine.link.wire import Action, EngineState, Mode
+from jaxinfer.engine.loop.profiler import NUM_STEPS
 from jaxinfer.server.api.fields import field_error
+from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.http.guard import Keys, wrong_key
 from jaxinfer.server.openai.schema import (
     ChangeRequest,
@@ -16,6 +20,8 @@ from jaxinfer.server.openai.schema import (
     change_mode,
 )
 from jaxinfer.server.service.endpoint import Call, Route, json_response
+
+MAX_STEPS = 1000  # of a profile: a decode step of a GPU has some 300 kernels, of 100 bytes each
 
 
 async def pause(call: Call) -> ASGIApp:
@@ -85,6 +91,34 @@ async def set_steering(call: Call) -> ASGIApp:
     return json_response({"status": "removed" if request.vector is None else "set"})
 
 
+async def start_profile(call: Call) -> ASGIApp:
+    """Trace the next steps into a new folder in ``--profiler-dir``; ``?num_steps=``: at most."""
+    _check_key(call)
+    steps = call.query.get("num_steps", str(NUM_STEPS))
+    if not steps.isdecimal() or not 0 < int(steps) <= MAX_STEPS:
+        raise field_error("num_steps", f"num_steps must be 1 to {MAX_STEPS}, got {steps[:40]!r}")
+    folder = call.service.config.profiler_dir or ""
+    await _profiled(call, "start_profile", path=folder, num_steps=int(steps))
+    return json_response({"profiler_dir": folder})
+
+
+async def stop_profile(call: Call) -> ASGIApp:
+    """End the trace and write the profile."""
+    _check_key(call)
+    await _profiled(call, "stop_profile")
+    return json_response({"profiler_dir": call.service.config.profiler_dir or ""})
+
+
+async def _profiled(call: Call, action: Action, **arguments: Any) -> None:
+    """Start or stop; 409 if that cannot be done now, as another profile is being taken or none."""
+    try:
+        await call.service.client.control(action, **arguments)
+    except (ArgumentError, EngineError) as error:
+        if not call.service.client.alive:
+            raise
+        raise ApiError(409, str(error)) from None
+
+
 async def is_paused(call: Call) -> ASGIApp:
     """Answer True if ``/pause`` holds requests."""
     return json_response({"is_paused": (await _state(call)).paused})
@@ -118,6 +152,11 @@ async def _mode(call: Call) -> Mode:
     return change_mode((await call.parse(ChangeRequest)).mode) if call.has_body else "wait"
 
 
+# They exist only with --profiler-dir
+PROFILE_ROUTES = (
+    Route("POST", "/start_profile", start_profile, is_admin=True),
+    Route("POST", "/stop_profile", stop_profile, is_admin=True),
+)
 # vLLM has all but /set_steering
 ROUTES = (
     *(

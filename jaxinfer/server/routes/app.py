@@ -62,6 +62,7 @@ ROUTES = (
 def create_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI app, with its guards."""
     served = [route for route in ROUTES if service.config.admin_api_key or not route.is_admin]
+    served += admin.PROFILE_ROUTES if service.config.profiler_dir else ()
     page = page_files(service.config.root_path) if service.config.ui else {}
     if page:
         handler = page_handler(page)

@@ -288,7 +288,7 @@ class Service:
         streams: list[Stream | BeamStream] = []
         try:
             for spec in specs:
-                streams.append(open_stream(client, spec, request, wake, caller.client))
+                streams.append(open_stream(client, spec, request, wake, caller.client, request_id))
         except JaxinferError:
             for stream in streams:
                 stream.close()

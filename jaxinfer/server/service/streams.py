@@ -19,6 +19,7 @@ def open_stream(
     request: GenerationFields | PoolingFields,
     wake: asyncio.Event,
     sender: str,
+    name: str,
 ) -> Stream | BeamStream:
     """Submit a prompt of ``request`` that has been checked; see ``Service.open``."""
     if isinstance(request, BeamFields) and request.use_beam_search:
@@ -26,4 +27,4 @@ def open_stream(
         most = resolved_max_tokens(num_tokens, sampling, client.limits)
         params, listed = request.beam_search(most), sampling.logprobs or 0
         return BeamStream(client, spec, params, num_logprobs=listed, wake=wake)
-    return client.open(spec, wake=wake, checked=True, client=sender)
+    return client.open(spec, wake=wake, checked=True, client=sender, name=name)

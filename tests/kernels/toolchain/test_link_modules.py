@@ -106,7 +106,9 @@ def test_each_source_is_one_kernel(waits: bytes, does_not_wait: bytes) -> None:
     sources = (waits, does_not_wait, waits)
     launches = [LinkedLaunch(source, (i, i + 1)) for i, source in enumerate(sources)]
     module = linked_module(launches)
-    assert re.findall(r"gpu\.func @(\w+)", text(module)) == ["nothing", "k0", "k1"]
+    assert re.findall(r"gpu\.func @(\w+)", text(module)) == [
+        *("nothing", "body_mosaic_gpu_0", "body_mosaic_gpu_1")
+    ]
     assert text(module).count("griddepcontrol.wait") == 1
 
 
@@ -126,7 +128,7 @@ def test_kernel_parameters_are_values_that_the_host_loads(waits: bytes) -> None:
     module = text(linked_module([LinkedLaunch(waits, (0, 1)), LinkedLaunch(waits, (1, 2))]))
     assert "gpu.launch " not in module
     assert module.count("gpu.launch_func") == 1
-    (arguments,) = re.findall(r"gpu\.func @k0\(([^)]*)\)", module)
+    (arguments,) = re.findall(r"gpu\.func @body_mosaic_gpu_0\(([^)]*)\)", module)
     kinds = {kind.strip() for kind in re.findall(r": ([^,]+)", arguments)}
     assert kinds <= {"!llvm.ptr"} | {kind for kind in kinds if kind.startswith("!llvm.array<")}
 
