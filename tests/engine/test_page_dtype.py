@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.run.page_contents import page_contents
@@ -120,10 +119,16 @@ def test_families(name: str) -> None:
         assert tokens(run(served, prompts(), GREEDY)) == tokens(alone)
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_latents_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"pages of \d+ heads over latents .* kv_cache_dtype"):
-        tiny_model(name + FP8)
+@pytest.mark.parametrize("name", [LATENT[0], pytest.param(LATENT[1], marks=pytest.mark.nightly)])
+def test_latents(name: str) -> None:
+    """As ``test_families``; a latent of 16 components has one scale, the rotated key 16 bits."""
+    test_families(name)
+    entries = {entry.name: entry for entry in tiny_model(name + FP8)[0].state.arrays}
+    assert {n: (e.shape, str(e.dtype)) for n, e in entries.items()} == {
+        "latent": ((16,), "uint8"),
+        "latent_scale": ((1,), "float32"),
+        "rope": ((8,), "bfloat16"),
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4_all", "qwen3_5"])
