@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.core.connector import Arrays, Connector, Forms, Polled, Unit
+from jaxinfer.core.connector import Connector, Content, Forms, Polled, Unit
 from jaxinfer.core.tiers import group_of
 
 # an object is a file here: replace these three by a client's put_object, get_object, head_object
@@ -61,7 +61,7 @@ class ObjectStore:
     def match(self, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if has_object(self._name(key))]
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         return None if self.match((key,)) else self._forms[group].new()
 
     def save(self, unit: Unit) -> bool:
@@ -92,8 +92,7 @@ class ObjectStore:
     def _run(self) -> None:
         while (task := self._work.get()) is not None:
             if isinstance(task, Unit):
-                content = b"".join(array.tobytes() for array in task.arrays)
-                put_object(self._name(task.key), content)
+                put_object(self._name(task.key), task.content.tobytes())
                 with self._lock:
                     self._polled.saved.append(task)
                     self._polled.added.append(task.key)
@@ -110,7 +109,7 @@ class ObjectStore:
         content, group = get_object(self._name(key)), group_of(key)
         if content is None or len(content) != self._forms[group].num_bytes:
             return None
-        return Unit(group, key, self._forms[group].views(np.frombuffer(content, np.uint8)))
+        return Unit(group, key, np.frombuffer(content, np.uint8))
 
 
 def connect(forms: Forms) -> Connector:

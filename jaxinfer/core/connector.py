@@ -1,9 +1,10 @@
 """``Connector``: the interface of a place outside the device in which layer state is kept.
 
 Both tiers of the engine implement it (``exec.tiers``), and so can a store of the user's: see
-``examples/own_connector.py``. Its unit is (group, key, arrays), see ``core.tiers``: a model has
+``examples/own_connector.py``. Its unit is (group, key, content), see ``core.tiers``: a model has
 pages of several groups and states of sequences, whose arrays differ, so a connector must not take
-one for another, nor expect that a prefix has a unit of every group.
+one for another, nor expect that a prefix has a unit of every group. The content are the bytes of
+the unit's arrays, one after the other; ``UnitForm.views`` has the arrays in it.
 
 All methods are called on the engine's thread, between two steps. They return at once: long work
 belongs to threads of the connector, and ``poll`` reports it.
@@ -24,36 +25,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-type Arrays = tuple[np.ndarray[Any, Any], ...]  # of a unit, in the order of ``UnitForm.arrays``
+type Content = np.ndarray[Any, np.dtype[np.uint8]]  # uint8[UnitForm.num_bytes]: of a unit
 
 
-class UnitForm(NamedTuple):
+@dataclass(frozen=True)
+class UnitForm:
     """The arrays of the units of a group: the shape and the dtype of each."""
 
     arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of a unit."""
-        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.arrays)
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
 
-    def new(self) -> Arrays:
-        """Arrays for one unit, with undefined content."""
-        return tuple(np.empty(shape, dtype) for shape, dtype in self.arrays)
+    def new(self) -> Content:
+        """Memory for one unit, undefined."""
+        return np.empty(self.num_bytes, np.uint8)
 
-    def views(self, memory: np.ndarray[Any, Any]) -> Arrays:  # uint8[num_bytes or more]
-        """The arrays of a unit in a piece of memory, one after the other."""
+    def views(self, content: Content) -> list[np.ndarray[Any, Any]]:
+        """The arrays of a unit, in its content."""
         arrays: list[np.ndarray[Any, Any]] = []
         at = 0
         for shape, dtype in self.arrays:
-            end = at + int(np.prod(shape)) * dtype.itemsize
-            arrays.append(memory[at:end].view(dtype).reshape(shape))
+            end = at + prod(shape) * dtype.itemsize
+            arrays.append(content[at:end].view(dtype).reshape(shape))
             at = end
-        return tuple(arrays)
+        return arrays
 
 
 type Forms = Mapping[int, UnitForm]  # by group
@@ -64,7 +68,7 @@ class Unit(NamedTuple):
 
     group: int
     key: bytes
-    arrays: Arrays
+    content: Content
 
 
 @dataclass
@@ -72,9 +76,9 @@ class Polled:
     """The changes since the last ``poll``."""
 
     # units of each finished load by ticket, in the order of its keys; None where one has failed.
-    # Their arrays are valid until ``finished``
+    # Their content is valid until ``finished``
     loaded: dict[int, list[Unit | None]] = field(default_factory=dict[int, "list[Unit | None]"])
-    saved: list[Unit] = field(default_factory=list[Unit])  # whose arrays may change from now on
+    saved: list[Unit] = field(default_factory=list[Unit])  # whose content may change from now on
     added: list[bytes] = field(default_factory=list[bytes])  # keys that can be loaded from now on
     removed: list[bytes] = field(default_factory=list[bytes])  # and those that cannot any more
 
@@ -98,14 +102,14 @@ class Connector(Protocol):
         """Those of the keys whose units can be loaded."""
         ...
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         """Memory for a unit that will be saved; None if it is there already, or has no space."""
         ...
 
     def save(self, unit: Unit) -> bool:
-        """Keep a unit. The caller does not change its arrays until ``poll`` reports it.
+        """Keep a unit. The caller does not change its content until ``poll`` reports it.
 
-        The arrays are those of ``reserve``, or for a connector behind another one memory of that.
+        The content is that of ``reserve``, or for a connector behind another one memory of that.
         False if it is not kept, and not reported.
         """
         ...

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.linears import dense_linears, linear_specs
+from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.params import ParamSpec, as_is, join, join_flat, transposed
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
@@ -41,9 +41,16 @@ class ExpertTensors(NamedTuple):
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias_dims: int = 1  # with 2 the tensor is [1, E]
+    latents: tuple[str, str] = ("", "")  # the projection to a latent, and back
 
 
 _TENSORS = ExpertTensors()
+MIXTRAL_TENSORS = ExpertTensors(
+    router="block_sparse_moe.gate",
+    gate="block_sparse_moe.experts.{}.w1",
+    up="block_sparse_moe.experts.{}.w3",
+    down="block_sparse_moe.experts.{}.w2",
+)
 
 
 class RoutingKeys(NamedTuple):
@@ -65,12 +72,14 @@ def experts_config(
     width: str,
     routing: Routing,
     keys: RoutingKeys = _KEYS,
+    more_choices: int = 0,
     **more: Any,
 ) -> ExpertsConfig:
     """A mixture of experts whose number and width are the keys ``count`` and ``width``.
 
     Newer files may have the number under "num_local_experts", transformers' common name. ``keys``
-    are those that ``routing`` was read from, ``more`` are further fields. Raises ``ConfigError``
+    are those that ``routing`` was read from, ``more_choices`` is the number of a token's choices
+    besides these experts, ``more`` are further fields. Raises ``ConfigError``
     for an activation other than SiLU, and if a token would use more experts than it may.
     """
     hf.supported_only(config, "hidden_act", "silu", "swish")
@@ -78,6 +87,7 @@ def experts_config(
         count = _COUNT
     number = hf.positive_int(config, count)
     most = number if routing.groups is None else _in_groups(number, routing.groups, keys)
+    most += more_choices
     if routing.chosen > most:
         among = f"the {number} of {count!r}"
         if routing.groups is not None:
@@ -229,20 +239,37 @@ def expert_specs(
     def sources(name: str, expert: int, outputs: int, inputs: int) -> Source:
         return Source(f"{source}{name.format(expert)}.weight", (outputs, inputs))
 
-    pairs = tuple(sources(name, i, f, width) for i in range(e) for name in (names.gate, names.up))
-    array = ArraySpec((e, 2 * f, width), axes.gate_up)
+    outer, halves = width, ffn.activation.halves
+    if ffn.latent is not None:
+        yield from _latent_specs(path, source, ffn.latent, outer, names)
+        width = ffn.latent
+    into = (names.gate, names.up)[-halves:]
+    pairs = tuple(sources(name, i, f, width) for i in range(e) for name in into)
+    array = ArraySpec((e, halves * f, width), axes.gate_up)
     yield ParamSpec(path + "gate_up", array, pairs, join, pieces=e, matrix="experts")
     downs = tuple(sources(names.down, i, width, f) for i in range(e))
     array = ArraySpec((e, width, f), axes.down)
     yield ParamSpec(path + "down", array, downs, join, pieces=e, matrix="experts")
     if ffn.shared is not None:
-        linears = dense_linears(ffn.shared, width, names.shared)
+        linears = dense_linears(ffn.shared, outer, names.shared)
         weights, biases = linear_specs(f"{path}shared/", source, linears)
         yield from (*weights, *biases)
     if ffn.shared_gate:
-        gate = Source(f"{source}{names.shared_gate}.weight", (1, width))
-        array = ArraySpec((width, 1), (None, None))
+        gate = Source(f"{source}{names.shared_gate}.weight", (1, outer))
+        array = ArraySpec((outer, 1), (None, None))
         yield ParamSpec(path + "shared_gate", array, (gate,), transposed)
+
+
+def _latent_specs(
+    path: str, source: str, latent: int, width: int, names: ExpertTensors
+) -> list[ParamSpec]:
+    """The projections around experts that read a latent; every device has them."""
+    axes, (into, back) = (None, None), names.latents
+    linears = (
+        Linear("into_latent", (into,), (width, latent), axes, bias=False),
+        Linear("from_latent", (back,), (latent, width), axes, bias=False),
+    )
+    return linear_specs(path, source, linears)[0]
 
 
 class ExpertAxes(NamedTuple):
@@ -255,7 +282,7 @@ class ExpertAxes(NamedTuple):
 def expert_axes(ffn: ExpertsConfig) -> ExpertAxes:
     """The axes of experts, of which a device has some or a part of every one."""
     if ffn.slices:
-        columns = Fused("ffn", (ffn.width, ffn.width))
+        columns = Fused("ffn", (ffn.width,) * ffn.activation.halves)
         return ExpertAxes((None, columns, None), (None, None, "ffn"))
     whole: Axes = ("experts", None, None)
     return ExpertAxes(whole, whole)
@@ -265,25 +292,30 @@ def router_specs(
     path: str, source: str, ffn: ExpertsConfig, width: int, names: ExpertTensors
 ) -> Iterator[ParamSpec]:
     """The parameters of a layer's router, which is small and never quantised."""
-    weight = Source(f"{source}{names.router}.weight", (ffn.count, width))
+    count = ffn.count + ffn.zero_experts
+    weight = Source(f"{source}{names.router}.weight", (count, width))
     yield ParamSpec(path + "router", ArraySpec(weight.shape, (None, None)), (weight,), as_is)
     if ffn.router_bias:
-        bias = Source(f"{source}{names.router}.bias", (ffn.count,))
-        yield ParamSpec(path + "router_bias", ArraySpec((ffn.count,), (None,)), (bias,), as_is)
+        bias = Source(f"{source}{names.router}.bias", (count,))
+        yield ParamSpec(path + "router_bias", ArraySpec((count,), (None,)), (bias,), as_is)
     if ffn.choice_bias:
-        shape = (1,) * (names.choice_bias_dims - 1) + (ffn.count,)
+        shape = (1,) * (names.choice_bias_dims - 1) + (count,)
         bias = Source(f"{source}{names.choice_bias}", shape)
-        array = ArraySpec((ffn.count,), (None,), jnp.dtype(jnp.float32))
+        array = ArraySpec((count,), (None,), jnp.dtype(jnp.float32))
         yield ParamSpec(path + "choice_bias", array, (bias,), join_flat)
 
 
 def unused_parameters(config: DecoderSpec) -> int:
     """Parameters of experts that a token does not choose."""
     return sum(
-        (ffn.count - ffn.routing.chosen)
-        * (3 * config.hidden_size * ffn.width + _biases(ffn, config))
+        (ffn.count - ffn.routing.chosen) * (_weights(ffn, config) + _biases(ffn, config))
         for ffn in config.experts.values()
     )
+
+
+def _weights(ffn: ExpertsConfig, config: DecoderSpec) -> int:
+    """Weights of one expert."""
+    return (1 + ffn.activation.halves) * (ffn.latent or config.hidden_size) * ffn.width
 
 
 def _biases(ffn: ExpertsConfig, config: DecoderSpec) -> int:

@@ -240,8 +240,8 @@ def _qkv_linear(
     rows: Callable[[int], RotaryRows | None],
 ) -> Linear:
     """The linear layer of q, k and v; ``rows``: the row order of so many heads."""
-    n, k, h = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    parts, widths, units = (n * h, k * h, k * h), (), (n, k, k)
+    n, k, h, v = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.value_dim
+    parts, widths, units = (n * h, k * h, k * v), (), (n, k, k)
     tensors, orders = names.qkv, (rows(n), rows(k), None)
     if names.groups:
         local = n * h // names.groups
@@ -287,11 +287,16 @@ def _layer_specs(
     attention = mixer.attention if isinstance(mixer, SideBySideConfig) else mixer
     if isinstance(attention, AttentionConfig):
         rows = partial(_rotary_rows, attention, interleaved=interleaved)
-        heads = attention.num_heads * attention.head_dim
+        heads = attention.num_heads * attention.value_dim
         linears = (
             _qkv_linear(attention, d, names, rows),
             Linear("o", (names.o,), (heads, d), ("heads", None), attention.o_bias),
         )
+        if attention.head_gate:
+            assert names.gate is not None, "the gates have a tensor"
+            own = (Source(f"{source}{names.gate}.weight", (attention.num_heads, d)),)
+            array = ArraySpec((d, attention.num_heads), (None, "heads"))
+            yield ParamSpec(f"{path}head_gate", array, own, join_outputs)
     if isinstance(mixer, SideBySideConfig):
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(f"{path}beside/", source, mixer.other, d, config.norm_dtype)
@@ -347,7 +352,7 @@ def _head_specs(
         yield ParamSpec(path + "o_norm", array, norm, norms.one)
     if mixer.sinks:
         array = ArraySpec((mixer.num_heads,), ("heads",))
-        sinks = (Source(f"{source}self_attn.sinks", array.shape),)
+        sinks = (Source(source + names.sinks, array.shape),)
         yield ParamSpec(f"{path}sinks", array, sinks, as_is)
     if mixer.qk_norm in ("head", "rotated"):
         own = tuple(f"{name}.weight" for name in names.qk_norms)

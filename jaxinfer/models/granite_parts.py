@@ -16,7 +16,8 @@ from jaxinfer.models.linears import dense_linears, linear_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec, join
 from jaxinfer.models.sources import ArraySpec, Source
-from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig, PlainResidual
+from jaxinfer.nn.decoder_config import DecoderSpec, ExpertsConfig
+from jaxinfer.nn.residual_spec import PlainResidual
 
 # of the network of all tokens
 SHARED_NAMES = TensorNames(into=("shared_mlp.input_linear",), down="shared_mlp.output_linear")

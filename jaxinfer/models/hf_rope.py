@@ -125,20 +125,28 @@ def ropes_by_kind(
     theta: float,
     local_theta: float | None = None,
     local_key: str = _THETA,
+    partials: tuple[float | None, float | None] = (None, None),
 ) -> tuple[RopeConfig, RopeConfig]:
     """The ropes of layers without a window, and of layers with one, which have a section of their
     own or none: a scaling is only that of layers without a window.
 
-    ``local_key`` is the top-level key of the base for layers with a window. Raises ``ConfigError``
-    as ``rope_config`` does, and for a section of another kind of layers.
+    ``local_key`` is the top-level key of the base for layers with a window, ``partials`` are the
+    defaults for the part of a head that rotates, see ``rope_config``. Raises ``ConfigError`` as
+    that does, and for a section of another kind of layers.
     """
     full = {key: config.get(key) for key in ROPE_KEYS}
     local = {key: config.get(key) for key in (_POSITIONS, local_key)}
     for place in SECTIONS:
         full[place], local[place] = _sections_by_kind(place, config.get(place))
     return (
-        rope_config(full, head_dim, theta=theta),
-        rope_config(local, head_dim, theta=local_theta or theta, theta_key=local_key),
+        rope_config(full, head_dim, theta=theta, partial=partials[0]),
+        rope_config(
+            local,
+            head_dim,
+            theta=local_theta or theta,
+            theta_key=local_key,
+            partial=partials[1],
+        ),
     )
 
 
@@ -308,8 +316,8 @@ def _scaling(
         if name == _CONTEXT_FIELD or not (name in values or field.default is dataclasses.MISSING):
             continue
         given[name] = _value(values, name, head_dim)
-    if kind == "llama3" and not given["high_freq_factor"] > given["low_freq_factor"]:
-        raise ConfigError("rope key 'high_freq_factor' must be larger than 'low_freq_factor'")
+    if kind == "llama3" and not given["high_freq_factor"] >= given["low_freq_factor"]:
+        raise ConfigError("rope key 'high_freq_factor' must not be below 'low_freq_factor'")
     return scaling(**given)
 
 

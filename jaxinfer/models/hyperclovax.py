@@ -21,7 +21,8 @@ from jaxinfer.models.gqa import (
 )
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.params import ParamSpec
-from jaxinfer.nn.decoder_config import DecoderSpec, PlainResidual
+from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.residual_spec import PlainResidual
 
 _EPS = 1e-6  # transformers' default
 _NORMS = NormSources(("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"))

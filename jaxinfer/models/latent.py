@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,7 @@ from jaxinfer.models.experts import expert_specs
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, ExpertSpecs, MixerSpecs, outer_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
+from jaxinfer.models.names import LLAMA
 from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.decoder_config import (
@@ -34,7 +35,22 @@ LATENT_IGNORED_TENSORS = GQA_IGNORED_TENSORS
 
 _QUERY_RANK = 1536  # transformers' default; null in config.json: queries have no latent
 _NORM_EPS = 1e-6  # of the norms of latents in the published code, whatever rms_norm_eps is
-_NORMS = ("input_layernorm", "post_attention_layernorm")
+_AFTER_NETWORK = "post_mlp_layernorm"
+
+
+class LatentNames(NamedTuple):
+    """The names of tensors: of the embedding, the start of a mixer's, its projection back, the
+    norms, and the start of a dense network's.
+    """
+
+    embed: str = "model.embed_tokens"
+    own: str = "self_attn."
+    o: str = "o_proj"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    network: str = "mlp."
+
+
+_NAMES = LatentNames()
 
 
 def latent_config(
@@ -181,51 +197,65 @@ class KeysAndValues:
 
 
 def latent_param_specs(
-    config: DecoderSpec, experts: ExpertSpecs = expert_specs, mixers: MixerSpecs | None = None
+    config: DecoderSpec,
+    experts: ExpertSpecs = expert_specs,
+    mixers: MixerSpecs | None = None,
+    names: LatentNames = _NAMES,
 ) -> tuple[ParamSpec, ...]:
     """The parameters of the decoder, with Hugging Face's names of their sources.
 
     ``experts`` has those of a layer's mixture of experts and ``mixers`` those of another mixer than
     latent attention, of families that have one.
     """
-    specs = outer_specs(config)
+    specs = outer_specs(config, names=LLAMA._replace(embed=names.embed))
     for i, layer in enumerate(config.layers):
         path, source = f"layers_{i}/", f"model.layers.{i}."
-        specs.extend(_layer_specs(config, layer, path, source, mixers))
+        specs += latent_layer_specs(config, layer, path, source, names, mixers)
         if isinstance(layer.ffn, ExpertsConfig):
             specs.extend(experts(path, source, layer.ffn, config.hidden_size))
     return tuple(specs)
 
 
-def _layer_specs(
-    config: DecoderSpec, layer: LayerSpec, path: str, source: str, mixers: MixerSpecs | None
+def latent_layer_specs(
+    config: DecoderSpec,
+    layer: LayerSpec,
+    path: str,
+    source: str,
+    names: LatentNames = _NAMES,
+    mixers: MixerSpecs | None = None,
+    dense: FeedForwardConfig | None = None,
 ) -> Iterator[ParamSpec]:
-    """The parameters of a layer without those of experts."""
+    """The parameters of a layer without those of experts; ``dense`` is a network beside them."""
     c, ffn, d = layer.mixer, layer.ffn, config.hidden_size
     linears: list[Linear] = []
     if isinstance(c, LatentAttentionConfig):
-        linears += _attention_linears(c, d)
+        linears += _attention_linears(c, d, names)
     else:
         assert mixers is not None, "the family has no other mixers"
         yield from mixers(path, source, c, d, config.norm_dtype)
     if isinstance(ffn, FeedForwardConfig):
-        linears += dense_linears(ffn, d)
+        linears += dense_linears(ffn, d, names.network)
+    if dense is not None:
+        yield from linear_specs(f"{path}dense/", source, dense_linears(dense, d, names.network))[0]
     weights, biases = linear_specs(path, source, linears)
     yield from (*weights, *biases)
     if isinstance(c, LatentAttentionConfig):
-        yield from _input_specs(c, d, path, source)
-    yield _norm_spec(config, f"{path}norms", source, _NORMS, d)
+        yield from _input_specs(c, d, path, source + names.own)
+    norms = (*names.norms, *((_AFTER_NETWORK,) if layer.norms == "ffn_both" else ()))
+    yield _norm_spec(config, f"{path}norms", source, norms, d)
     if isinstance(c, LatentAttentionConfig):
-        yield from _latent_specs(config, c, path, f"{source}self_attn.")
+        yield from _latent_specs(config, c, path, source + names.own)
 
 
-def _attention_linears(c: LatentAttentionConfig, width: int) -> Iterator[Linear]:
+def _attention_linears(
+    c: LatentAttentionConfig, width: int, names: LatentNames
+) -> Iterator[Linear]:
     """The projection to the residual stream, and that from the latent of queries."""
     values = c.num_heads * c.value_dim
-    yield Linear("o", ("self_attn.o_proj",), (values, width), ("heads", None), c.bias)
+    yield Linear("o", (names.own + names.o,), (values, width), ("heads", None), c.bias)
     if c.query_rank is not None:
         shape = (c.query_rank, c.num_heads * c.head_dim)
-        yield Linear("q_b", ("self_attn.q_b_proj",), shape, (None, "heads"), bias=False)
+        yield Linear("q_b", (f"{names.own}q_b_proj",), shape, (None, "heads"), bias=False)
 
 
 def _norm_spec(
@@ -255,18 +285,17 @@ def _latent_specs(
     yield ParamSpec(path + "kv_b", arrays, (expanded,), build)
 
 
-def _input_specs(
-    c: LatentAttentionConfig, width: int, path: str, source: str
-) -> Iterator[ParamSpec]:
+def _input_specs(c: LatentAttentionConfig, width: int, path: str, own: str) -> Iterator[ParamSpec]:
     """The projection from the residual stream to the queries (or their latent) and the entry.
 
-    Every device needs the whole entry, so this projection is not divided.
+    ``own`` begins tensors' names. Every device needs the whole entry, so this projection is not
+    divided.
     """
     name, outputs = "q_a_proj", c.query_rank
     if outputs is None:
         name, outputs = "q_proj", c.num_heads * c.head_dim
-    parts = {f"{source}self_attn.{name}": outputs}
-    parts[f"{source}self_attn.kv_a_proj_with_mqa"] = c.entry_dim
+    parts = {own + name: outputs}
+    parts[f"{own}kv_a_proj_with_mqa"] = c.entry_dim
     sources = tuple(Source(f"{part}.weight", (out, width)) for part, out in parts.items())
     array = ArraySpec((width, outputs + c.entry_dim), (None, None))
     yield ParamSpec(path + "q_kv_a", array, sources, join_outputs, matrix="out_in")

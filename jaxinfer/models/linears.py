@@ -34,6 +34,7 @@ def dense_linears(
     """The linear layers of a network, by default with Llama's tensors after ``source``."""
     f = ffn.width
     into, down = (f"{source}gate_proj", f"{source}up_proj"), f"{source}down_proj"
+    into = into if ffn.gated else into[1:]
     if names is not None:
         into, down = names.into, names.down
     first = Linear("up", into, (width, f), (None, "ffn"), ffn.bias)

@@ -18,7 +18,8 @@ from jaxinfer.models.latent import (
     latent_config,
     latent_param_specs,
 )
-from jaxinfer.nn.decoder_config import DecoderSpec, PlainResidual
+from jaxinfer.nn.decoder_config import DecoderSpec
+from jaxinfer.nn.residual_spec import PlainResidual
 
 # transformers' defaults
 _EMBED, _DEPTH, _BASE, _QUERY_RANK = 12.0, 1.4, 256, 768

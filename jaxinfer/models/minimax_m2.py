@@ -16,7 +16,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import (
-    ExpertTensors,
+    MIXTRAL_TENSORS,
     expert_specs,
     experts_config,
     experts_per_token,
@@ -28,13 +28,7 @@ from pallas_kernels.route.routing import Routing
 
 # transformers' defaults
 _HEAD_DIM, _THETA = 128, 5e6
-_TENSORS = ExpertTensors(
-    router="block_sparse_moe.gate",
-    gate="block_sparse_moe.experts.{}.w1",
-    up="block_sparse_moe.experts.{}.w3",
-    down="block_sparse_moe.experts.{}.w2",
-    choice_bias="block_sparse_moe.e_score_correction_bias",
-)
+_TENSORS = MIXTRAL_TENSORS._replace(choice_bias="block_sparse_moe.e_score_correction_bias")
 _BETAS = ("full_attention", "linear_attention", "mlp")  # factors on blocks' inputs, of MiniMax-01
 _UNUSED = ("mlp_intermediate_size", "router_jitter_noise", "shared_moe_mode")
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import (
-    ExpertTensors,
+    MIXTRAL_TENSORS,
     expert_specs,
     experts_config,
     experts_per_token,
@@ -25,12 +25,6 @@ from jaxinfer.nn.decoder_config import DecoderSpec
 from pallas_kernels.route.routing import Routing
 
 _THETA = 1e6  # transformers' default
-_TENSORS = ExpertTensors(
-    router="block_sparse_moe.gate",
-    gate="block_sparse_moe.experts.{}.w1",
-    up="block_sparse_moe.experts.{}.w3",
-    down="block_sparse_moe.experts.{}.w2",
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -59,6 +53,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
 FAMILY = ModelFamily(
     name="mixtral",
     config_from_hf=config_from_hf,
-    param_specs=partial(gqa_param_specs, experts=partial(expert_specs, names=_TENSORS)),
+    param_specs=partial(gqa_param_specs, experts=partial(expert_specs, names=MIXTRAL_TENSORS)),
     ignored_tensors=GQA_IGNORED_TENSORS,
 )

@@ -32,6 +32,7 @@ class TensorNames(NamedTuple):
     o_norm: str = ""
     down_norm: str = ""
     embed_norm: str = ""
+    sinks: str = "self_attn.sinks"
 
 
 LLAMA = TensorNames()

@@ -1,6 +1,8 @@
 """Nemotron-H: layers of one block, which is Mamba-2, attention without rope, or a network.
 
-Source: ``modeling_nemotron_h`` of Hugging Face transformers. Layers with experts are refused.
+The networks of Nemotron 3 have experts without gates, of squared ReLUs.
+
+Source: ``modeling_nemotron_h`` of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +18,12 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
+from jaxinfer.models.experts import (
+    ExpertTensors,
+    expert_specs,
+    experts_config,
+    grouped_routing,
+)
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_param_specs
 from jaxinfer.models.mamba import Mamba2Keys, mamba2_config, mamba2_specs
 from jaxinfer.models.names import TensorNames
@@ -23,10 +31,12 @@ from jaxinfer.nn.absent import NoMixer, NoNetwork
 from jaxinfer.nn.decoder_config import (
     AttentionConfig,
     DecoderSpec,
+    ExpertsConfig,
     FeedForwardConfig,
     LayerSpec,
 )
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
+from pallas_kernels.experts.stack import RELU2
 
 _NAMES = TensorNames(
     embed="backbone.embeddings",
@@ -62,6 +72,29 @@ _OLDER = MappingProxyType(
 _MAMBA, _FULL, _NETWORK, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _OF_PATTERN = MappingProxyType({"M": _MAMBA, "*": _FULL, "-": _NETWORK, "E": _EXPERTS})
 _OF_OLDER = MappingProxyType({"mamba": _MAMBA, "attention": _FULL})
+# of layers with experts, if there are none; how a shared network and experts overlap; prediction
+_OF_EXPERTS = (
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "n_group", "topk_group"),
+    *("norm_topk_prob", "routed_scaling_factor", "num_local_experts"),
+)
+_UNUSED = (*("moe_shared_expert_overlap", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),)
+_TENSORS = ExpertTensors(
+    router="mixer.gate",
+    up="mixer.experts.{}.up_proj",
+    down="mixer.experts.{}.down_proj",
+    choice_bias="mixer.gate.e_score_correction_bias",
+    shared="mixer.shared_experts.",
+    latents=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+)
+_EXPERT_DEFAULTS = MappingProxyType(  # transformers'
+    {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 7688,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+)
 # transformers' defaults
 _HEAD_DIM, _LEAST_STEP, _EPS, _GROUPS, _STATE, _CHUNK_HEAD = 128, 0.001, 1e-5, 8, 128, 64
 
@@ -73,37 +106,34 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "mamba_hidden_act", "silu", "swish")
     hf.supported_only(config, "attention_bias", False)
     hf.supported_only(config, "tie_word_embeddings", False)
-    for unused in (*_KEYS_OF_EXPERTS, "num_logits_to_keep", "residual_in_fp32", "mamba_proj_bias"):
+    for unused in (*_UNUSED, "num_logits_to_keep", "residual_in_fp32", "mamba_proj_bias"):
         config.get(unused)
     for unused in ("mamba_expand", "rescale_prenorm_residual", "rms_norm_eps", "norm_eps"):
         config.get(unused)
     for unused in ("rope_theta", "rope_parameters", "partial_rotary_factor", "time_step_limit"):
         config.get(unused)  # in some files, but nothing rotates
-    blocks = {
+    kinds = _layer_kinds(config)
+    blocks: dict[str, LayerSpec] = {
         _MAMBA: LayerSpec(_mamba(config), NoNetwork(), "shared"),
         _FULL: LayerSpec(_attention(config), NoNetwork(), "shared"),
         _NETWORK: LayerSpec(NoMixer(), _network(config), "shared"),
     }
+    if _EXPERTS in kinds:
+        blocks[_EXPERTS] = LayerSpec(NoMixer(), _experts(config), "shared")
+    else:
+        for unused in _OF_EXPERTS:
+            config.get(unused)
     length = hf.positive_int(config, "max_position_embeddings")
     return DecoderSpec(
         vocab_size=hf.positive_int(config, "vocab_size"),
         hidden_size=hf.positive_int(config, "hidden_size"),
-        layers=tuple(blocks[kind] for kind in _layer_kinds(config)),
+        layers=tuple(blocks[kind] for kind in kinds),
         lengths=(length, length),
         norm="rms",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", _EPS),
         tie_word_embeddings=False,
         dtype=dtype,
     )
-
-
-# of layers with experts, of which a supported file has none
-_KEYS_OF_EXPERTS = (
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap"),
-    *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "num_local_experts"),
-    *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "moe_shared_expert_overlap"),
-)
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
@@ -118,11 +148,6 @@ def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
             "them must have the kind of each layer"
         )
     kinds = [_OF_OLDER.get(kind, kind) if isinstance(kind, str) else "" for kind in given]
-    if _EXPERTS in kinds:
-        raise ConfigError(
-            "config key 'layers_block_type' has layers with experts ('moe'), which have no gate "
-            "and are not supported in NemotronHForCausalLM; use a model without them"
-        )
     unknown = [kind for kind in kinds if kind not in _OF_PATTERN.values()]
     num_layers = hf.positive_int(config, "num_hidden_layers", len(kinds))
     if unknown or num_layers != len(kinds):
@@ -174,6 +199,28 @@ def _network(config: Mapping[str, Any]) -> FeedForwardConfig:
     )
 
 
+def _experts(config: Mapping[str, Any]) -> ExpertsConfig:
+    """Experts chosen as in DeepSeek-V3, and a network of all tokens; none has gates."""
+    hf.supported_only(config, "mlp_hidden_act", "relu2")
+    hf.supported_only(config, "mlp_bias", False)
+    hf.layer_index(config, "n_shared_experts", 1)  # which are one network of its own width
+    own = hf.with_defaults(config, _EXPERT_DEFAULTS)
+    width = hf.positive_int(config, "moe_shared_expert_intermediate_size", 7688)
+    latent = None
+    if config.get("moe_latent_size") is not None:
+        latent = hf.positive_int(config, "moe_latent_size")
+    return experts_config(
+        own,
+        count="n_routed_experts",
+        width="moe_intermediate_size",
+        routing=grouped_routing(own, "sigmoid"),
+        choice_bias=True,
+        activation=RELU2,
+        shared=FeedForwardConfig(width=width, activation="relu2", gated=False),
+        latent=latent,
+    )
+
+
 FAMILY = ModelFamily(
     name="nemotron_h",
     config_from_hf=config_from_hf,
@@ -181,6 +228,7 @@ FAMILY = ModelFamily(
         gqa_param_specs,
         norms=NormSources(("norm",)),
         names=_NAMES,
+        experts=partial(expert_specs, names=_TENSORS),
         mixers=partial(mamba2_specs, name="mixer."),
     ),
     ignored_tensors=GQA_IGNORED_TENSORS,

@@ -128,6 +128,18 @@ _MODULES = (
     ("BioGptForCausalLM", "jaxinfer.models.biogpt"),
     ("XGLMForCausalLM", "jaxinfer.models.xglm"),
     ("CTRLLMHeadModel", "jaxinfer.models.ctrl"),
+    ("MiniMaxForCausalLM", "jaxinfer.models.minimax"),
+    ("MiniMaxText01ForCausalLM", "jaxinfer.models.minimax"),
+    ("MiniMaxM1ForCausalLM", "jaxinfer.models.minimax"),
+    ("BailingMoeForCausalLM", "jaxinfer.models.bailing"),
+    ("BailingMoeV2ForCausalLM", "jaxinfer.models.bailing"),
+    ("BailingMoeLinearV2ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("AXK1ForCausalLM", "jaxinfer.models.axk1"),
+    ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
+    ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
+    ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
+    ("LagunaForCausalLM", "jaxinfer.models.laguna"),
 )
 
 # Models of text and images whose text decoder is a model of its own: the one that the model type of

@@ -274,15 +274,18 @@ class WeightViews:
         mixer = self._attention(layer)
         part = min(part, 1) if mixer.values == "keys" else part  # values are made of the keys
         counts = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
-        first = mixer.num_heads * mixer.gate + sum(counts[:part])
-        heads = qkv.reshape(*qkv.shape[:-1], -1, mixer.head_dim)
-        return heads[..., first : first + counts[part], :]
+        each = (mixer.head_dim, mixer.head_dim, mixer.value_dim)
+        widths = [count * width for count, width in zip(counts, each, strict=True)]
+        first = widths[0] * mixer.gate + sum(widths[:part])
+        own = qkv[..., first : first + widths[part]]
+        return own.reshape(*qkv.shape[:-1], counts[part], each[part])
 
     def _qkv_bias(self, layer: int, part: int) -> jax.Array:  # [heads, H]
         mixer = self._attention(layer)
-        kinds = 1 if mixer.values == "keys" else 2
-        heads = mixer.num_heads * (1 + mixer.gate) + kinds * mixer.num_kv_heads
-        return self._heads_of(layer, self._bias(layer, "qkv", heads * mixer.head_dim), part)
+        heads = mixer.num_heads * (1 + mixer.gate) + mixer.num_kv_heads
+        values = 0 if mixer.values == "keys" else mixer.num_kv_heads * mixer.value_dim
+        bias = self._bias(layer, "qkv", heads * mixer.head_dim + values)
+        return self._heads_of(layer, bias, part)
 
     def _bias_into_ffn(self, layer: int) -> jax.Array:  # [F]
         ffn = self._ffns()[layer]

@@ -27,19 +27,22 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, StepContext
-from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, ResidualSpec
-from jaxinfer.nn.layer_spec import NormSpec
+from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec
+from jaxinfer.nn.layer_spec import BlockFactors, NormSpec
 from jaxinfer.nn.linear import (
-    BlockOutput,
+    Carried,
     Norm,
     Outputs,
     Stream,
     added,
     normalised,
     outputs_of,
+    scaled,
     whole,
 )
 from jaxinfer.nn.points import GivenPoints, Points
+from jaxinfer.nn.residual import Add
+from jaxinfer.nn.residual_spec import ResidualSpec
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
@@ -79,14 +82,20 @@ class DecoderLayer(nn.Module):
             stream = _without_block("attn_out", stream, ctx, only)
         else:
             own, add = self.residual.module("mixer_residual").read(stream, only)
-            x, delta, state = mixer(own, norms[0], state, ctx, only)
+            before = norms[0]
+            if spec.on_norms is not None:
+                own, before, add = _on_norm(own, before, spec.on_norms[0], ctx)
+            x, delta, state = mixer(own, before, state, ctx, only)
             stream = add(x, _output("attn_out", x, delta, norms[1], ctx))
         stream = _at("resid_mid", stream, ctx)
         if ffn is None:
             stream = _without_block("mlp_out", stream, ctx)
         else:
             own, add = self.residual.module("ffn_residual").read(stream, None)
-            x, delta = ffn(own, norms[2], ctx if only is None else ctx.of_tokens(only))
+            before, own_ctx = norms[2], ctx if only is None else ctx.of_tokens(only)
+            if spec.on_norms is not None:
+                own, before, add = _on_norm(own, before, spec.on_norms[1], own_ctx)
+            x, delta = ffn(own, before, own_ctx)
             stream = add(x, _output("mlp_out", x, delta, norms[3], ctx))
         if self.spec.end is not None:
             end = self.spec.end.module()
@@ -139,8 +148,22 @@ class DecoderLayer(nn.Module):
             return norms[0], norms[1], norms[2], norms[3]
         if placed == "before":
             return norms[0], None, norms[1], None
+        if placed == "ffn_both":
+            return norms[0], None, norms[1], norms[2]
         none = norms[0].as_none()
         return none, norms[0], none, norms[1]
+
+
+def _on_norm(
+    stream: Stream, norm: Norm, factors: BlockFactors, ctx: StepContext
+) -> tuple[Stream, Norm, Add]:
+    """A block's input after its norm, no norm before it, and how its output is added to that."""
+    _, h = normalised(stream, norm, ctx)
+
+    def add(x: jax.Array, delta: Any) -> Stream:
+        return Stream(x * factors.stream, scaled(delta, factors.output))
+
+    return Stream(h), norm.as_none(), add
 
 
 def _plain_norm(width: int, norms: NormSpec) -> Norm:
@@ -204,10 +227,10 @@ def _without_block(
     return Stream(x, _output(point, x, jnp.zeros_like(x), None, ctx))
 
 
-def _output(
-    point: str, x: jax.Array, delta: BlockOutput, post: Norm | None, ctx: StepContext
-) -> BlockOutput:
+def _output(point: str, x: jax.Array, delta: Any, post: Norm | None, ctx: StepContext) -> Any:
     """A block's output with the block's post norm if there is one; ``x`` is its input."""
+    if isinstance(delta, Carried):
+        return replace(delta, output=_output(point, x, delta.output, post, ctx))
     if post is not None and post.kind == "rms":
         delta = outputs_of(delta, post)
     elif post is not None:

@@ -17,8 +17,15 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
-from jaxinfer.nn.layer_spec import LayerEndConfig, LayerInputsConfig, NormKind, NormSpec
+from jaxinfer.nn.layer_spec import (
+    BlockFactors,
+    LayerEndConfig,
+    LayerInputsConfig,
+    NormKind,
+    NormSpec,
+)
 from jaxinfer.nn.positions import Alibi, Sinusoids
+from jaxinfer.nn.residual_spec import PlainResidual, ResidualSpec
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState, PagedKind, StateLayout, keys_and_values, state_layout
 from pallas_kernels.experts.stack import SWIGLU, Activation
@@ -85,11 +92,13 @@ class AttentionConfig(BlockSpec):
     heads together, or that of each "rotated" head ("rotated_plain": without weights); or before
     rope a LayerNorm of each head, with one weight and bias for all ("layer"), or with a weight of
     each ("layers"). With ``sinks`` each head has a logit beside its scores that takes part in the
-    softmax. With ``gate`` the output of each head is multiplied by the sigmoid of a projection of
-    the token. ``values`` says how values are made. Queries, keys and values are limited to ``clip``
-    and its negative, and queries grow with the position. Scores x become c tanh(x / c) with a
-    ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the epsilon of an RMS norm of all
-    heads' outputs. ``page_dtype`` is that of pages (None: the decoder's).
+    softmax. With ``gate`` the output of each head is multiplied by ``gate_act`` of a projection of
+    the token, with ``head_gate`` by one number. ``values`` says how values are made. Queries, keys
+    and values are limited to ``clip`` and its negative, and queries grow with the position. Scores
+    x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
+    epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
+    keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
+    is that of pages (None: the decoder's).
     """
 
     is_invariant: ClassVar[bool] = True
@@ -104,6 +113,8 @@ class AttentionConfig(BlockSpec):
     qk_norm: QKNormKind | None = None
     sinks: bool = False
     gate: bool = False
+    head_gate: bool = False
+    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     values: Values = "projected"
     clip: float | None = None
     cap: float | None = None
@@ -111,6 +122,13 @@ class AttentionConfig(BlockSpec):
     alibi: Alibi | None = None
     out_norm: float | None = None
     page_dtype: jnp.dtype | None = None
+    own_value_dim: int | None = None
+    value_scale: float = 1.0
+
+    @property
+    def value_dim(self) -> int:
+        """The width of values, and of a head's output."""
+        return self.own_value_dim or self.head_dim
 
     def for_context(self, length: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -132,7 +150,7 @@ class AttentionConfig(BlockSpec):
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
-        return {"z": (self.num_heads, self.head_dim)}
+        return {"z": (self.num_heads, self.value_dim)}
 
     def words(self) -> str:
         """See ``MixerSpec``."""
@@ -185,7 +203,9 @@ class ExpertsConfig(FeedForwardSpec):
     token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
     multiplied by its weight before the expert instead of after it (Llama 4).
-    ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
+    Choices from ``count`` on are of ``zero_experts``, which return the token itself. With
+    ``latent`` experts read a projection of the token to that width, and their sum is projected
+    back. ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
     ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
     whole experts.
     """
@@ -202,6 +222,8 @@ class ExpertsConfig(FeedForwardSpec):
     shared_gate: bool = False
     shared_scale: float = 1.0
     weighs_inputs: bool = False
+    latent: int | None = None
+    zero_experts: int = 0
     dummy_routing: str = "auto"
     slices: bool = False
 
@@ -236,53 +258,25 @@ class ExpertsConfig(FeedForwardSpec):
         return import_module("jaxinfer.nn.ffn.experts").Experts(self)
 
 
-class ResidualSpec(Protocol):
-    """The residual stream of a decoder. Hashable.
-
-    It may be several streams of the decoder's width, as in hyper-connections (Zhu et al. 2024,
-    arXiv:2409.19606), which are adjacent in one array [T, n * D].
-    """
-
-    @property
-    def num_streams(self) -> int:
-        """n."""
-        ...
-
-    def module(self, name: str) -> Any:
-        """How one block uses the stream, or with ``name`` "residual" the decoder; see
-        ``residual.Plain``. Parameters of a Flax module have this name in those of the layer.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PlainResidual:
-    """One stream, to which blocks add their outputs, times ``scale`` if that is not None."""
-
-    num_streams: int = 1
-    scale: float | None = None
-
-    def module(self, name: str) -> Any:
-        """See ``ResidualSpec``; it has no parameters."""
-        del name
-        return import_module("jaxinfer.nn.residual").Plain(self.scale)
-
-
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both.
+    """One layer, with norms before or after its blocks (mixer, feed-forward network), or both, or
+    before both and after the network ("ffn_both").
 
     A norm after a block is of its output, before that is added to the residual stream. A layer may
     lack a block (``nn.absent``); it has one norm then, which is "shared". ``end`` is
     what follows the network, if anything does. The blocks of a ``parallel`` layer read the same
-    stream, and their outputs are added to it together; they may share the norm before them.
+    stream, and their outputs are added to it together; they may share the norm before them. With
+    ``on_norms``, of the mixer and of the network, the norm before a block replaces the stream: the
+    block's output is added to its own input (MiniMax-01).
     """
 
     mixer: MixerSpec
     ffn: FeedForwardSpec
-    norms: Literal["before", "after", "both", "shared"] = "before"
+    norms: Literal["before", "after", "both", "shared", "ffn_both"] = "before"
     end: LayerEndConfig | None = None
     parallel: bool = False
+    on_norms: tuple[BlockFactors, BlockFactors] | None = None
 
     def share(self, devices: int) -> LayerSpec:
         """One device's part of the layer: see ``MixerSpec``."""

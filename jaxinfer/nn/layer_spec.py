@@ -56,6 +56,17 @@ class LayerEndConfig:
 
 
 @dataclass(frozen=True)
+class BlockFactors:
+    """What the norm of the stream, and a block's output, are multiplied by before they are added.
+
+    See ``LayerSpec.on_norms``.
+    """
+
+    stream: float = 1.0
+    output: float = 1.0
+
+
+@dataclass(frozen=True)
 class NormSpec:
     """The kind, epsilon and weight dtype of all norms of the residual stream."""
 

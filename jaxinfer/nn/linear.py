@@ -157,6 +157,14 @@ class Outputs:
 type BlockOutput = PlainOutput | Outputs
 
 
+@dataclass(frozen=True)
+class Carried:
+    """A block's output, and one that a later block adds to the stream: see ``nn.ffn.shortcut``."""
+
+    output: BlockOutput
+    later: jax.Array  # [T, D]
+
+
 def outputs_of(delta: BlockOutput, post: Norm) -> Outputs:
     """A block's output with this norm after those that it has."""
     if isinstance(delta, Outputs):

@@ -193,6 +193,10 @@ class Llama3Scaling(RopeScaling):
         del rope
         rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
+        if span == 0:  # Llama 4 Scout: none is blended
+            return np.where(
+                rotations >= self.low_freq_factor, frequencies, frequencies / self.factor
+            ).astype(np.float32)
         kept = np.clip((rotations - self.low_freq_factor) / span, 0.0, 1.0)
         return (kept * frequencies + (1 - kept) * frequencies / self.factor).astype(np.float32)
 

@@ -51,9 +51,9 @@ def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
 def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer that ``metadata`` describes.
 
-    Models "gpt2" (byte-level BPE) and "llama" (sentencepiece BPE with scores). Raises
-    ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing key, and a key whose
-    value is not supported.
+    Models "gpt2" (byte-level BPE), "llama" (sentencepiece BPE with scores) and "gemma4" (the same
+    with merges). Raises ``TokenizerError`` for another model, an unknown pre-tokenizer, a missing
+    key, and a key whose value is not supported.
     """
     model = required(metadata, "model")
     refuse_unknown_keys(metadata)
@@ -66,10 +66,14 @@ def _of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model == "gpt2":
         tokenizer, add_bos = _byte_level(metadata, vocab)
     elif model == "llama":
-        tokenizer, add_bos = _sentencepiece(metadata, vocab, types), True
+        merges = _merges_from_scores(vocab, _scores(metadata, vocab, types), types)
+        tokenizer, add_bos = _sentencepiece(metadata, vocab, types, merges), True
+    elif model == "gemma4":
+        merges = [_pair(*merge.partition(" ")) for merge in listed(metadata, "merges", str)]
+        tokenizer, add_bos = _sentencepiece(metadata, vocab, types, merges), True
     else:
         raise TokenizerError(
-            f"The GGUF tokenizer model {short(model)} is not supported; gpt2 and llama are."
+            f"The GGUF tokenizer model {short(model)} is not supported; gpt2, llama and gemma4 are."
         )
     _add_tokens(tokenizer, tokens, types)
     _add_post_processor(tokenizer, metadata, named_tokens(metadata), add_bos)
@@ -108,20 +112,29 @@ def _bpe(vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: An
         raise TokenizerError(f"The GGUF vocabulary and merges do not fit: {reason}") from error
 
 
-def _sentencepiece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: Sequence[int]
-) -> Tokenizer:
+def _scores(
+    metadata: Mapping[str, Any], vocab: Mapping[str, int], types: Sequence[int]
+) -> Sequence[float]:
     scores = listed(metadata, "scores", float)
     if len(scores) != len(types) or max(map(len, vocab)) > _MAX_CHARACTERS:
         raise TokenizerError(
             f"The GGUF metadata has {len(types)} tokens and {len(scores)} scores, or a token of "
             f"more than {_MAX_CHARACTERS} characters; the file is damaged."
         )
+    return scores
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any],
+    vocab: dict[str, int],
+    types: Sequence[int],
+    merges: Sequence[tuple[str, str]],
+) -> Tokenizer:
+    """A tokenizer whose tokens have "▁" for spaces, and bytes for characters that they lack."""
     unknown = next((token for token, n in vocab.items() if types[n] == TokenType.UNKNOWN), None)
-    merges = _merges_from_scores(vocab, scores, types)
     model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    space_prefix = flag(metadata, "add_space_prefix", True)
+    space_prefix = flag(metadata, "add_space_prefix", required(metadata, "model") == "llama")
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if space_prefix else spaces

@@ -87,8 +87,8 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     ids = dict(zip(tokens, range(len(tokens)), strict=True))
     types = token_types(ids, len(tokens), listed(metadata, "token_type", int))
     rule = DecodeRule(True, False, (), 0)
-    if required(metadata, "model") == "llama":
-        spaces = 1 if flag(metadata, "add_space_prefix", True) else 0
+    if (model := required(metadata, "model")) in ("llama", "gemma4"):
+        spaces = 1 if flag(metadata, "add_space_prefix", model == "llama") else 0
         rule = DecodeRule(False, True, (("▁", " "),), spaces)
     special_ids = frozenset(i for i, kind in enumerate(types) if kind in _GGUF_SPECIAL)
     return _vocabulary(ids, special_ids, rule)

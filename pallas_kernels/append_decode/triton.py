@@ -25,11 +25,10 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.page_scales import pools_of
 from pallas_kernels.lib.page_scales_triton import (
-    SMALLEST_SCALE,
-    in_units,
+    exponents_of,
+    pairs_of,
     rounded,
     scales_of,
-    values_of,
 )
 
 MIN_TILE = 16  # of tl.dot, in every dimension
@@ -151,6 +150,83 @@ def _merge_wide_splits(
 
 
 @triton.jit
+def _attend_scaled(
+    query,  # [GROUP_TILE, DIM_TILE]
+    m_i,  # float32[GROUP_TILE]: largest score plus exponent of its value's scale so far
+    l_i,  # float32[GROUP_TILE]: sum of exp2(score - m_i)
+    acc,  # float32[GROUP_TILE, DIM_TILE]
+    k_pages,  # uint8[P, S, K, H], of one kv head
+    v_pages,  # uint8[P, S, K, H], of one kv head
+    k_scales,  # float32[P, S, K], of one kv head
+    v_scales,  # float32[P, S, K], of one kv head
+    page_ids,  # int32[M] of the row
+    start,
+    end,
+    SCALE: tl.constexpr,  # of scores, times log2(e)
+    CAP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The keys from ``start`` to ``end`` in pages of 8-bit floats.
+
+    Scores are relative to the largest score plus exponent of the value's scale, 2^e <= scale. So a
+    weight times its value's scale is less than 2, and 16 bits hold it whatever the values are.
+
+    Components are read two at a time, as 16-bit numbers, and even and odd ones are multiplied
+    separately. Shared memory gives the tensor cores' fragments of 16-bit numbers, also transposed,
+    in one instruction; of single bytes a warp made 64 loads for 64 values.
+
+    Loads have no masks: keys after the last are the last one again, with a score of -inf.
+    """
+    SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    HALF: tl.constexpr = DIM_TILE // 2
+    keys = tl.arange(0, BLOCK)
+    pairs = tl.arange(0, HALF)
+    query_even, query_odd = tl.split(tl.reshape(query, (GROUP_TILE, HALF, 2)))
+    even, odd = tl.split(tl.reshape(acc, (GROUP_TILE, HALF, 2)))
+    sums = tl.zeros((GROUP_TILE, BLOCK), tl.float32)  # of weights, for each position in a block
+    k_pairs = k_pages.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_pairs = v_pages.to(tl.pointer_type(tl.int16), bitcast=True)
+    for first in range(start, end, BLOCK):
+        position = tl.minimum(first + keys, end - 1).to(tl.uint32)  # simpler to divide
+        page = tl.load(page_ids + position // PAGE_SIZE)
+        slot = page.to(tl.uint32) * PAGE_SIZE + position % PAGE_SIZE
+        slot = slot.to(tl.int64)  # offsets exceed int32
+        at_pairs = (slot * (SLOT_STRIDE // 2))[:, None] + pairs[None, :]
+        if HEAD_DIM < DIM_TILE:
+            k = tl.load(k_pairs + at_pairs, mask=(pairs < HEAD_DIM // 2)[None, :], other=0)
+            v = tl.load(v_pairs + at_pairs, mask=(pairs < HEAD_DIM // 2)[None, :], other=0)
+        else:
+            k = tl.load(k_pairs + at_pairs)
+            v = tl.load(v_pairs + at_pairs)
+        key_scales = tl.load(k_scales + slot * NUM_KV_HEADS)
+        value_scales = tl.load(v_scales + slot * NUM_KV_HEADS)
+        k_even, k_odd = pairs_of(k, query.dtype)
+        scores = tl.dot(query_even, tl.trans(k_even), input_precision="ieee")
+        scores = tl.dot(query_odd, tl.trans(k_odd), scores, input_precision="ieee")
+        scores *= (key_scales * SCALE)[None, :]
+        if CAP > 0:
+            scores = _capped(scores, CAP)
+        # The first key of a block is always visible, so m_ij is never -inf.
+        scores = tl.where((first + keys < end)[None, :], scores, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(scores + exponents_of(value_scales)[None, :], 1))
+        alpha = tl.exp2(m_i - m_ij)
+        p = tl.exp2(scores - m_ij[:, None])
+        weights = (p * value_scales[None, :]).to(query.dtype)
+        v_even, v_odd = pairs_of(v, query.dtype)
+        even = tl.dot(weights, v_even, even * alpha[:, None], input_precision="ieee")
+        odd = tl.dot(weights, v_odd, odd * alpha[:, None], input_precision="ieee")
+        sums = sums * alpha[:, None] + p
+        l_i *= alpha
+        m_i = m_ij
+    return m_i, l_i + tl.sum(sums, 1), tl.reshape(tl.join(even, odd), (GROUP_TILE, DIM_TILE))
+
+
+@triton.jit
 def _append_and_attend(
     qkv,  # [B, N + 2K, H]
     cos,  # float32[B, H / 2]
@@ -233,7 +309,6 @@ def _append_and_attend(
     m_i = tl.full((GROUP_TILE,), float("-inf"), tl.float32)
     l_i = tl.zeros((GROUP_TILE,), tl.float32)
     acc = tl.zeros((GROUP_TILE, DIM_TILE), tl.float32)
-    unit = tl.full((), SMALLEST_SCALE, tl.float32)  # of acc: the largest scale of values so far
     if not APPENDS and HAS_SINKS and split == used - 1:
         at_sink = sinks + kv_head * GROUP + heads
         m_i = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
@@ -260,7 +335,6 @@ def _append_and_attend(
             tl.store(v_scales + at_scale, value_scale, mask=is_row)
             tl.store(k_pages + at_slot, key.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
             tl.store(v_pages + at_slot, value.to(tl.uint8, bitcast=True), mask=in_dim & is_row)
-            unit = value_scale
         else:
             key = key.to(k_pages.dtype.element_ty)
             value = value.to(v_pages.dtype.element_ty)
@@ -272,52 +346,54 @@ def _append_and_attend(
         if CAP > 0:
             m_i = _capped(m_i, CAP)
         l_i = tl.full((GROUP_TILE,), 1.0, tl.float32)
-        acc += value.to(tl.float32)[None, :]
+        if SCALED:
+            # see _attend_scaled
+            exponent = exponents_of(value_scale)
+            m_i += exponent
+            l_i *= tl.exp2(-exponent)
+            acc += value.to(tl.float32)[None, :] * (value_scale * tl.exp2(-exponent))
+        else:
+            acc += value.to(tl.float32)[None, :]
         if HAS_SINKS:
             at_sink = sinks + kv_head * GROUP + heads
             sink = tl.load(at_sink, mask=heads < GROUP, other=0.0).to(tl.float32) * LOG2_E
             m_ij = tl.maximum(m_i, sink)
             alpha = tl.exp2(m_i - m_ij)
             acc = acc * alpha[:, None]
-            l_i = alpha + tl.exp2(sink - m_ij)
+            l_i = l_i * alpha + tl.exp2(sink - m_ij)
             m_i = m_ij
 
-    for first in range(start, end, BLOCK):
-        position = first + keys
-        visible = position < end
-        page = tl.load(
-            page_table + row * TABLE_WIDTH + position // PAGE_SIZE, mask=visible, other=0
-        )
-        slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
-        at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
-        readable = visible[:, None] & in_dim[None, :]
-        k = values_of(tl.load(k_pages + at_key, mask=readable, other=0), query.dtype, SCALED)
-        scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
-        if SCALED:
-            at_scale = slot * NUM_KV_HEADS + kv_head
-            scores *= tl.load(k_scales + at_scale, mask=visible, other=0.0)[None, :]
-        if CAP > 0:
-            scores = _capped(scores, CAP)
-        # The first key of a block is always visible, so m_ij is never -inf.
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(scores, 1))
-        alpha = tl.exp2(m_i - m_ij)
-        p = tl.exp2(scores - m_ij[:, None])
-        v = values_of(tl.load(v_pages + at_key, mask=readable, other=0), query.dtype, SCALED)
-        if SCALED:
-            of_keys = tl.load(v_scales + at_scale, mask=visible, other=0.0)
-            unit, change, factors = in_units(unit, of_keys)
-            weights = (p * factors[None, :]).to(query.dtype)
-            acc = acc * (alpha * change)[:, None]
-            acc += tl.dot(weights, v, input_precision="ieee")
-        else:
+    if SCALED:
+        m_i, l_i, acc = _attend_scaled(
+            query, m_i, l_i, acc, k_pages + kv_head * HEAD_DIM, v_pages + kv_head * HEAD_DIM,
+            k_scales + kv_head, v_scales + kv_head, page_table + row * TABLE_WIDTH, start, end,
+            SCALE, CAP, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, GROUP_TILE, BLOCK,
+        )  # fmt: skip
+    else:
+        for first in range(start, end, BLOCK):
+            position = first + keys
+            visible = position < end
+            page = tl.load(
+                page_table + row * TABLE_WIDTH + position // PAGE_SIZE, mask=visible, other=0
+            )
+            slot = (page * PAGE_SIZE + position % PAGE_SIZE).to(tl.int64)  # offsets exceed int32
+            at_key = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+            readable = visible[:, None] & in_dim[None, :]
+            k = tl.load(k_pages + at_key, mask=readable, other=0.0).to(query.dtype)
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * SCALE
+            if CAP > 0:
+                scores = _capped(scores, CAP)
+            # The first key of a block is always visible, so m_ij is never -inf.
+            scores = tl.where(visible[None, :], scores, float("-inf"))
+            m_ij = tl.maximum(m_i, tl.max(scores, 1))
+            alpha = tl.exp2(m_i - m_ij)
+            p = tl.exp2(scores - m_ij[:, None])
+            v = tl.load(v_pages + at_key, mask=readable, other=0.0).to(query.dtype)
             pv = tl.dot(p.to(query.dtype), v, input_precision="ieee")
             acc = acc * alpha[:, None] + pv
-        l_i = l_i * alpha + tl.sum(p, 1)
-        m_i = m_ij
+            l_i = l_i * alpha + tl.sum(p, 1)
+            m_i = m_ij
 
-    if SCALED:
-        acc *= unit
     if SPLITS == 1:
         result = tl.where(is_row, acc / l_i[:, None], 0.0)
         tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_group)
@@ -365,6 +441,7 @@ def launch_with(
 ) -> tuple[jax.Array, ...]:  # [B, N, H] and the pools
     """``append_decode`` with a given configuration; the tuner calls it too."""
     (b, n, h), (page_size, num_kv_heads) = args.queries.shape, args.k_pages.shape[1:3]
+    is_scaled = args.k_scales is not None
     group, splits, arrivals = n // num_kv_heads, config.splits, args.arrivals
     if arrivals is None:
         arrivals = jax.new_ref(jnp.zeros(b * num_kv_heads if splits > 1 else 1, jnp.int32))
@@ -398,7 +475,7 @@ def launch_with(
         EPS=args.eps,
         HAS_NORMS=args.qk_norms is not None,
         HAS_SINKS=args.sinks is not None,
-        SCALED=args.k_scales is not None,
+        SCALED=is_scaled,
         ROTATE=args.cos is not None,
         WINDOW=args.window or 0,
         TABLE_WIDTH=args.page_table.shape[1],
@@ -409,7 +486,7 @@ def launch_with(
         GROUP=group,
         GROUP_TILE=max(MIN_TILE, power_of_two(group)),
         HEAD_DIM=h,
-        DIM_TILE=power_of_two(h),
+        DIM_TILE=max(power_of_two(h), (1 + is_scaled) * MIN_TILE),  # of pairs of 8-bit floats
         PAGE_SIZE=page_size,
         SPLITS=splits,
         BLOCK=config.block,

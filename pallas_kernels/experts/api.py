@@ -51,7 +51,7 @@ def experts(
     one. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
     _check_tokens(args.x, args.choices, args.weights)
-    _check_stacks(args.x, args.gate_up, args.down)
+    _check_stacks(args.x, args.gate_up, args.down, args.activation.halves)
     count, hidden, _ = size_of(args.gate_up)
     for name, bias, width in (
         ("gate_up_bias", args.gate_up_bias, hidden),
@@ -75,16 +75,16 @@ def _check_tokens(x: jax.Array, choices: jax.Array, weights: jax.Array) -> None:
         )
 
 
-def _check_stacks(x: jax.Array, gate_up: Stack, down: Stack) -> None:
+def _check_stacks(x: jax.Array, gate_up: Stack, down: Stack, halves: int) -> None:
     shapes = [arrays_of(stack)[0].shape for stack in (gate_up, down)]
     if any(len(shape) != 3 for shape in shapes):
         raise ValueError(f"experts: weights {shapes[0]} and {shapes[1]} are not stacks of matrices")
     count, hidden, inputs = size_of(gate_up)
-    if hidden % 2 or inputs != x.shape[1]:
+    if hidden % halves or inputs != x.shape[1]:
         raise ValueError(
             f"experts: {hidden} gates and ups of {inputs} inputs do not fit tokens {x.shape}"
         )
-    expected = (count, inputs, hidden // 2)
+    expected = (count, inputs, hidden // halves)
     if size_of(down) != expected:
         raise ValueError(f"experts: down is {size_of(down)} instead of {expected}")
     for stack in (gate_up, down):

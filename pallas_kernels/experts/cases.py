@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.experts.ref import ExpertsArgs
-from pallas_kernels.experts.stack import GEGLU, PLAIN, SWIGLU, Activation, Stack
+from pallas_kernels.experts.stack import GEGLU, PLAIN, RELU2, SWIGLU, Activation, Stack
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib.arrangements import LANES
 from pallas_kernels.lib.quantised import PACKED, Quantised
@@ -115,6 +115,8 @@ CASES = (
     replace(_SMALL, name="all_chosen", count=3),
     replace(_SMALL, name="one_expert", count=1, chosen=1),
     replace(_SMALL, name="geglu", activation=GEGLU),
+    replace(_SMALL, name="relu2", activation=RELU2),
+    replace(_SMALL, name="relu2_int4", activation=RELU2, form="int4", width=256, inner=256),
     replace(_SMALL, name="gpt_oss", biases=True, activation=CLAMPED),
     *(
         replace(_SMALL, name=form, form=form, width=256, inner=256, group=group, tokens=tokens)
@@ -208,11 +210,12 @@ def build(case: ExpertsCase, seed: int) -> Inputs:
         choices = np.where(holes, rng.choice(outside, choices.shape), choices)
     weights = rng.dirichlet(np.ones(case.chosen), case.tokens).astype(np.float32)
     unread = np.setdiff1d(np.arange(case.count), choices)
-    gate_up = _stack(case, rng, 2 * case.inner, case.width, unread)
+    outputs = case.activation.halves * case.inner
+    gate_up = _stack(case, rng, outputs, case.width, unread)
     down = _stack(case, rng, case.width, case.inner, unread)
     biases: list[Any] = [None, None]
     if case.biases:
-        sizes = (2 * case.inner, case.width)
+        sizes = (outputs, case.width)
         biases = [normal(rng, (case.count, size), dtype, 0.3) for size in sizes]
     args: dict[str, Any] = {
         "x": x,
@@ -257,7 +260,7 @@ def cost(case: ExpertsCase) -> Cost:
     """Weights of the expected number of distinct experts and tokens read once, the sum written."""
     uniform = case.count * (1 - (1 - case.chosen / case.count) ** case.tokens)
     distinct = case.chosen if case.load == "few" else uniform
-    values = 3 * case.width * case.inner
+    values = (1 + case.activation.halves) * case.width * case.inner
     item = jnp.dtype(case.dtype).itemsize
     per_value = item
     if case.form != PLAIN:

@@ -199,6 +199,8 @@ def supports(args: ExpertsArgs) -> str | None:
         return f"tokens are {dtype}, not one of {', '.join(DTYPES)}"
     if not args.choices.size:
         return "there are no tokens"
+    if args.activation.halves == 1:
+        return f"the activation is {args.activation.kind}, without gates"
     for stack in (args.gate_up, args.down):
         if isinstance(stack, Quantised) and (reason := _unfit(stack, dtype)) is not None:
             return reason

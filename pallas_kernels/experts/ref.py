@@ -20,9 +20,9 @@ class ExpertsArgs:
     x: jax.Array  # [T, D]
     choices: jax.Array  # int32[T, k]
     weights: jax.Array  # float32[T, k]
-    gate_up: Stack  # [E, 2F, D]: rows of the gate, then of up
+    gate_up: Stack  # [E, 2F, D]: rows of the gate, then of up; [E, F, D] without gates
     down: Stack  # [E, D, F]
-    gate_up_bias: jax.Array | None = None  # [E, 2F]
+    gate_up_bias: jax.Array | None = None  # [E, 2F], or [E, F]
     down_bias: jax.Array | None = None  # [E, D]
     activation: Activation = field(default=SWIGLU, metadata=STATIC)
     split: bool = field(default=False, metadata=STATIC)
@@ -35,7 +35,7 @@ def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]; partials are defined by 
     def add_expert(expert: jax.Array, found: jax.Array) -> jax.Array:  # float32[T, k, D]
         hidden = jnp.matmul(x32, _transposed(args.gate_up, expert), precision="highest")
         hidden = _with_bias(hidden, args.gate_up_bias, expert)
-        hidden = args.activation(*jnp.split(hidden, 2, axis=1))
+        hidden = args.activation.hidden(hidden)
         y = jnp.matmul(hidden, _transposed(args.down, expert), precision="highest")
         y = _with_bias(y, args.down_bias, expert)
         return jnp.where((choices == expert)[..., None], y[:, None], found)

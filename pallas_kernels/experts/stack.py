@@ -22,13 +22,25 @@ class Activation(NamedTuple):
 
     The default is SwiGLU (Shazeer 2020, arXiv:2002.05202). gpt-oss has limit 7, alpha 1.702 and
     shift 1 (``GptOssExperts`` of Hugging Face transformers). Of the kind "gelu_tanh" it is
-    GELU(gate) * up, with the approximation by tanh, as in Gemma 4; the other fields do not count.
+    GELU(gate) * up, with the approximation by tanh, as in Gemma 4; of the kind "relu2" there are no
+    gates, and it is the square of ReLU (Nemotron 3). The other fields do not count then.
     """
 
     limit: float | None = None
     alpha: float = 1.0
     shift: float = 0.0
-    kind: Literal["silu", "gelu_tanh"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+
+    @property
+    def halves(self) -> int:
+        """Outputs of the first product for each hidden value: a gate and an up, or one."""
+        return 1 if self.kind == "relu2" else 2
+
+    def hidden(self, outputs: jax.Array) -> jax.Array:  # [T, 2F] or [T, F] -> [T, F]
+        """The hidden values of the outputs of the first product, gates before ups."""
+        if self.halves == 1:
+            return jnp.square(jax.nn.relu(outputs))
+        return self(*jnp.split(outputs, 2, axis=1))
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """The hidden values of gates and ups of any shape."""
@@ -41,6 +53,7 @@ class Activation(NamedTuple):
 
 SWIGLU = Activation()
 GEGLU = Activation(kind="gelu_tanh")
+RELU2 = Activation(kind="relu2")
 
 
 def kind_of(stack: Stack) -> str:

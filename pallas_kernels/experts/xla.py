@@ -58,7 +58,7 @@ def experts(args: ExpertsArgs) -> jax.Array:  # [T, D]; the sum of partials cost
     def computed(expert: jax.Array, pairs: jax.Array) -> jax.Array:  # float32[width, D]
         rows = x[pairs // per_token]
         hidden = product(rows, args.gate_up, args.gate_up_bias, expert)
-        hidden = args.activation(*jnp.split(hidden, 2, axis=1)).astype(x.dtype)
+        hidden = args.activation.hidden(hidden).astype(x.dtype)
         return product(hidden, args.down, args.down_bias, expert)
 
     @jax.checkpoint

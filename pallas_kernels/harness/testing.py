@@ -20,11 +20,26 @@ from pallas_kernels.harness.registry import (
     current_platform,
     with_refs,
 )
+from pallas_kernels.lib.shapes import ScaledHeads
 
 
 def runnable(impl: Impl, inputs: Inputs) -> str | None:
     """Why the implementation cannot run these inputs on the current platform, or None."""
     return impl.refuses(current_platform(), inputs.args, inputs.static)
+
+
+def _is_finite(x: Any) -> bool:
+    if isinstance(x, ScaledHeads):
+        return x.is_finite()
+    return bool(np.isfinite(np.asarray(x, np.float64)).all())
+
+
+def _errors(result: Any, reference: Any) -> np.ndarray:
+    """Differences by which a result is judged."""
+    if isinstance(reference, ScaledHeads):
+        return result.errors(reference)
+    result64, reference64 = np.asarray(result, np.float64), np.asarray(reference, np.float64)
+    return np.abs(result64 - reference64) / (1.0 + np.abs(reference64))
 
 
 def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None:
@@ -49,10 +64,9 @@ def mismatch(op: KernelOp, impl: Impl, case: Case, inputs: Inputs) -> str | None
         if result.shape != reference.shape or result.dtype != reference.dtype:
             types = f"{result.dtype}{result.shape} instead of {reference.dtype}{reference.shape}"
             return f"{where}: {types}"
-        result64, reference64 = np.asarray(result, np.float64), np.asarray(reference, np.float64)
-        if not np.isfinite(reference64).all():
+        if not _is_finite(reference):
             return f"{where}: the reference itself is not finite"
-        error = np.abs(result64 - reference64) / (1.0 + np.abs(reference64))
+        error = _errors(result, reference)
         bound = op.tolerance[str(reference.dtype)]
         worst = float(error.max(initial=0.0))
         if not worst <= bound:  # also true for NaN

@@ -10,6 +10,13 @@ from pallas_kernels.lib import page_scales
 LARGEST = tl.constexpr(page_scales.LARGEST)
 SMALLEST_SCALE = tl.constexpr(page_scales.SMALLEST_SCALE)
 
+# Of two int16 in a register: their low bytes, then their high bytes, each pair to two float16.
+UNPACK_PAIRS = tl.constexpr(
+    "{ .reg .b32 bytes; .reg .b16 low, high; prmt.b32 bytes, $2, 0, 0x3120; "
+    "mov.b32 {low, high}, bytes; "
+    "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+
 
 @triton.jit
 def scales_of(x, axis: tl.constexpr):
@@ -32,11 +39,21 @@ def values_of(entries, dtype: tl.constexpr, SCALED: tl.constexpr):
 
 
 @triton.jit
-def in_units(unit, scales):
-    """The largest of ``unit`` and ``scales``, the factor that changes sums in ``unit`` to it, and
-    scales divided by it.
+def pairs_of(entries, dtype: tl.constexpr):
+    """Two 8-bit floats in each int16 as two arrays in ``dtype``: of the low and the high bytes."""
+    low, high = tl.inline_asm_elementwise(
+        asm=UNPACK_PAIRS,  # pyright: ignore[reportArgumentType]
+        constraints="=r,=r,r",
+        args=[entries],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    return low.to(dtype), high.to(dtype)  # pyright: ignore[reportArgumentType]
 
-    Weights times these are at most 1, so that 16 bits hold them whatever the values are.
-    """
-    largest = tl.maximum(unit, tl.max(scales, 0))
-    return largest, unit / largest, scales / largest
+
+@triton.jit
+def exponents_of(scales):
+    """Of powers of two up to scales: float32. Without a conversion of integers, which is slow."""
+    exponents = (scales.to(tl.int32, bitcast=True) >> 23) | 0x4B000000  # plus 2^23, as floats
+    return exponents.to(tl.float32, bitcast=True) - (8388608.0 + 127.0)

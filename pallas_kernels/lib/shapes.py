@@ -1,13 +1,14 @@
 """Attention shapes of real models, and input arrays of test cases.
 
 Owns: ``Heads``, ``LatentHeads``, ``PagedCase``, ``LatentCase``, the poisoned page pool of decode
-and prefill, ``normal``.
+and prefill, ``normal``, and how 8-bit pages are compared.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -180,6 +181,64 @@ class PagedArrays:
 def as_floats(pool: Any) -> Any:
     """A pool as numbers that can be compared: the bits of 8-bit floats become such floats."""
     return np.asarray(pool).view(VALUES) if pool.dtype == BITS else pool
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledHeads:
+    """Heads of 8-bit pages times their scales, which are compared by steps of their rounding.
+
+    A value may differ by one step of e4m3, an eighth of it at most, and by ``slack`` of its head's
+    largest magnitude: a step of the dtype in which heads are normalised and rotated, where two
+    large components may cancel.
+    """
+
+    values: np.ndarray  # float32[..., H]
+    slack: float
+
+    dtype = VALUES
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    def is_finite(self) -> bool:
+        """True if all values are."""
+        return bool(np.isfinite(self.values).all())
+
+    def errors(self, reference: ScaledHeads) -> np.ndarray:
+        """Differences in the steps that are accepted; NaN where a value is not a number."""
+        expected = np.abs(reference.values)
+        largest = expected.max(-1, keepdims=True)
+        step = expected / 8 + reference.slack * largest + np.finfo(np.float32).tiny
+        return np.abs(self.values - reference.values) / step
+
+
+# By the dtype of heads: a step of it and, of any, the smallest step of e4m3 beside 448.
+_SLACK = MappingProxyType({"float32": 2.0**-17, "bfloat16": 2.0**-7, "float16": 2.0**-10})
+
+
+def comparable(out: Any, pools: Any) -> tuple[Any, ...]:
+    """The observable parts of an op's queries or results and its pools: all but page 0.
+
+    8-bit pages and their scales become ``ScaledHeads``. Slots of NaN, which hold nothing, become 0,
+    so that a stray write is a difference.
+    """
+    if len(pools) == 2:
+        kept = (pool[1:] for pool in pools)
+        return out, *(jnp.where(jnp.isnan(pool), 0, pool) for pool in kept)
+    pages = [np.asarray(as_floats(pool), np.float32)[1:] for pool in pools[:2]]
+    scales = [np.asarray(pool)[1:, ..., None] for pool in pools[2:]]
+    return out, *(
+        ScaledHeads(_scaled(*own), _SLACK[str(out.dtype)])
+        for own in zip(pages, scales, strict=True)
+    )
+
+
+def _scaled(pages: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Products; what is written without its counterpart stays, and is 0 without both."""
+    alone = sum(np.where(np.isnan(x), np.float32(0), x) for x in (pages, scales))
+    return np.where(np.isnan(pages) | np.isnan(scales), alone, pages * scales)
 
 
 def poison(pools: tuple[np.ndarray, ...], at: Any) -> None:

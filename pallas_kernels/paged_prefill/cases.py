@@ -91,6 +91,9 @@ def _fp8() -> tuple[PagedCase, ...]:
     return (
         *cases,
         *(replace(x, name=f"{x.name}_bf16", dtype="bfloat16", tags=("full",)) for x in cases),
+        PagedCase(
+            "heads2_dim256_fp8", shapes.Heads(2, 1, 256), (40,), (9,), dtype="bfloat16", **fp8
+        ),
         PagedCase("gemma4_fp8", wide, (90,), (9,), dtype="bfloat16", **fp8),
         *(replace(x, name=f"{x.name}_fp8", kv_dtype=_FP8) for x in steps),
     )

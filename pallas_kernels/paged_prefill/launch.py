@@ -143,8 +143,12 @@ def heuristic_config(q: jax.Array, *, is_scaled: bool = False) -> TritonConfig: 
         # ids, 5238; 64 rows with all columns 6115; 64 rows on four warps 10897.
         return TritonConfig(128, 32, 8, 3, value_columns)
     if h > 128:  # acc of 64 rows on four warps would spill
-        return TritonConfig(rows=128, block=64, num_warps=8, num_stages=3)
-    block = 128 if h <= 64 else 64
+        # so would all columns of 8-bit values, which are converted; half of them were not timed
+        value_columns = 128 if is_scaled else 0
+        return TritonConfig(128, 64, 8, 3, value_columns)
+    # The steps of converting 8-bit pages and their barriers are those of a block: 428 instructions
+    # of a warp for 64 keys with 128 in a block, 536 with 64.
+    block = 128 if h <= 64 or is_scaled else 64
     # Five stages keep two blocks in flight, since the page ids of a block are a separate load.
     if t * n >= 128 * current_device().num_sms:
         return TritonConfig(rows=128, block=block, num_warps=8, num_stages=5)

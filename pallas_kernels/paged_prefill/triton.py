@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
-from pallas_kernels.lib.page_scales_triton import SMALLEST_SCALE, in_units, values_of
+from pallas_kernels.lib.page_scales_triton import SMALLEST_SCALE, exponents_of, values_of
 from pallas_kernels.paged_prefill import launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
@@ -42,7 +42,7 @@ def _attend_blocks(
     v_pages,  # [P, S, K, H], of one kv head
     k_scales,  # float32[P, S, K], of one kv head; unused without SCALED
     v_scales,  # float32[P, S, K], of one kv head; unused without SCALED
-    unit,  # of acc: the largest scale of values so far
+    unit,  # of acc, as a power of two: that of the largest scale of values so far
     columns,  # int32[VALUE_TILE]: components of values
     page_ids,  # int32[M] of the row
     start,
@@ -86,9 +86,14 @@ def _attend_blocks(
             k = values_of(entries, query.dtype, SCALED)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         if SCALED:
-            in_context = position < end
             at_scale = slot * NUM_KV_HEADS
-            scores *= tl.load(k_scales + at_scale, mask=in_context, other=0.0)[None, :]
+            if MASKED:
+                of_keys = tl.load(k_scales + at_scale, mask=written, other=0.0)
+                of_values = tl.load(v_scales + at_scale, mask=written, other=0.0)
+            else:
+                of_keys = tl.load(k_scales + at_scale)
+                of_values = tl.load(v_scales + at_scale)
+            scores *= of_keys[None, :]
         if CAP > 0:
             scores = _capped(scores, CAP)
         if MASKED:
@@ -102,13 +107,17 @@ def _attend_blocks(
             # A query whose window starts in a later block has m_ij = -inf: -inf - -inf is NaN.
             base = tl.where(m_ij == float("-inf"), 0.0, m_ij)
         alpha = tl.exp2(m_i - base)
-        p = tl.exp2(scores * SCALE - base[:, None])
-        l_i = l_i * alpha + tl.sum(p, 1)
         if SCALED:
-            of_keys = tl.load(v_scales + at_scale, mask=in_context, other=0.0)
-            unit, change, factors = in_units(unit, of_keys)
-            alpha *= change
-            p *= factors[None, :]
+            # p over 2^unit, times the scales of values: less than 2, so that 16 bits hold it
+            before = unit
+            unit = tl.maximum(unit, exponents_of(tl.max(of_values, 0)))
+            p = tl.exp2(scores * SCALE - (base + unit)[:, None])
+            l_i = l_i * alpha + tl.sum(p, 1) * tl.exp2(unit)
+            alpha *= tl.exp2(before - unit)
+            p *= of_values[None, :]
+        else:
+            p = tl.exp2(scores * SCALE - base[:, None])
+            l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if usable is None:
             v = values_of(tl.load(v_pages + at_value), query.dtype, SCALED)
@@ -201,7 +210,7 @@ def _attend_tile(
     k_head = k_pages + kv_head * HEAD_DIM
     v_head = v_pages + kv_head * HEAD_DIM
     page_ids = page_table + row * table_width
-    unit = tl.full((), SMALLEST_SCALE, tl.float32)
+    unit = exponents_of(tl.full((), SMALLEST_SCALE, tl.float32))
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
@@ -225,7 +234,7 @@ def _attend_tile(
         SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
     )  # fmt: skip
     if SCALED:
-        acc *= unit
+        acc *= tl.exp2(unit)
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
     at_result = in_tile[:, None] + columns[None, :]
     inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]

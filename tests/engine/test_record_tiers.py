@@ -97,10 +97,10 @@ def test_a_page_that_changed_in_a_tier_is_found_at_its_step(
     def damaging(self: ArrayMover, units: list[Unit], places: list[TierUnit]) -> Any:
         if not damaged and any(unit.key != bytes(16) for unit in units):
             damaged.extend(place.place for place in places)
-            first = units[0].arrays[2].copy()  # keys of the second layer
-            first[3] += np.float32(5.0)
-            arrays = (*units[0].arrays[:2], first, *units[0].arrays[3:])
-            units = [Unit(units[0].group, units[0].key, arrays), *units[1:]]
+            content = units[0].content.copy()
+            keys = self.forms[units[0].group].views(content)[2]  # of the second layer
+            keys[3] += np.float32(5.0)
+            units = [units[0]._replace(content=content), *units[1:]]
         return load(self, units, places)
 
     def noting(self: Executor, plan: StepPlan) -> Any:

@@ -16,7 +16,7 @@ from jaxinfer.core.tiers import key_in
 from jaxinfer.exec.run import cuda_driver
 from jaxinfer.exec.run.copy_stream import NOT_READY, CudaCopyStream, HostCopy
 from jaxinfer.exec.tiers import locked_memory
-from jaxinfer.exec.tiers.device_mover import merged, pieces
+from jaxinfer.exec.tiers.device_mover import copy_of, merged
 from jaxinfer.exec.tiers.host import HostTier
 
 
@@ -78,19 +78,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
-def copy_of(device: np.ndarray, host: np.ndarray) -> HostCopy:
-    return HostCopy(device.ctypes.data, host.ctypes.data, host.nbytes)
-
-
 def test_an_event_is_done_when_its_copies_are(driver: Driver) -> None:
     stream = CudaCopyStream(0)
     device, host = np.zeros(8, np.uint8), np.arange(8, dtype=np.uint8)
-    event = stream.to_device([copy_of(device[:4], host[:4]), copy_of(device[4:], host[4:])])
+    start = device.ctypes.data
+    event = stream.to_device([copy_of(start, host[:4]), copy_of(start + 4, host[4:])])
     assert not event.is_done and not device.any()
     driver.run()
     assert event.is_done and device.tolist() == host.tolist()
     back = np.zeros(8, np.uint8)
-    second = stream.to_host([copy_of(device, back)])
+    second = stream.to_host([copy_of(start, back)])
     assert driver.num_events == 1  # the first one is used again
     assert event.is_done and not second.is_done  # and still tells what it told
     stream.wait()
@@ -111,12 +108,17 @@ def test_a_failed_copy_is_an_error_of_its_event(driver: Driver) -> None:
         print(event.is_done)
 
 
-def test_a_unit_of_one_piece_of_memory_is_one_copy() -> None:
+def test_units_that_follow_each_other_are_one_copy() -> None:
     form = UnitForm((((4,), np.dtype(np.float32)), ((3,), np.dtype(np.int8))))
-    together = form.views(np.zeros(form.num_bytes, np.uint8))
-    assert merged([*pieces(100, together)]) == [HostCopy(100, together[0].ctypes.data, 19)]
-    apart = [*pieces(100, form.new())]
-    assert merged(apart) == apart and [one.size for one in apart] == [16, 3]
+    memory = np.zeros(3 * form.num_bytes, np.uint8)
+    one, two, _, apart = (*memory.reshape(3, -1), form.new())
+    neighbours = [copy_of(100, one), copy_of(119, two)]
+    assert merged(neighbours) == [HostCopy(100, memory.ctypes.data, 38)]
+    for others in (
+        [copy_of(100, one), copy_of(119, apart)],
+        [copy_of(100, one), copy_of(150, two)],
+    ):
+        assert merged(others) == others
 
 
 def test_a_tier_grows_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,15 +130,16 @@ def test_a_tier_grows_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -
         sizes.append(size)
         return np.zeros(size, np.uint8)
 
-    memory = locked_memory.LockedMemory(3 * 64 + 10, allocate)
+    memory = locked_memory.LockedMemory(3 * 40 + 10, 40, allocate)
     tier = HostTier(202, {0: form}, memory)
     keys = [key_in(0, bytes([i]) * 16) for i in range(4)]
     assert tier.reserve(0, keys[0]) is None and not tier.num_bytes
     go.set()
     memory._thread.join()  # pyright: ignore[reportPrivateUsage]
+    assert tier.num_bytes == 120
     assert all([tier.reserve(0, key) is not None for key in keys[:3]])
-    assert tier.num_bytes == 120 and tier.reserve(0, keys[3]) is None  # none is saved yet
-    assert sizes == [64, 64, 64, 10]
+    assert tier.reserve(0, keys[3]) is None  # none is saved yet
+    assert sizes == [40, 40, 40, 10]
     tier.close()
 
 
@@ -144,9 +147,31 @@ def test_memory_that_the_system_does_not_lock(caplog: pytest.LogCaptureFixture) 
     def allocate(size: int) -> np.ndarray:
         raise EngineError("no memory")
 
-    memory = locked_memory.LockedMemory(1 << 31, allocate)
+    memory = locked_memory.LockedMemory(1 << 31, 1, allocate)
     memory.close()
     assert memory.taken() == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "the host tier has 0.0 of 2.0 GiB: no memory"
+
+
+def test_large_memory_is_made_before_it_is_locked(driver: Driver) -> None:
+    size, registered = 3 << 20, list[tuple[int, int]]()
+
+    def register(address: Any, length: Any, flags: int) -> int:
+        registered.append((address.value, length.value))
+        assert flags == cuda_driver.PORTABLE | cuda_driver.MAPPED
+        return 0
+
+    driver._cuMemHostRegister_v2 = register  # type: ignore[attr-defined]
+    memory, other = (cuda_driver.registered_memory(0, size) for _ in range(2))
+    memory[:], other[:] = 7, 8
+    assert memory.sum() == 7 * size and other.sum() == 8 * size
+    assert registered == [(one.ctypes.data, size) for one in (memory, other)]
+    assert abs(memory.ctypes.data - other.ctypes.data) > size  # apart, not next to each other
+
+
+def test_large_memory_that_the_driver_does_not_lock(driver: Driver) -> None:
+    driver.fails = "cuMemHostRegister_v2"
+    with pytest.raises(EngineError, match=r"locks no 4096 bytes .* \(its error 2\); free some"):
+        cuda_driver.registered_memory(0, 4096)

@@ -37,10 +37,9 @@ def key_of(number: int, group: int = 0) -> bytes:
 def unit_of(number: int, group: int = 0) -> Unit:
     """A unit whose content is a function of its number."""
     draw = np.random.default_rng(number)
-    arrays = FORMS[group].new()
-    for array in arrays:
-        array[...] = draw.integers(0, 100, array.shape)
-    return Unit(group, key_of(number, group), arrays)
+    content = FORMS[group].new()
+    content[:] = draw.integers(0, 100, content.size)
+    return Unit(group, key_of(number, group), content)
 
 
 def save(tier: Connector, number: int, group: int = 0) -> bool:
@@ -48,9 +47,8 @@ def save(tier: Connector, number: int, group: int = 0) -> bool:
     unit = unit_of(number, group)
     if (memory := tier.reserve(group, unit.key)) is None:
         return False
-    for to, array in zip(memory, unit.arrays, strict=True):
-        to[...] = array
-    return tier.save(unit._replace(arrays=memory))
+    memory[:] = unit.content
+    return tier.save(unit._replace(content=memory))
 
 
 def load(tier: Connector, ticket: int, *numbers: int, group: int = 0) -> list[bool]:
@@ -60,8 +58,7 @@ def load(tier: Connector, ticket: int, *numbers: int, group: int = 0) -> list[bo
     for number, unit in zip(numbers, units, strict=True):
         if unit is not None:
             assert (unit.group, unit.key) == (group, key_of(number, group))
-            for found, expected in zip(unit.arrays, unit_of(number, group).arrays, strict=True):
-                np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(unit.content, unit_of(number, group).content)
     tier.finished(ticket)
     return [unit is not None for unit in units]
 
@@ -135,7 +132,7 @@ def test_a_host_tier_full_of_units_that_are_read_takes_no_more() -> None:
     assert not save(tier, 3, SNAPSHOTS)
     tier.clear(b"")
     (one, _) = tier.poll().loaded[7]
-    assert one is not None and one.arrays[0].tolist() == unit_of(1, SNAPSHOTS).arrays[0].tolist()
+    assert one is not None and one.content.tolist() == unit_of(1, SNAPSHOTS).content.tolist()
     tier.finished(7)
     assert tier.used_bytes == 0 and save(tier, 3, SNAPSHOTS)
 

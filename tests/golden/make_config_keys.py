@@ -53,7 +53,10 @@ def cases() -> list[str]:
     return sorted(case for _, case in found.values())
 
 
-NO_CASES = ("embeddings", "reranker", "gguf_rope", "gguf_experts", "gguf_hybrid", "qwen3_5_long")
+NO_CASES = (
+    *("embeddings", "reranker", "gguf_rope", "gguf_experts", "gguf_hybrid", "gguf_families"),
+    "qwen3_5_long",
+)
 
 
 @torch.inference_mode()

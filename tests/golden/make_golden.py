@@ -31,6 +31,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AXK1Config,
     BambaConfig,
     BioGptConfig,
     BitNetConfig,
@@ -41,6 +42,7 @@ from transformers import (
     CohereConfig,
     CTRLConfig,
     CwmConfig,
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -88,15 +90,19 @@ from transformers import (
     Jais2Config,
     JambaConfig,
     KimiLinearConfig,
+    LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    LongcatFlashConfig,
     Mamba2Config,
     MambaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -141,6 +147,7 @@ from transformers import (
     YoutuConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 DATA = Path(__file__).parent / "data"
 LENGTH, GENERATED = 24, 8
@@ -151,6 +158,7 @@ LENGTHS = {
     "bamba": 80,
     "mamba2_tied": 80,
     "falcon_mamba": 80,
+    "minimax": 80,
 }
 SEEDS = {  # others have 0; norms of small values magnify rounding by luck of the draw
     "qwen3_5": 9,
@@ -401,6 +409,29 @@ FALCON_FACTORS = {
     "ssm_multipliers": [0.6, 0.7, 1.2, 0.9, 1.1],
     "ssm_in_multiplier": 1.3,
     "ssm_out_multiplier": 0.9,
+}
+LONGCAT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 24,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 10,
+}
+MINIMAX_FACTORS = {
+    "full_attn_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.9,
+    "linear_attn_alpha_factor": 1.4,
+    "linear_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.3,
+    "mlp_beta_factor": 0.7,
 }
 GRANITE_FACTORS = {
     "attention_multiplier": 0.3,
@@ -1355,6 +1386,179 @@ def cases() -> dict[str, PreTrainedConfig]:
             linear_allow_neg_eigval=False,
             tie_word_embeddings=True,
         ),
+        "axk1": AXK1Config(
+            **latent
+            | {key: BIASED_EXPERTS[key] for key in ("n_routed_experts", "routed_scaling_factor")},
+            n_group=1,
+            topk_group=1,
+            q_lora_rank=20,
+            rope_parameters=LATENT_ROPE,
+        ),
+        "axk1_groups": AXK1Config(
+            **{**own_latent, "num_hidden_layers": 2},
+            moe_intermediate_size=24,
+            num_experts_per_tok=3,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            mlp_layer_types=["sparse", "dense"],
+            rope_interleave=False,
+            attention_bias=True,
+            norm_topk_prob=False,
+        ),
+        "dbrx": DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=64,
+            vocab_size=96,
+            attn_config={"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500000.0},
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 5, "moe_top_k": 3},
+        ),
+        "dbrx_plain": DbrxConfig(
+            d_model=32,
+            n_heads=4,
+            n_layers=1,
+            max_seq_len=64,
+            vocab_size=96,
+            attn_config={"clip_qkv": 9.0, "kv_n_heads": 4, "rope_theta": 10000.0},
+            ffn_config={
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 3,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": None,
+            },
+        ),
+        "laguna": LagunaConfig(
+            **SIZES,
+            head_dim=16,
+            num_attention_heads_per_layer=[4, 6],
+            attention_bias=True,
+            layer_types=["sliding_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense"],
+            sliding_window=7,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            moe_routed_scaling_factor=1.5,
+        ),
+        "laguna_elements": LagunaConfig(
+            **SIZES,
+            head_dim=8,
+            gating="per-element",
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "sliding_attention": HALF_ROTARY,
+            },
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=5,
+            num_experts=3,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            tie_word_embeddings=True,
+        ),
+        "nemotron_h_experts": NemotronHConfig(
+            **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+            hybrid_override_pattern="ME*E",
+            head_dim=16,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            ssm_state_size=16,
+            n_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=20,
+            routed_scaling_factor=2.5,
+        ),
+        "nemotron_h_latent": NemotronHConfig(
+            **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+            layers_block_type=["moe", "full_attention", "linear_attention"],
+            head_dim=16,
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            ssm_state_size=16,
+            n_groups=2,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            moe_latent_size=12,
+            moe_shared_expert_intermediate_size=20,
+            norm_topk_prob=False,
+        ),
+        "mimo_v2_flash": MiMoV2FlashConfig(
+            **SIZES,
+            head_dim=12,
+            v_head_dim=8,
+            layer_types=["sliding_attention", "full_attention"],
+            mlp_layer_types=["sparse", "dense"],
+            sliding_window=7,
+            n_routed_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            routed_scaling_factor=1.5,
+            attention_bias=True,
+            rope_parameters={
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.34,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 1000.0,
+                    "partial_rotary_factor": 0.67,
+                },
+            },
+        ),
+        "mimo_v2_flash_groups": MiMoV2FlashConfig(
+            **{**SIZES, "num_hidden_layers": 6, "num_key_value_heads": 1},
+            head_dim=12,
+            v_head_dim=8,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=8,
+            sliding_window_size=5,
+            attention_value_scale=None,
+            norm_topk_prob=False,
+        ),
+        "longcat_flash": LongcatFlashConfig(
+            **LONGCAT,
+            n_routed_experts=5,
+            zero_expert_num=3,
+            moe_topk=3,
+            routed_scaling_factor=1.5,
+        ),
+        "longcat_flash_yarn": LongcatFlashConfig(
+            **LONGCAT | {"num_layers": 1},
+            n_routed_experts=4,
+            zero_expert_num=0,
+            moe_topk=2,
+            rope_parameters=LATENT_ROPE,
+            attention_bias=True,
+        ),
+        "minimax": MiniMaxConfig(  # in two chunks
+            **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
+            **MINIMAX_FACTORS,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=5,
+            head_dim=16,
+            block_size=32,
+        ),
+        "minimax_window": MiniMaxConfig(
+            **SIZES | {"intermediate_size": 24},
+            num_local_experts=3,
+            sliding_window=7,
+            block_size=16,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        ),
         "gpt2_scales": GPT2Config(
             **gpt2, n_inner=48, activation_function="relu", scale_attn_by_inverse_layer_idx=True
         ),
@@ -1460,8 +1664,13 @@ def _olmo_hybrid(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def stepwise_logits(model: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Logits [N, T, V] of one token a step with a cache, the recurrent form of linear attention."""
     cache, steps = DynamicCache(config=model.config.get_text_config()), []
-    for token in token_ids.split(1, dim=1):
-        steps.append(model(token, cache=cache, use_cache=True).logits)
+    if model.config.model_type == "minimax":
+        cache = MiniMaxCache()
+    for at, token in enumerate(token_ids.split(1, dim=1)):
+        # MiniMax's cache counts the keys of the first layer, which may have none
+        place = torch.full_like(token, at)
+        made = model(token, cache=cache, use_cache=True, position_ids=place)
+        steps.append(made.logits)
     return torch.cat(steps, dim=1)
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.kv_append.api import OP as APPEND
 from pallas_kernels.kv_append.api import KvAppendArgs, kv_append
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.page_scales import BITS, SMALLEST_SCALE, rounded, values_of
+from pallas_kernels.lib.shapes import comparable
 from pallas_kernels.paged_prefill.api import OP as PREFILL
 from pallas_kernels.paged_prefill.api import PrefillArgs
 from pallas_kernels.qk_rope_append.api import OP as ROPE
@@ -73,6 +74,33 @@ def test_an_entry_does_not_depend_on_other_tokens() -> None:
     alone = pools([3], slice(4, 5))
     for one, many in zip(alone, together, strict=True):
         assert np.array_equal(one[3], many[12]) and one[3].any()
+
+
+@pytest.mark.parametrize(("steps", "is_accepted"), [(0, True), (1, True), (2, False)])
+def test_results_may_differ_by_one_step(steps: int, is_accepted: bool) -> None:
+    """Of e4m3, however small a value is in its head; in bfloat16 also by a step of the largest."""
+    x = np.random.default_rng(2).standard_normal((3, 4, 2, 64), np.float32)
+    for dtype in ("float32", "bfloat16"):
+        bits, scales = map(np.asarray, rounded(jnp.asarray(x, dtype)))
+        largest = np.abs(x) > 0.5 * np.abs(x).max(-1, keepdims=True)
+        off = bits + (steps * (~largest if dtype == "float32" else largest)).astype(np.uint8)
+        off = np.where(off & 127 == 127, bits, off)  # not NaN
+        found = [
+            comparable(jnp.zeros(1, dtype), (pool, pool, scales, scales))[1] for pool in (off, bits)
+        ]
+        assert (found[0].errors(found[1]).max() <= 1) == is_accepted
+
+
+def test_stray_writes_are_differences() -> None:
+    empty = np.full((2, 4, 1, 8), 0x7F, np.uint8), np.full((2, 4, 1), np.nan, np.float32)
+    for at in (0, 1):
+        written = [pool.copy() for pool in empty]
+        written[at][1, 2] = 1
+        one, none = (
+            comparable(jnp.zeros(1), (pages, pages, scales, scales))[1]
+            for pages, scales in (written, empty)
+        )
+        assert none.is_finite() and not (one.errors(none).max() <= 1)
 
 
 def _call(op: KernelOp, dtype: str, pages: str) -> object:

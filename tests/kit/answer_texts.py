@@ -1,4 +1,4 @@
-"""Answers as models of eight formats write them: the texts of messages, by hand-written writers.
+"""Answers as models of eleven formats write them: the texts of messages, by hand-written writers.
 
 The formats are those of the models' chat templates and documents; the cases are of the kinds of
 canitoolcall's public fixtures. Owns: ``MESSAGES``, ``WRITERS``, ``TOOLS``.
@@ -7,6 +7,7 @@ canitoolcall's public fixtures. Owns: ``MESSAGES``, ``WRITERS``, ``TOOLS``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,19 @@ def hermes(message: Message) -> str:
         for name, arguments in message.calls
     ]
     return _think(message) + "\n".join(filter(None, [message.content, *calls]))
+
+
+def minimax(message: Message) -> str:
+    lines = [
+        f'{{"name": "{name}", "arguments": {_json(arguments)}}}'
+        for name, arguments in message.calls
+    ]
+    calls = "\n".join(["<tool_calls>", *lines, "</tool_calls>"]) if lines else ""
+    return _think(message) + "\n".join(filter(None, [message.content, calls]))
+
+
+def longcat(message: Message) -> str:
+    return re.sub("(?<!longcat_)(?=(tool_call|think)>)", "longcat_", hermes(message))
 
 
 def qwen3_coder(message: Message) -> str:
@@ -163,12 +177,14 @@ WRITERS: dict[str, Callable[[Message], str]] = {
     writer.__name__: writer
     for writer in (
         *(hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, deepseek_v31, kimi_k2),
-        *(openai, gemma4),
+        *(openai, gemma4, minimax, longcat),
     )
 }
 # an end of a call in each format, which must not end a call when it is within an argument
 END_MARKS = {
     "hermes": "a }\n</tool_call> b",
+    "minimax": "a }\n</tool_calls> b",
+    "longcat": "a }\n</longcat_tool_call> b",
     "qwen3_coder": "a </parameter> and </function>, <parameter=x> b",
     "llama3_json": 'a "}; {"name" <|python_tag|> b',
     "mistral": 'a "}[TOOL_CALLS]clock[ARGS]{} b',

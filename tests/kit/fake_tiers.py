@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxinfer.core.connector import Arrays, Connector, Forms, Polled, Unit, UnitForm
+from jaxinfer.core.connector import Connector, Content, Forms, Polled, Unit, UnitForm
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.tiers import SNAPSHOTS, TierUnit, group_of
 from jaxinfer.exec.tiers.mover import ArrayLoading
@@ -34,14 +34,14 @@ class FakeMover:
 
     def gather(self, units: Sequence[TierUnit]) -> FakeSaving:
         """Copy what the places hold."""
-        return FakeSaving([(unit.key, (self._content(unit).copy(),)) for unit in units])
+        return FakeSaving([(unit.key, self._content(unit).copy()) for unit in units])
 
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
         """Write units to their places."""
         for place, unit in zip(places, units, strict=True):
-            (array,) = unit.arrays
+            array = unit.content.view(np.int64)
             if group_of(place.key) == SNAPSHOTS:
-                self._executor().snapshots[place.place] = int(array)
+                self._executor().snapshots[place.place] = int(array[0])
             else:
                 self._content(place)[:] = array
         return ArrayLoading()
@@ -66,15 +66,15 @@ class FakeSaving:
     is_ready = True
     is_copied = False
 
-    def __init__(self, units: list[tuple[bytes, Arrays]]) -> None:
+    def __init__(self, units: list[tuple[bytes, np.ndarray]]) -> None:
         self._units = units
         self.keys = [key for key, _ in units]
 
-    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+    def copy_to(self, memory: Sequence[Content | None]) -> None:
         """Copy them."""
-        for (_, arrays), to in zip(self._units, memory, strict=True):
+        for (_, array), to in zip(self._units, memory, strict=True):
             if to is not None:
-                np.copyto(to[0], arrays[0])
+                to.view(np.int64)[:] = array
         self.is_copied = True
 
 
@@ -92,7 +92,7 @@ class Unreliable:
     def match(self, keys: Sequence[bytes]) -> list[bytes]:
         return self._inner.match(keys)
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         return self._inner.reserve(group, key)
 
     def save(self, unit: Unit) -> bool:

@@ -107,6 +107,9 @@ MORE: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"n_routed_experts": 8},
     "solar_open": {"n_routed_experts": 8},
     "mistral4": {"n_routed_experts": 8},
+    "minimax": {"num_local_experts": 8},
+    "bailing": {"num_experts": 8},
+    "bailing_linear": {"group_norm_size": 4},
     "minimax_m2": {"num_local_experts": 8},
     "granite_moe_shared": {"num_local_experts": 8},
     "phimoe": {"num_local_experts": 8},
@@ -280,6 +283,8 @@ def lowered(folder: Path) -> None:
         options = [program.compiler_options(bucket.name) for bucket in limits.buckets]
         graphs = ["xla_gpu_enable_command_buffer" not in own for own in options]
         assert graphs == [True, impl == "triton"]
+        kept = [own.get("xla_gpu_command_buffer_update_mode") == "SKIP_TEMP" for own in options]
+        assert kept == graphs  # temporaries of graphs do not move
 
 
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:

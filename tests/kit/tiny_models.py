@@ -162,6 +162,31 @@ _YOUTU = (
     *("qk_rope_head_dim", "v_head_dim", "max_position_embeddings"),
 )
 
+_OF_LAYERS = ("intermediate_size", "num_hidden_layers")
+_LATENT_SIZES = (
+    *("num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_BAILING = MappingProxyType(
+    {
+        **_DECODER,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.5,
+        "score_function": "sigmoid",
+        "router_dtype": "fp32",
+        "use_rmsnorm": True,
+        "use_bias": False,
+    }
+)
+
 CONFIGS = MappingProxyType(
     {
         "llama": {
@@ -838,6 +863,126 @@ CONFIGS = MappingProxyType(
             "num_experts_per_tok": 2,
             "mamba_d_state": 8,
         },
+        "bailing": {
+            **_DECODER,
+            **_COUNTED_EXPERTS,
+            "architectures": ["BailingMoeForCausalLM"],
+            "first_k_dense_replace": 1,
+            "use_qkv_bias": True,
+            "norm_topk_prob": False,
+        },
+        "bailing_v2": {**_BAILING, "architectures": ["BailingMoeV2ForCausalLM"]},
+        "bailing_linear": {
+            **_BAILING,
+            "architectures": ["BailingMoeLinearV2ForCausalLM"],
+            "num_hidden_layers": 3,
+            "layer_group_size": 2,
+            "group_norm_size": 2,
+        },
+        "bailing_v2_5": {
+            **_BAILING,
+            **{key: _LATENT[key] for key in _LATENT_SIZES},
+            "architectures": ["BailingMoeV2_5ForCausalLM"],
+            "layer_group_size": 2,
+            "group_norm_size": 4,
+            "linear_silu": True,
+            "q_lora_rank": 20,
+        },
+        "axk1": {
+            **_LATENT,
+            "architectures": ["AXK1ForCausalLM"],
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "dbrx": {
+            "architectures": ["DbrxForCausalLM"],
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": MAX_LEN,
+            "attn_config": {"clip_qkv": 3.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
+        },
+        "laguna": {
+            **_DECODER,
+            "architectures": ["LagunaForCausalLM"],
+            "head_dim": 16,
+            "num_attention_heads_per_layer": [4, 8],
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "dense"],
+            "sliding_window": 7,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+        "nemotron_h_experts": {
+            **{key: _DECODER[key] for key in _NEMOTRON_H},
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "ME*-E",
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_latent_size": 16,
+            "moe_shared_expert_intermediate_size": 20,
+            "routed_scaling_factor": 2.5,
+        },
+        "mimo_v2_flash": {
+            **_WITHOUT_EPS,
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "hybrid_layer_pattern": [1, 0],
+            "moe_layer_freq": [1, 0],
+            "sliding_window_size": 6,
+            "swa_num_key_value_heads": 4,
+            "swa_rope_theta": 1000.0,
+            "layernorm_epsilon": 1e-5,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "attention_value_scale": 0.7,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        "longcat_flash": {
+            **{key: _LATENT[key] for key in _YOUTU if key not in _OF_LAYERS},
+            "architectures": ["LongcatFlashForCausalLM"],
+            "num_layers": 2,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "q_lora_rank": 20,
+            "n_routed_experts": 8,
+            "zero_expert_num": 3,
+            "moe_topk": 3,
+            "zero_expert_type": "identity",
+            "attention_method": "MLA",
+            "mla_scale_q_lora": True,
+        },
+        "minimax": {
+            **_DECODER,
+            "architectures": [
+                "MiniMaxText01ForCausalLM",
+                "MiniMaxM1ForCausalLM",
+                "MiniMaxForCausalLM",
+            ],
+            "attn_type_list": [0, 1],
+            "postnorm": True,
+            "rotary_dim": 4,
+            "shared_intermediate_size": [0],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "layernorm_linear_attention_alpha": 1.3,
+            "layernorm_mlp_beta": 0.7,
+        },
         "olmo_hybrid": {
             **_DECODER,
             "architectures": ["OlmoHybridForCausalLM"],
@@ -869,7 +1014,12 @@ LIKE_OTHERS = (
     *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
     # Of these also through the engine, in test_hybrid.py.
     *("lfm2", "lfm2_moe", "nemotron_h", "bamba", "granite_hybrid", "falcon_h1", "mamba2"),
-    *("falcon_mamba", "jamba", "olmo_hybrid"),
+    *("falcon_mamba", "jamba", "olmo_hybrid", "minimax"),
+    *("bailing", "bailing_v2", "bailing_linear", "bailing_v2_5", "axk1", "dbrx"),
+    *("laguna",),
+    *("nemotron_h_experts",),
+    *("mimo_v2_flash",),
+    *("longcat_flash",),
     # bloom has ALiBi
     *(
         "bitnet",
@@ -900,7 +1050,8 @@ OF_EACH_KIND = (
 WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
-    *("jamba", "olmo_hybrid"),
+    *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
+    *("nemotron_h_experts",),
 )
 
 

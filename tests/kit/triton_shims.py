@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import jax_triton
 import numpy as np
 import triton
+import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -32,6 +33,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, TensorHandle, interpreter_builder
 
 from kit.triton_memory import LaunchMemory
+from pallas_kernels.lib.page_scales_triton import UNPACK_PAIRS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = ("num_warps", "num_stages")
@@ -106,6 +108,25 @@ def _dot(a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any) -> Te
     return TensorHandle(left @ right + d.data, d.dtype.scalar)
 
 
+def _inline_asm(
+    asm: str, constraints: str, values: list[TensorHandle], types: list[Any], *_: Any
+) -> _Results:
+    """The kernels' only instructions in PTX, for which the interpreter has none of its own."""
+    if asm != UNPACK_PAIRS.value:
+        raise NotImplementedError(f"no interpretation of {asm}")
+    (entries,) = values
+    bits = np.ascontiguousarray(entries.data)[..., None].view(np.uint8)
+    floats = bits.view(jnp.dtype("float8_e4m3fn")).astype(np.float16)
+    return _Results([TensorHandle(floats[..., byte], tl.float16) for byte in (0, 1)])
+
+
+class _Results(list[TensorHandle]):
+    """The results of an operation, with the interface of one."""
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self[index]
+
+
 _numpy_type_of_scalar = cache(interpreter._get_np_dtype)
 
 
@@ -178,6 +199,7 @@ def interpreted(
             patch.object(interpreter, "_patch_lang", cache(interpreter._patch_lang)),
             patch.object(interpreter, "_get_np_dtype", _numpy_type),
             patch.object(interpreter_builder, "create_dot", _dot),
+            patch.object(interpreter_builder, "create_inline_asm", _inline_asm),
             patch.object(interpreter, "_convert_float", _convert_float),
             patch.object(interpreter_builder, "options", WITHOUT_OVERFLOW_CHECKS),
             patch.object(core.block_type, "__init__", _make_block_type),

@@ -132,6 +132,16 @@ READ_BY = {
     "vaultgemma": {*_CAPS, "query_pre_attn_scalar"},
     "hyperclovax": _FACTORS,
     "granite_swa": _FACTORS,
+    "minimax": {"num_local_experts"},
+    "axk1": {"moe_intermediate_size", "num_local_experts"},
+    "laguna": {*_COUNTS, "moe_intermediate_size"},
+    "nemotron_h_experts": {"use_bias", "moe_intermediate_size", "num_local_experts"},
+    "mimo_v2_flash": {"moe_intermediate_size", "num_local_experts", "attention_chunk_size"},
+    "longcat_flash": {"num_local_experts"},
+    "bailing": {*_COUNTS, "moe_intermediate_size", "use_bias"},
+    "bailing_v2": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
+    "bailing_linear": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
+    "bailing_v2_5": {*_COUNTS, "moe_intermediate_size", "use_bias", "use_qk_norm"},
 }
 
 
@@ -247,8 +257,16 @@ KEYS: dict[str, dict[str, list[str]]] = json.loads(
 NAMED = re.compile("(config|rope) key|rope (type|section|scaling)|experts")
 # A length that only the rope section has counts here; transformers takes its default for Phi-3.
 OF_SECTION = {("phi3_long_rope", "original_max_position_embeddings missing")}
+# transformers 5.24 does not read the base in DBRX's "attn_config", which published files have
+_ROPE = (
+    *("rope_parameters missing", "rope_parameters=None", "rope_parameters={}"),
+    "rope_parameters.rope_theta missing",
+)
+OF_SECTION |= {("dbrx", name) for name in _ROPE}
 # another order of the same sums: of GPT-2, and of state space models (7e-6 of logits of 5)
 ROUNDING = {"reorder_and_upcast_attn=True", "chunk_size=2", "mamba_chunk_size=2"}
+# and of lightning attention, whose chunks have buffers of their size
+ROUNDING |= {f"block_size{change}" for change in (" missing", "=33", "=64", "=2")}
 # Angles at the default's bounds are those of the sequences here.
 NOT_FELT = re.compile(r"rope_parameters\.(beta_fast|truncate) missing")
 

@@ -59,12 +59,17 @@ def test_the_views_are_the_columns_that_attention_uses(name: str) -> None:
     columns = x @ layer["qkv"]
     q, key, v = jnp.split(columns[:, n * h * mixer.gate :], (n * h, (n + k) * h), axis=1)
     v = key if mixer.values == "keys" else v
-    for view, whole, heads in ((m.W_Q, q, n), (m.W_K, key, k), (m.W_V, v, k)):
-        assert len(view) == len(mixers) and view[last].shape == (heads, d, h)
+    of_values = mixer.value_dim
+    for view, whole, heads, w in (
+        (m.W_Q, q, n, h),
+        (m.W_K, key, k, h),
+        (m.W_V, v, k, of_values),
+    ):
+        assert len(view) == len(mixers) and view[last].shape == (heads, d, w)
         for head in range(heads):
-            own = whole[:, head * h : (head + 1) * h]
+            own = whole[:, head * w : (head + 1) * w]
             np.testing.assert_allclose(x @ view[last, head], own, rtol=1e-5, atol=1e-5)
-    z = jax.random.normal(jax.random.key(1), (3, n, h))
+    z = jax.random.normal(jax.random.key(1), (3, n, of_values))
     by_head = jnp.einsum("TNH,NHD->TD", z, m.W_O[last])
     np.testing.assert_allclose(by_head, z.reshape(3, -1) @ layer["o"], rtol=1e-4, atol=1e-5)
     if all(isinstance(one.ffn, FeedForwardConfig) for one in m.model.config.layers):

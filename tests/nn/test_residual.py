@@ -17,7 +17,7 @@ from jaxinfer.exec.compile.memory_plan import step_bound
 from jaxinfer.exec.compile.program import FIRST, Program
 from jaxinfer.exec.step.points import points_named
 from jaxinfer.models.base import forward, normalised_stream, unembed
-from jaxinfer.nn.decoder_config import PlainResidual
+from jaxinfer.nn.residual_spec import PlainResidual
 from kit.engines import tiny_limits
 from kit.mixed_family import D
 from kit.stream_family import STREAMS, merged, stream_model

@@ -75,6 +75,17 @@ def test_lengths_follow_the_scaling(section: Any, default: int, longest: int) ->
     assert rope.lengths(100) == (default, longest)
 
 
+def test_equal_factors_of_llama3_blend_nothing() -> None:
+    """As in Llama 4 Scout: a component whose wavelength exceeds the original length is divided."""
+    section = {**LLAMA3, "high_freq_factor": 1.0, "factor": 16, ORIGINAL: 8192}
+    config = {"max_position_embeddings": 100, "rope_theta": 5e5, "rope_scaling": section}
+    plain = 5e5 ** -(np.arange(64) / 64)
+    factors = np.where(2 * np.pi / plain > 8192, 16, 1)
+    assert {*factors} == {1, 16}
+    found = inverse_frequencies(rope_config(config, 128))
+    np.testing.assert_allclose(found, plain / factors, rtol=2e-6)
+
+
 def test_a_context_within_the_original_length_changes_no_frequency() -> None:
     dynamic = rope_config({"max_position_embeddings": 100, "rope_scaling": DYNAMIC}, 8)
     plain = RopeConfig(8, 10000.0)
@@ -94,7 +105,7 @@ def test_a_context_within_the_original_length_changes_no_frequency() -> None:
         ({"type": "yarn", "factor": float("inf")}, "'factor' must be a positive number"),
         ({"type": "dynamic", "alpha": 8}, "has no key 'alpha'"),
         ({"type": "dynamic"}, "'factor' is missing"),
-        ({**LLAMA3, "factor": 8, "high_freq_factor": 1.0}, "'high_freq_factor' must be larger"),
+        ({**LLAMA3, "factor": 8, "high_freq_factor": 0.5}, "'high_freq_factor' must not be below"),
         ({**LONGROPE, "factor": 2, "long_factor": [2] * 3}, "'long_factor' must be a list of 4"),
         ({**LONGROPE, "factor": 2, "short_factor": [2, 2, 0, 2]}, "'short_factor' must be a list"),
         ({"full_attention": DYNAMIC, "sliding_attention": {}}, "differ"),

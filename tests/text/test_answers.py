@@ -215,6 +215,18 @@ def test_the_format_is_found_from_the_chat_template(name: str) -> None:
     assert (found is not None and found.has_reasoning) == thinks
 
 
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ('<tool_calls>\n{"name": <tool-name>, "arguments": <args-json-object>}', "minimax"),
+        ('<longcat_tool_call>\n{"name": <name>, "arguments": <args>}', "longcat"),
+    ],
+)
+def test_the_format_is_found_from_a_part_of_a_published_template(source: str, name: str) -> None:
+    found = answer_format(source)
+    assert found is not None and found.name == name and not found.has_reasoning
+
+
 @pytest.mark.parametrize("parser", [None, "mistral", "mistral_v11"])
 def test_mistrals_models_think_if_the_template_or_a_token_has_the_mark(parser: str | None) -> None:
     source = (TEMPLATES / "mistral-nemo.jinja").read_text()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from jaxinfer.core.errors import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer, load_tokenizer
@@ -144,6 +146,54 @@ def test_sentencepiece_joins_by_score_not_by_id() -> None:
     assert load_tokenizer(TokenizerSpec(gguf_metadata=metadata)).encode("abc") == [1, 5]
 
 
+# Gemma's tokenizer.json, but for the vocabulary.
+GEMMA = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+}
+
+
+def test_gemma_joins_by_the_listed_merges() -> None:
+    """As the library does with a tokenizer.json; scores have no part in it."""
+    words = ["<unk>", "▁", "a", "b", "c", "ab", "bc", "▁a", "▁▁"]
+    tokens = [*words, *(f"<0x{i:02X}>" for i in range(256))]
+    merges = ["b c", "▁ ▁", "▁ a", "a b"]
+    metadata = stories_gguf_metadata(
+        model="gemma4",
+        tokens=tokens,
+        scores=[0.0] * len(tokens),
+        merges=merges,
+        token_type=[2, *[1] * (len(words) - 1), *[6] * 256],
+        bos_token_id=0,
+        eos_token_id=0,
+        add_bos_token=False,
+    )
+    ours = load_tokenizer(TokenizerSpec(gguf_metadata=metadata))
+    bpe = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    vocab = {token: i for i, token in enumerate(tokens)}
+    model = {"model": bpe | {"vocab": vocab, "merges": merges}}
+    theirs = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", **GEMMA, **model}))
+    for text in ("abc", " abc", "a  bc\n c", "é ab", "   "):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text).ids
+        assert ours.decode(ids) == text
+        assert ours.detokenizer((), False).push(ids) == text
+    assert ours.encode("abc") == [2, 6]
+
+
 def test_chat_template_comes_from_the_metadata() -> None:
     metadata = stories_gguf_metadata() | {
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
@@ -192,7 +242,7 @@ def changed(pre: str = "gpt-2", **more: Any) -> dict[str, Any]:
     ("metadata", "message"),
     [
         pytest.param({}, "no tokenizer.ggml.model", id="empty"),
-        pytest.param(changed(model="rwkv"), "'rwkv' is not supported; gpt2 and llama", id="model"),
+        pytest.param(changed(model="rwkv"), "'rwkv' is not supported; gpt2, llama and", id="model"),
         pytest.param(changed("default"), "'default' is not supported.*smollm", id="pre"),
         pytest.param(changed(merges=None), "no tokenizer.ggml.merges", id="no merges"),
         pytest.param(changed(merges=["a zz"]), "do not fit", id="merge outside the vocabulary"),

@@ -94,9 +94,9 @@ def test_gguf_with_a_type_that_cannot_be_read(tmp_path: Path, kind: int, message
 
 
 def test_gguf_of_unknown_architecture(tmp_path: Path, gguf_file: Path) -> None:
-    content = gguf_file.read_bytes().replace(b"llama", b"mamba")
+    content = gguf_file.read_bytes().replace(b"llama", b"plamo")
     gguf_file.write_bytes(content)
-    with pytest.raises(UnknownArchitectureError, match="'mamba'; known are llama, qwen2"):
+    with pytest.raises(UnknownArchitectureError, match="'plamo'; known are olmo, .* and .. oth"):
         resolve(gguf_file)
 
 

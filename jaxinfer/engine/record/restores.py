@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from jaxinfer.core.connector import Arrays, Unit
+from jaxinfer.core.connector import Unit
 from jaxinfer.core.tiers import TierOrders, TierUnit, group_of
 from jaxinfer.exec.tiers.mover import PageMover, Saving
 
@@ -68,23 +68,15 @@ class Restores:
 
     def _save(self, saving: Saving) -> None:
         _wait(saving, lambda own: own.is_ready)
-        memory = [self._memory(group_of(key)) for key in saving.keys]
+        memory = [self._mover.forms[group_of(key)].new() for key in saving.keys]
         saving.copy_to(memory)
         _wait(saving, lambda own: own.is_copied)
-        for key, arrays in zip(saving.keys, memory, strict=True):
+        for key, content in zip(saving.keys, memory, strict=True):
             # The tier had no space for it, or has not reported it yet: it is not known which
             # content the tier has, if they differ.
             old = self._units.pop(key, None)
-            if old is None or _bytes(old.arrays) == _bytes(arrays):
-                self._units[key] = Unit(group_of(key), key, arrays)
-
-    def _memory(self, group: int) -> Arrays:
-        form = self._mover.forms[group]
-        return tuple(np.empty(shape, dtype) for shape, dtype in form.arrays)
-
-
-def _bytes(arrays: Arrays) -> list[bytes]:
-    return [array.tobytes() for array in arrays]
+            if old is None or np.array_equal(old.content, content):
+                self._units[key] = Unit(group_of(key), key, content)
 
 
 def _wait[T](copy: T, is_done: Callable[[T], bool]) -> None:

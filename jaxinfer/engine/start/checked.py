@@ -18,7 +18,7 @@ from jaxinfer.engine.record.locate import PageRunner
 from jaxinfer.engine.record.restores import Restores
 from jaxinfer.engine.start.build import build_engine, plan_engine
 from jaxinfer.engine.start.plan import EnginePlan
-from jaxinfer.engine.start.tiers import GIB, mover_of
+from jaxinfer.engine.start.tiers import mover_of
 from jaxinfer.exec.compile.fingerprint import of_machine, of_model
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def check_of(plan: EnginePlan, header: Header, progress: Progress) -> tuple[Chec
     engine, restores = build_engine(plan, progress), None
     if header.config.kv_offloading_size is not None:
         executor = cast("Executor", engine.executor)
-        size = int(header.config.kv_offloading_size * GIB)
-        restores = Restores(mover_of(plan.program, executor, size)[0])
+        restores = Restores(mover_of(plan.program, executor))
     runner = cast("PageRunner", engine.executor)
     compiled = partial(_compiled, engine)
     return Check(runner, compiled, _loader(engine), restores=restores), runner

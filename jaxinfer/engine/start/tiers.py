@@ -7,6 +7,7 @@ tokens, and the time of a copy over its bytes. A start measures both.
 from __future__ import annotations
 
 import hashlib
+import math
 import runpy
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.copy_stream import CudaCopyStream
-from jaxinfer.exec.run.cuda_driver import locked_memory
+from jaxinfer.exec.run.cuda_driver import registered_memory
 from jaxinfer.exec.run.executor import Executor
 from jaxinfer.exec.tiers.chain import Chain
 from jaxinfer.exec.tiers.device_mover import DeviceMover
@@ -40,7 +41,7 @@ from jaxinfer.exec.tiers.runner import TierRunner, policy_of
 
 GIB = 1 << 30
 FORMAT = 1  # of the disk tier; raised when files or keys change
-MEASURED_COPIES = 4
+MEASURED_RUNS = 4
 
 
 def check_tiers(config: EngineConfig, program: Program, free_bytes: int) -> None:
@@ -169,9 +170,10 @@ def begin_tiers(
     if config.kv_offloading_size is None:
         return None
     size = int(config.kv_offloading_size * GIB)
-    mover, memory = mover_of(plan.program, executor, size)
+    mover = mover_of(plan.program, executor)
     cost = fitted_costs(executor, mover)
-    host = HostTier(size, mover.forms, memory)
+    # memory is locked after the measurement, which it would disturb
+    host = HostTier(size, mover.forms, _memory(plan.program, mover.forms, size))
     connector: Connector = host
     described, lower = f"host tier of {config.kv_offloading_size:g} GiB", None
     if disk is not None and config.kv_offloading_disk_size is not None:
@@ -205,35 +207,47 @@ def begin_tiers(
     return TierRunner(mover, connector, policy, sizes)
 
 
-def mover_of(
-    program: Program, executor: Executor, size: int
-) -> tuple[ArrayMover | DeviceMover, Memory | None]:
-    """The page mover, and the source of the host tier's memory; None: ordinary memory."""
+def mover_of(program: Program, executor: Executor) -> ArrayMover | DeviceMover:
+    """The page mover of an engine."""
     if program.platform == "cpu":
-        return ArrayMover(program, executor.arrays), None
-    (device,) = program.placement.own_devices
-    ordinal = device.local_hardware_id
+        return ArrayMover(program, executor.arrays)
+    allocate = partial(registered_memory, ordinal := _ordinal(program))
     streams = CudaCopyStream(ordinal), CudaCopyStream(ordinal)
-    allocate = partial(locked_memory, ordinal)
-    mover = DeviceMover(program, executor.arrays, streams, allocate)
-    return mover, LockedMemory(size, allocate)
+    return DeviceMover(program, executor.arrays, streams, allocate)
+
+
+def _memory(program: Program, forms: Forms, size: int) -> Memory | None:
+    """The source of the host tier's memory; None: ordinary memory."""
+    if program.platform == "cpu":
+        return None
+    largest = max(form.num_bytes for form in forms.values())
+    return LockedMemory(size, largest, partial(registered_memory, _ordinal(program)))
+
+
+def _ordinal(program: Program) -> int:
+    (device,) = program.placement.own_devices
+    return int(device.local_hardware_id)
 
 
 def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostModel:
-    """The costs of steps and copies, measured on padding."""
+    """The costs of steps and copies, measured on padding.
+
+    Of steps the shortest and the longest are measured: between the two shortest ones a GPU's time
+    hardly differs, as their weights take longer to read than their tokens to compute.
+    """
     buckets = [
         bucket
         for bucket in executor.buckets
         if bucket.num_prefills and not (bucket.num_decodes or bucket.variants or bucket.scores)
     ]
-    two = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)[:2]
-    times = [(one.num_tokens, _seconds(lambda b=one: _run(executor, b))) for one in two]
-    (few, short), (many, long) = times[0], times[-1]
+    by_tokens = sorted(buckets or executor.buckets, key=lambda bucket: bucket.num_tokens)
+    two = by_tokens[0], by_tokens[-1]
+    short, long = (_least_seconds(partial(_run, executor, one)) for one in two)
+    few, many = (one.num_tokens for one in two)
     each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
     step = max(0.0, short - few * each)
 
-    mover.copy_to_sink()  # the first one makes the memory resident
-    seconds = min(_seconds(mover.copy_to_sink) for _ in range(MEASURED_COPIES))
+    seconds = _least_seconds(mover.copy_to_sink)
     overlaps = isinstance(mover, DeviceMover)
     return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9), overlaps)
 
@@ -242,10 +256,14 @@ def _run(executor: Executor, bucket: Bucket) -> None:
     executor.run_once([bucket])
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    since = time.perf_counter()
-    work()
-    return time.perf_counter() - since
+def _least_seconds(work: Callable[[], None]) -> float:
+    """Of a few runs; the first one may load kernels, or make memory resident."""
+    least = math.inf
+    for _ in range(MEASURED_RUNS):
+        since = time.perf_counter()
+        work()
+        least = min(least, time.perf_counter() - since)
+    return least
 
 
 def _from_length(cost: CostModel, forms: Forms, program: Program) -> str:

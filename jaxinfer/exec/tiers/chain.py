@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxinfer.core.connector import Arrays, Connector, Polled, Unit
+from jaxinfer.core.connector import Connector, Content, Polled, Unit
 
 MOST_COPIES = 16  # units of the upper connector that are kept as the lower one copies them
 CLOSE_SECONDS = 5.0  # for which ``close`` lets the lower one copy units
@@ -47,7 +47,7 @@ class Chain:
         there.update(self._lower.match([key for key in keys if key not in there]))
         return [key for key in keys if key in there]
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         """See ``Connector``."""
         return self._upper.reserve(group, key)
 

@@ -10,25 +10,26 @@ a load is unpacked by a call that is queued when the host has seen that its copy
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import batched
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxinfer.core.connector import Arrays, Forms, Unit
+from jaxinfer.core.connector import Content, Forms, Unit
 from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
 from jaxinfer.exec.compile.memory_plan import TIER_BLOCK_BYTES
-from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.program import NO_GRAPH, Program
 from jaxinfer.exec.run.copy_stream import CopyEvent, CopyStream, HostCopy
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.tiers.locked_memory import Allocate
 from jaxinfer.exec.tiers.mover import SINK, Pools
 
 MAX_WIDTH = 256  # units of a block
+WORD = np.dtype(np.uint32)  # of a block: XLA copies a word in the time of a byte
 NUM_BLOCKS = 4  # of loads: while one is unpacked behind two steps, others are copied
 
 
@@ -61,15 +62,16 @@ class DeviceMover:
         self._placement = program.placement
         self._packs: dict[int | None, Any] = {}
         self._unpacks: dict[int | None, Any] = {}
-        block = jax.ShapeDtypeStruct((self._block_bytes,), np.uint8)
+        block = jax.ShapeDtypeStruct((self._block_bytes // WORD.itemsize,), WORD)
         with program.placement.as_default():
             for pool in self.pools.indices:
                 given = self.pools.given(pool)
                 ids = jax.ShapeDtypeStruct((self.widths[pool],), np.int32)
                 both = jax.ShapeDtypeStruct((2, self.widths[pool]), np.int32)
-                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile()
-                donating = partial(jax.jit, donate_argnums=(0,))
-                self._unpacks[pool] = donating(_unpacked).lower(given, both, block).compile()
+                options = dict(NO_GRAPH) if program.platform == "gpu" else None
+                self._packs[pool] = jax.jit(_packed).lower(given, ids).compile(options)
+                unpack = jax.jit(_unpacked, donate_argnums=(0,)).lower(given, both, block)
+                self._unpacks[pool] = unpack.compile(options)
         self._ring: list[Block] = []
 
     @property
@@ -94,8 +96,8 @@ class DeviceMover:
         parts = deque[Part]()
         for pool, own in self.pools.split(units).items():
             for some in batched(own, self.widths[pool]):
-                of_part = [units[i].arrays for i in some]
-                parts.append(Part(pool, of_part, [places[i].place for i in some]))
+                contents = [units[i].content for i in some]
+                parts.append(Part(pool, contents, [places[i].place for i in some]))
         loading = DeviceLoading(self, parts)
         loading.advance()
         return loading
@@ -109,17 +111,18 @@ class DeviceMover:
     def copied(self, part: Part) -> Block | None:
         """The block into which a part is being copied; None while all are in use."""
         if not self._ring:
-            zeros = [np.zeros(self._block_bytes, np.uint8) for _ in range(NUM_BLOCKS)]
+            words = self._block_bytes // WORD.itemsize
+            zeros = [
+                np.zeros(words, WORD) for _ in range(NUM_BLOCKS)
+            ]  # a CPU keeps them as they are
             made = [self._placement.put(own) for own in zeros]
             self._ring = [Block(array) for array in jax.block_until_ready(made)]
         block = next((one for one in self._ring if one.is_free), None)
         if block is None:
             return None
-        to, copies = block.address, list[HostCopy]()
-        for arrays in part.units:
-            for copy in pieces(to, arrays):
-                copies.append(copy)
-                to += copy.size
+        size = self.pools.form(part.pool).num_bytes
+        starts = range(block.address, block.address + len(part.contents) * size, size)
+        copies = [copy_of(*pair) for pair in zip(starts, part.contents, strict=True)]
         block.event, block.is_taken = self._loads.to_device(merged(copies)), True
         return block
 
@@ -145,8 +148,7 @@ class DeviceMover:
         units = self._sunk()
         if self._measured is None:
             self._measured = self._allocate(self.forms[0].num_bytes)
-        arrays = self.forms[0].views(self._measured)
-        loading = self.load([Unit(0, unit.key, arrays) for unit in units], units)
+        loading = self.load([Unit(0, unit.key, self._measured) for unit in units], units)
         while not loading.advance():
             pass
         jax.block_until_ready(self.arrays.state)
@@ -161,7 +163,7 @@ class Part(NamedTuple):
     """Units that are loaded by one block."""
 
     pool: int | None
-    units: list[Arrays]
+    contents: list[Content]
     places: list[int]
 
 
@@ -169,7 +171,7 @@ class Block:
     """Memory on the device for the units of one copy."""
 
     def __init__(self, array: jax.Array) -> None:
-        self.array = array  # uint8[bytes]
+        self.array = array  # uint32[words]
         self.address: int = array.unsafe_buffer_pointer()
         self.event: CopyEvent | None = None  # of the copy into it
         self.reader: jax.Array | None = None  # a result of the call that reads it
@@ -211,7 +213,7 @@ class Packed(NamedTuple):
 
     count: int
     size: int  # bytes of a unit
-    block: jax.Array  # uint8[width, size]
+    block: jax.Array  # uint32[width, size / 4]
 
 
 class DeviceSaving:
@@ -228,14 +230,14 @@ class DeviceSaving:
         """See ``Saving``."""
         return all([_is_ready(part.block) for part in self.parts])
 
-    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+    def copy_to(self, memory: Sequence[Content | None]) -> None:
         """See ``Saving``."""
         found, copies = iter(memory), list[HostCopy]()
         for part in self.parts:
             address = part.block.unsafe_buffer_pointer()
             for i in range(part.count):
-                if (arrays := next(found)) is not None:
-                    copies += pieces(address + i * part.size, arrays)
+                if (content := next(found)) is not None:
+                    copies.append(copy_of(address + i * part.size, content))
         self._event = self._stream.to_host(merged(copies))
 
     @property
@@ -248,11 +250,9 @@ def _is_ready(array: Any) -> bool:
     return bool(array.is_ready())
 
 
-def pieces(device: int, arrays: Arrays) -> Iterator[HostCopy]:
-    """Copies between a unit on the device and its arrays in host memory."""
-    for array in arrays:
-        yield HostCopy(device, array.ctypes.data, array.nbytes)
-        device += array.nbytes
+def copy_of(device: int, content: Content) -> HostCopy:
+    """The copy between a unit on the device and its content in host memory."""
+    return HostCopy(device, content.ctypes.data, content.nbytes)
 
 
 def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
@@ -268,31 +268,37 @@ def merged(copies: Sequence[HostCopy]) -> list[HostCopy]:
     return found
 
 
-def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint8[width, bytes]
+def _packed(arrays: Sequence[jax.Array], ids: jax.Array) -> jax.Array:  # uint32[width, words]
     """The units in these rows (int32[width]), with the pieces of all arrays one after the other."""
-    rows = [array.at[ids].get(mode="promise_in_bounds") for array in arrays]
-    return jnp.concatenate([_as_bytes(own) for own in rows], axis=1)
+    rows = [_as_words(array).at[ids].get(mode="promise_in_bounds") for array in arrays]
+    made, at = lax.empty((len(ids), sum(own.shape[1] for own in rows)), WORD), 0
+    for own in rows:  # a kernel each; a concatenation is read and written once more
+        made = lax.dynamic_update_slice(made, own, (0, at))
+        at += own.shape[1]
+    return made
 
 
-def _as_bytes(rows: jax.Array) -> jax.Array:
-    """A row's bytes, as they are in memory: uint8[width, bytes]."""
-    return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
+def _as_words(rows: jax.Array) -> jax.Array:
+    """A row's bytes, as they are in memory: uint32[width, words]."""
+    each = WORD.itemsize // rows.dtype.itemsize
+    shape = (rows.shape[0], -1, each) if each > 1 else (rows.shape[0], -1)
+    return lax.bitcast_convert_type(rows.reshape(shape), WORD).reshape(rows.shape[0], -1)
 
 
 def _unpacked(
     arrays: Sequence[jax.Array], ids: jax.Array, block: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The arrays with units of a block (uint8[bytes]), and a result that is ready when it has been
+    """The arrays with units of a block (uint32[words]), and a result that is ready when it has been
     read. ``ids``: int32[2, width], the rows to be written, and for each the number of its unit.
     """
     (rows, numbers), at, made = ids, 0, list[jax.Array]()
     width = ids.shape[1]
-    sizes = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in arrays]
+    sizes = [array.dtype.itemsize * prod(array.shape[1:]) // WORD.itemsize for array in arrays]
     units = block[: width * sum(sizes)].reshape(width, -1)[numbers]
     for array, size in zip(arrays, sizes, strict=True):
-        each = array.dtype.itemsize
-        shape = (width, *array.shape[1:], *((each,) if each > 1 else ()))
-        own = jax.lax.bitcast_convert_type(units[:, at : at + size].reshape(shape), array.dtype)
-        made.append(array.at[rows].set(own))
+        # the row of padding is the last one again, with the same content: no two writes differ
+        mode: Any = {"mode": "promise_in_bounds", "unique_indices": True}
+        words = _as_words(array).at[rows].set(units[:, at : at + size], **mode)
+        made.append(lax.bitcast_convert_type(words, array.dtype).reshape(array.shape))
         at += size
     return tuple(made), ids.sum()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from jaxinfer.core.connector import Arrays, Forms, Polled, Unit
+from jaxinfer.core.connector import Content, Forms, Polled, Unit
 from jaxinfer.core.tiers import group_of
 from jaxinfer.exec.tiers.page_file import (
     DamagedUnit,
@@ -87,7 +87,7 @@ class DiskTier:
         with self._lock:
             return [key for key in keys if key in self._index]
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         """See ``Connector``."""
         with self._lock:
             known = key in self._index or key in self._queued

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxinfer.core.connector import Arrays, Forms, Polled, Unit
+from jaxinfer.core.connector import Content, Forms, Polled, Unit
 
 
 class Slabs:
@@ -107,6 +107,7 @@ class HostTier:
     @property
     def num_bytes(self) -> int:
         """The size of the tier, as far as it has its memory."""
+        self._take_memory()
         return self._slabs.num_bytes
 
     @property
@@ -124,7 +125,7 @@ class HostTier:
         found = ((key, self._entries.get(key)) for key in keys)
         return [key for key, entry in found if entry is not None and entry.is_saved]
 
-    def reserve(self, group: int, key: bytes) -> Arrays | None:
+    def reserve(self, group: int, key: bytes) -> Content | None:
         """See ``Connector``: units that were used longest ago are replaced."""
         if key in self._entries:
             self._entries.move_to_end(key)
@@ -134,18 +135,17 @@ class HostTier:
         while (offset := self._slabs.take(form.num_bytes)) is None:
             if not self._replace_one():
                 return None
-        arrays = form.views(self._slabs.at(offset, form.num_bytes))
-        self._entries[key] = Entry(Unit(group, key, arrays), offset)
+        content = self._slabs.at(offset, form.num_bytes)
+        self._entries[key] = Entry(Unit(group, key, content), offset)
         self.used_bytes += form.num_bytes
-        return arrays
+        return content
 
     def save(self, unit: Unit) -> bool:
-        """See ``Connector``: arrays that are not of ``reserve`` are copied."""
+        """See ``Connector``: content that is not in memory of ``reserve`` is copied."""
         if unit.key not in self._entries:
             if (memory := self.reserve(unit.group, unit.key)) is None:
                 return False
-            for to, array in zip(memory, unit.arrays, strict=True):
-                np.copyto(to, array)
+            np.copyto(memory, unit.content)
         self._entries[unit.key].is_saved = True
         self._polled.saved.append(unit)
         self._polled.added.append(unit.key)

@@ -13,7 +13,7 @@ from jaxinfer.core.errors import EngineError
 type Allocate = Callable[[int], np.ndarray]  # uint8[size] of locked memory
 
 LOGGER = "jaxinfer.tiers"
-PIECE_BYTES = 1 << 30  # to lock this much takes a few tenths of a second
+PIECE_BYTES = 256 << 20  # the driver is held while a piece is locked
 
 
 class LockedMemory:
@@ -22,9 +22,13 @@ class LockedMemory:
     If the system gives no more, there is one warning, and the tier is as large as it is then.
     """
 
-    def __init__(self, num_bytes: int, allocate: Allocate) -> None:
-        """``allocate``: uint8[size] of locked memory; raises ``EngineError`` if there is none."""
+    def __init__(self, num_bytes: int, largest: int, allocate: Allocate) -> None:
+        """``largest``: bytes of the largest unit, of which a piece holds a whole number.
+
+        ``allocate``: uint8[size] of locked memory; raises ``EngineError`` if there is none.
+        """
         self._num_bytes, self._allocate = num_bytes, allocate
+        self._piece_bytes = max(1, PIECE_BYTES // largest) * largest
         self._lock, self._closes = threading.Lock(), threading.Event()
         self._pieces: list[np.ndarray] = []
         self._thread = threading.Thread(target=self._run, name="jaxinfer-lock-memory", daemon=True)
@@ -46,7 +50,7 @@ class LockedMemory:
     def _run(self) -> None:
         left = self._num_bytes
         while left and not self._closes.is_set():
-            size = min(left, PIECE_BYTES)
+            size = min(left, self._piece_bytes)
             try:
                 piece = self._allocate(size)
             except EngineError as error:

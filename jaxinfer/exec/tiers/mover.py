@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxinfer.core.connector import Arrays, Forms, Unit, UnitForm
+from jaxinfer.core.connector import Content, Forms, Unit, UnitForm
 from jaxinfer.core.tiers import DIGEST_SIZE, SNAPSHOTS, TierUnit, group_of
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_arrays import DeviceArrays
@@ -36,7 +36,7 @@ class Saving(Protocol):
         """True if the device has gathered them: then ``copy_to`` may be called, once."""
         ...
 
-    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+    def copy_to(self, memory: Sequence[Content | None]) -> None:
         """Begin to copy each unit to memory of its form; one with None is left out."""
         ...
 
@@ -155,21 +155,22 @@ class ArrayMover:
         made = ArraySaving()
         for pool, own in self._pools.split(units).items():
             given = tuple(self._arrays.state[i] for i in self._pools.indices[pool])
-            width = self._width(pool)
+            width, form = self._width(pool), self._pools.form(pool)
             for some in batched(own, width):
                 ids = self._pools.rows(pool, [units[i].place for i in some], width)
                 keys = [units[i].key for i in some]
-                made.parts.append((keys, self._gathers[pool](given, ids)))
+                made.parts.append((keys, form, self._gathers[pool](given, ids)))
         return made
 
     def load(self, units: Sequence[Unit], places: Sequence[TierUnit]) -> ArrayLoading:
         """See ``PageMover``: the units are copied now."""
         for pool, own in self._pools.split(units).items():
             width, indices = self._width(pool), self._pools.indices[pool]
+            form = self._pools.form(pool)
             for some in batched(own, width):
                 padded = [*some, *some[-1:] * (width - len(some))]
-                arrays = zip(*(units[i].arrays for i in padded), strict=True)
-                values = tuple(np.stack(each) for each in arrays)
+                views = [form.views(units[i].content) for i in padded]
+                values = tuple(np.stack(each) for each in zip(*views, strict=True))
                 ids = self._pools.rows(pool, [places[i].place for i in padded], width)
                 given = tuple(self._arrays.state[i] for i in indices)
                 self._arrays.replace(indices, self._scatters[pool](given, ids, values))
@@ -185,7 +186,7 @@ class ArrayMover:
 
     def copy_to_sink(self) -> None:
         """Load units of zeros to the page for padding, to measure the time that it takes."""
-        zeros = tuple(np.zeros(shape, dtype) for shape, dtype in self.forms[0].arrays)
+        zeros = np.zeros(self.forms[0].num_bytes, np.uint8)
         key = bytes(DIGEST_SIZE)
         self.load([Unit(0, key, zeros)] * WIDTH, [TierUnit(key, SINK)] * WIDTH)
         jax.block_until_ready(self._arrays.state)
@@ -198,27 +199,28 @@ class ArraySaving:
     """The results of gathers; see ``Saving``."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[list[bytes], tuple[jax.Array, ...]]] = []
+        self.parts: list[tuple[list[bytes], UnitForm, tuple[jax.Array, ...]]] = []
         self.is_copied = False
 
     @property
     def keys(self) -> list[bytes]:
         """See ``Saving``."""
-        return [key for keys, _ in self.parts for key in keys]
+        return [key for keys, _, _ in self.parts for key in keys]
 
     @property
     def is_ready(self) -> bool:
         """See ``Saving``."""
-        results: list[Any] = [array for _, arrays in self.parts for array in arrays]
+        results: list[Any] = [array for _, _, arrays in self.parts for array in arrays]
         return all(array.is_ready() for array in results)
 
-    def copy_to(self, memory: Sequence[Arrays | None]) -> None:
+    def copy_to(self, memory: Sequence[Content | None]) -> None:
         """See ``Saving``: it ends at once."""
         found = iter(memory)
-        for keys, arrays in self.parts:
+        for keys, form, arrays in self.parts:
             host = [np.asarray(array) for array in arrays]  # on a CPU no copy
-            for i, unit in enumerate([next(found) for _ in keys]):
-                for to, array in zip(unit or (), host, strict=False):
+            for i, content in enumerate([next(found) for _ in keys]):
+                views = () if content is None else form.views(content)
+                for to, array in zip(views, host, strict=False):
                     np.copyto(to, array[i])
         self.is_copied = True
 

@@ -1,4 +1,4 @@
-"""The file of one unit on disk: a header with a checksum, then the bytes of its arrays.
+"""The file of one unit on disk: a header with a checksum, then its content.
 
 A file is written under another name and renamed when it is complete, so a process that ends at any
 moment leaves no half of one; a machine that fails may, which the checksum finds. The name says the
@@ -19,7 +19,7 @@ from jaxinfer.core.connector import Unit, UnitForm
 from jaxinfer.core.tiers import DIGEST_SIZE, group_of
 
 MAGIC = b"JIUNIT01"
-# checksum of all that follows, bytes of the arrays, group, length of the key, key, version
+# checksum of all that follows, bytes of the content, group, length of the key, key, version
 _HEADER = struct.Struct("<8sIQHB17s16s")
 SUFFIX, PARTIAL = ".unit", ".partial"
 
@@ -60,20 +60,15 @@ def file_size(form: UnitForm) -> int:
 
 def write_unit(path: Path, unit: Unit, version: bytes) -> Path:
     """Write a unit under a name that is not its own, which is returned; raises ``OSError``."""
-    arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in unit.arrays]
-    size = sum(len(array) for array in arrays)
-    fields = (size, unit.group, len(unit.key), unit.key, version)
+    fields = (len(unit.content), unit.group, len(unit.key), unit.key, version)
     header = _HEADER.pack(MAGIC, 0, *fields)
-    checksum = zlib.crc32(header[len(MAGIC) + 4 :])
-    for array in arrays:
-        checksum = zlib.crc32(array, checksum)
+    checksum = zlib.crc32(unit.content, zlib.crc32(header[len(MAGIC) + 4 :]))
     partial = path.with_suffix(PARTIAL)
     partial.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with open(partial, "wb", opener=_private) as file:
             file.write(_HEADER.pack(MAGIC, checksum, *fields))
-            for array in arrays:
-                file.write(array)
+            file.write(unit.content)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -94,7 +89,7 @@ def read_unit(path: Path, key: bytes, version: bytes, form: UnitForm) -> Unit:
         raise DamagedUnit(f"{path} has another checksum")
     if (padded[:length], group, of.rstrip(b"\0")) != (key, group_of(key), version.rstrip(b"\0")):
         raise DamagedUnit(f"{path} holds another unit than its name says")
-    return Unit(group, key, form.views(content[_HEADER.size :]))
+    return Unit(group, key, content[_HEADER.size :])
 
 
 def _private(path: str, flags: int) -> int:

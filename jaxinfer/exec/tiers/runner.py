@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxinfer.core.connector import Arrays, Connector, Forms, Unit
+from jaxinfer.core.connector import Connector, Content, Forms, Unit
 from jaxinfer.core.step import Event
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
@@ -32,7 +32,7 @@ class Save(NamedTuple):
     """Units that are copied to memory of the connector, where it has space, and since when."""
 
     copy: Saving
-    memory: list[Arrays | None]
+    memory: list[Content | None]
     since: float
 
 

@@ -25,6 +25,10 @@ def experts_bytes(
 ) -> int:
     """See ``BlockSpec.workspace``: the bound of the implementation that runs these tokens."""
     del num_prompts
+    around = 0  # the latent, and the experts' sum
+    if config.latent is not None:
+        around = 2 * x.shape[0] * config.latent * x.dtype.itemsize
+        x = jax.ShapeDtypeStruct((x.shape[0], config.latent), x.dtype)
     of, pairs = jax.ShapeDtypeStruct, (x.shape[0], config.routing.chosen)
     abstract: dict[str, Any] = {
         "x": x,
@@ -36,4 +40,4 @@ def experts_bytes(
         "down_bias": params.get("down_bias"),
     }
     args = ExpertsArgs(**abstract, activation=config.activation, split=True)
-    return workspace_of(OP, platform, args, pins.of(OP.name))
+    return around + workspace_of(OP, platform, args, pins.of(OP.name))

@@ -3,9 +3,10 @@
 Owns: ``Experts``. Parameters:
 
     router  [E, D]       router_bias  [E]      choice_bias float32[E]      expert_scale [E]
-    gate_up [E, 2F, D]: gate, up               gate_up_bias [E, 2F]
+    gate_up [E, 2F, D]: gate, up, or [E, F, D] without gates        gate_up_bias [E, 2F]
     down    [E, D, F]                          down_bias    [E, D]
     shared/gate_up, shared/down: see ``ffn.dense``     shared_gate [D, 1] with a shared gate
+    into_latent [D, L], from_latent [L, D] with a latent, which experts have in place of D
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.ffn.dense import FeedForward
-from jaxinfer.nn.linear import Norm, Stream, added, added_partials, normalised, whole
+from jaxinfer.nn.linear import (
+    Norm,
+    Stream,
+    added,
+    added_partials,
+    linear,
+    normalised,
+    whole,
+)
 from jaxinfer.nn.weight import Matmul, param, weight
 from pallas_kernels.experts.api import ExpertsArgs, experts
 from pallas_kernels.route.api import RouteArgs, route
@@ -47,13 +56,14 @@ class Experts(nn.Module):
         stream, h = normalised(stream, norm, ctx)
         choices, weights = self._routed(h if routed is None else routed, ctx)
         choices, weights = ctx.at("experts", choices), ctx.at("expert_weights", weights)
+        kept = _kept(h, choices, weights, c.count, ctx) if c.zero_experts else None
         down_bias = param(self, "down_bias") if c.bias else None
         if ctx.axis is not None and not c.slices:  # of this device's experts; others are outside
             held = c.count // jax.lax.axis_size(ctx.axis)
             choices = choices - held * jax.lax.axis_index(ctx.axis)
         elif ctx.axis is not None and down_bias is not None:  # one device adds it
             down_bias = jnp.where(jax.lax.axis_index(ctx.axis) == 0, down_bias, 0)
-        x = h
+        x = h if c.latent is None else linear(h, weight(self, "into_latent"), ctx).y
         if c.weighs_inputs:
             x, weights = h * weights.astype(h.dtype), jnp.ones_like(weights)
         args = ExpertsArgs(
@@ -65,9 +75,12 @@ class Experts(nn.Module):
             gate_up_bias=param(self, "gate_up_bias") if c.bias else None,
             down_bias=down_bias,
             activation=c.activation,
-            split=ctx.splits,
+            split=ctx.splits and c.latent is None,
         )
         out = experts(args, ctx.pinned("experts"))
+        if c.latent is not None:
+            out = linear(out, weight(self, "from_latent"), ctx).y
+        out = out if kept is None else added_partials(out, kept)
         shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
@@ -109,6 +122,20 @@ class Experts(nn.Module):
             case _:
                 return choices, weights
         return dummy if is_token is None else jnp.where(is_token[:, None], dummy, -1), weights
+
+
+def _kept(
+    h: jax.Array,  # [T, D]
+    choices: jax.Array,  # int32[T, k]
+    weights: jax.Array,  # float32[T, k]
+    count: int,
+    ctx: StepContext,
+) -> jax.Array:  # [T, D]
+    """The output of zero experts, which are the choices from ``count`` on; of one device."""
+    own = jnp.sum(jnp.where(choices >= count, weights, 0), axis=1, keepdims=True)
+    if ctx.axis is not None:
+        own = jnp.where(jax.lax.axis_index(ctx.axis) == 0, own, 0)
+    return (h.astype(jnp.float32) * own).astype(h.dtype)
 
 
 def _weighted(

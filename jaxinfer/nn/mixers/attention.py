@@ -5,6 +5,7 @@ itself in the dense form. Parameters of ``Attention``:
 
     qkv [D, (N + 2K) * H]   qkv_bias [(N + 2K) * H] with qkv_bias
       with a gate [D, (2N + 2K) * H]: the gates of the heads are first
+    head_gate [D, N] with gates of whole heads
       with values that are keys [D, (N + K) * H]
     o   [N * H, D]          o_bias   [D]            with o_bias
     qk_norms [2, H] with a qk_norm of each head, rotated or not, with weights, [(N + K) * H] with
@@ -87,8 +88,9 @@ class Attention(nn.Module):
         """
         c = self.config
         bias = param(self, "qkv_bias") if c.qkv_bias else None
-        qkv, stream, _ = linear(stream, weight(self, "qkv"), ctx, norm=norm, bias=bias)
-        gates = None
+        w = weight(self, "qkv")
+        qkv, stream, h = linear(stream, w, ctx, norm=norm, bias=bias, keep=c.head_gate)
+        gates = linear(h, weight(self, "head_gate"), ctx).y if c.head_gate else None
         if c.gate:
             gates, qkv = jnp.split(qkv, (c.num_heads * c.head_dim,), axis=1)
         norms = None
@@ -100,6 +102,8 @@ class Attention(nn.Module):
             qkv, norms = on_heads.norm_all(qkv, norms, c, norm.eps, ctx), None
         if c.clip is not None:
             qkv = jnp.clip(qkv, -c.clip, c.clip)
+        if c.own_value_dim is not None or c.value_scale != 1:
+            qkv = on_heads.widened(qkv, c)
         heads = qkv.reshape(len(qkv), -1, c.head_dim)
         if c.growth is not None:
             heads = on_heads.grown(heads, c.growth, c.num_kv_heads, ctx.positions)
@@ -126,7 +130,7 @@ class Attention(nn.Module):
         )
         if gates is not None:
             own = gates if only is None else take_rows(gates, only)
-            out = on_heads.gated(out, own.reshape(out.shape))
+            out = on_heads.gated(out, own.reshape(*out.shape[:2], -1), c.gate_act)
         return *output(self, c, stream, out, ctx, only), state
 
 
@@ -139,7 +143,7 @@ def output(
     only: jax.Array | None,  # int32[B]
 ) -> tuple[jax.Array, PlainOutput]:  # [T, D]
     """The stream, and the projection of the heads' outputs; with ``only`` these have B tokens."""
-    out = ctx.at("z", out)
+    out = ctx.at("z", out[..., : config.value_dim])
     x = stream.x if only is None else stream.take(only)
     bias = param(module, "o_bias") if config.o_bias else None
     out = out.reshape(len(out), -1)

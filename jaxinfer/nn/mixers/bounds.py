@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
+from jaxinfer.nn.mixers.lightning_spec import LightningConfig
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
@@ -110,10 +111,33 @@ def mamba2_bytes(
         return 0
     channels, tokens = sum(config.channels.widths), x.shape[0]
     conv = _conv_bytes(x, channels, config.conv_width, num_prompts, platform, pins, silu=True)
-    chunks = tokens // CHUNK + num_prompts
-    of_token = 4 * CHUNK + 6 * config.state_dim + 6 * config.head_dim
-    scan = 4 * chunks * CHUNK * config.num_heads * of_token
+    scan = _scan_bytes(tokens, num_prompts, config.num_heads, config.state_dim, config.head_dim)
     return conv + scan + 2 * tokens * channels * x.dtype.itemsize
+
+
+def lightning_bytes(
+    config: LightningConfig,
+    params: Mapping[str, Any],
+    x: jax.ShapeDtypeStruct,  # [T, D]
+    num_prompts: int,
+    platform: str,
+    pins: Pins,
+) -> int:
+    """See ``BlockSpec.workspace``: the scan's, as in Mamba-2, and in float32 the queries, keys and
+    values, the outputs, and their norms.
+    """
+    del params, platform, pins
+    if not num_prompts:
+        return 0
+    tokens, width = x.shape[0], config.head_dim
+    scan = _scan_bytes(tokens, num_prompts, config.num_heads, width, width)
+    return scan + 6 * 4 * tokens * config.inner
+
+
+def _scan_bytes(tokens: int, num_prompts: int, heads: int, keys: int, inputs: int) -> int:
+    """The arrays of ``nn.mixers.ssd`` for so many tokens and heads, with these widths."""
+    chunks = tokens // CHUNK + num_prompts
+    return 4 * chunks * CHUNK * heads * (4 * CHUNK + 6 * keys + 6 * inputs)
 
 
 def mamba_bytes(

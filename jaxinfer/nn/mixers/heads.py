@@ -5,7 +5,7 @@ The kernels of attention have RMS norms of single heads alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,26 @@ def grown(
     return jnp.concatenate([heads[:, :n] * factors[:, None, None], heads[:, n:]], axis=1)
 
 
-def gated(out: jax.Array, gates: jax.Array) -> jax.Array:  # [T, N, H] each
-    """Outputs of heads times the sigmoids of their gates."""
-    by = jax.nn.sigmoid(gates.astype(jnp.float32))
+def gated(
+    out: jax.Array,  # [T, N, H]
+    gates: jax.Array,  # [T, N, H] or [T, N, 1]
+    act: Literal["sigmoid", "softplus"],
+) -> jax.Array:  # [T, N, H]
+    """Outputs of heads times a function of their gates."""
+    by = (jax.nn.sigmoid if act == "sigmoid" else jax.nn.softplus)(gates.astype(jnp.float32))
     return (out.astype(jnp.float32) * by).astype(out.dtype)
+
+
+def widened(
+    qkv: jax.Array,  # [T, (N + K) * H + K * V]
+    config: AttentionConfig,
+) -> jax.Array:  # [T, (N + 2K) * H]
+    """The heads with values times their scale, and with zeros behind them if they are narrower."""
+    first = (config.num_heads + config.num_kv_heads) * config.head_dim
+    qk, v = jnp.split(qkv, (first,), axis=1)
+    v = (v * config.value_scale).reshape(len(v), config.num_kv_heads, -1)
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, config.head_dim - config.value_dim)))
+    return jnp.concatenate([qk, v.reshape(len(v), -1)], axis=1)
 
 
 def norm_all(

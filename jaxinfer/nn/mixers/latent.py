@@ -91,6 +91,7 @@ class LatentAttention(nn.Module):
             q = rms_norm(q, param(self, "q_norm"), c.norm_eps, fixed=fixed)
             q = linear(q, weight(self, "q_b"), ctx).y
         latents = rms_norm(kv[:, : c.rank], param(self, "kv_norm"), c.norm_eps, fixed=fixed)
+        latents = latents if c.latent_scale == 1 else latents * c.latent_scale
         q = q.reshape(len(q), c.num_heads, c.head_dim)
         if c.growth is not None:
             q = q * growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]

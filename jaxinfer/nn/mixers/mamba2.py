@@ -17,14 +17,8 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import PlainOutput, Rows, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
-from jaxinfer.nn.mixers.recurrent import (
-    PromptRows,
-    convolved,
-    empty_state,
-    whole_sequence,
-    with_kept,
-)
-from jaxinfer.nn.mixers.ssd import SsdTokens, ssd_decode, ssd_prefill
+from jaxinfer.nn.mixers.recurrent import convolved, empty_state, whole_sequence
+from jaxinfer.nn.mixers.ssd import SsdTokens, grouped_rms_norm, ssd
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 
@@ -78,7 +72,7 @@ class Mamba2(nn.Module):
         ctx: StepContext,
     ) -> tuple[jax.Array, jax.Array]:  # float32[T, H, P], float32[S, H, P, N]
         """The outputs of decode rows, then of prompts, and the new states."""
-        c, d, parts = self.config, ctx.num_decodes, []
+        c = self.config
         rates, biases, skip = param(self, "decay")
         steps = jax.nn.softplus(steps.astype(jnp.float32) + biases)
         # transformers limits those of prompts alone, so that its states depend on the path
@@ -86,21 +80,7 @@ class Mamba2(nn.Module):
         x, b, of_c = jnp.split(mixed, (c.inner, c.inner + c.keys), axis=1)
         x = x.reshape(len(x), c.num_heads, c.head_dim)
         b, of_c = (one.reshape(len(x), c.num_groups, c.state_dim) for one in (b, of_c))
-        rates = -jnp.exp(rates)
-
-        def tokens(part: slice) -> SsdTokens:
-            return SsdTokens(x[part], b[part], of_c[part], steps[part], rates)
-
-        if d:
-            slots = rows.slots[:d]
-            out, states = ssd_decode(tokens(slice(d)), states, ctx.positions[:d], slots)
-            states = with_kept(states, rows, d)
-            parts.append(out)
-        if len(x) > d:
-            of_prompts = PromptRows.of(rows.prompts(d))
-            out, states = ssd_prefill(tokens(slice(d, None)), states, of_prompts)
-            parts.append(out)
-        out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        out, states = ssd(SsdTokens(x, b, of_c, steps, -jnp.exp(rates)), states, rows, ctx)
         return out + skip[:, None] * x.astype(jnp.float32), states
 
     def _gated(self, out: jax.Array, gate: jax.Array, ctx: StepContext) -> jax.Array:
@@ -110,12 +90,8 @@ class Mamba2(nn.Module):
             return out * gate
         if c.norm == "after_gate":
             out = out * gate
-        groups = out.reshape(len(out), c.norm_groups, -1)
-        mean = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
-        if c.spread and ctx.axis is not None:
-            mean = jax.lax.pmean(mean, ctx.axis)
-        groups = groups * jax.lax.rsqrt(mean + c.norm_eps)
-        out = groups.reshape(out.shape) * param(self, "inner_norm").astype(jnp.float32)
+        axis = ctx.axis if c.spread else None
+        out = grouped_rms_norm(out, param(self, "inner_norm"), c.norm_groups, c.norm_eps, axis)
         return out * gate if c.norm == "before_gate" else out
 
 

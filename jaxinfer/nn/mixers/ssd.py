@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.nn.context import Rows, StepContext
+from jaxinfer.nn.mixers.recurrent import PromptRows, with_kept
 from pallas_kernels.lib.chunk_scan import CHUNK, RowIndices, by_token, chunks_of, scan_chunks
 
 
@@ -24,6 +26,34 @@ class SsdTokens(NamedTuple):
     c: jax.Array  # [T, G, N]
     steps: jax.Array  # float32[T, H]
     rates: jax.Array  # float32[H], below 0
+
+    def part(self, tokens: slice) -> SsdTokens:
+        """Those of some tokens."""
+        x, b, c, steps = (one[tokens] for one in (self.x, self.b, self.c, self.steps))
+        return SsdTokens(x, b, c, steps, self.rates)
+
+
+def ssd(
+    tokens: SsdTokens,
+    states: jax.Array,  # float32[S, H, P, N]
+    rows: Rows,
+    ctx: StepContext,
+) -> tuple[jax.Array, jax.Array]:  # float32[T, H, P], float32[S, H, P, N]
+    """The outputs of a step's tokens, those of decode rows first, and the new states.
+
+    ``rows`` are those of the context, or ``recurrent.whole_sequence``.
+    """
+    d, parts = ctx.num_decodes, []
+    if d:
+        positions, slots = ctx.positions[:d], rows.slots[:d]
+        out, states = ssd_decode(tokens.part(slice(d)), states, positions, slots)
+        states = with_kept(states, rows, d)
+        parts.append(out)
+    if len(tokens.x) > d:
+        of_prompts = PromptRows.of(rows.prompts(d))
+        out, states = ssd_prefill(tokens.part(slice(d, None)), states, of_prompts)
+        parts.append(out)
+    return (jnp.concatenate(parts) if len(parts) > 1 else parts[0]), states
 
 
 @jax.jit  # one trace serves every layer
@@ -38,8 +68,10 @@ def ssd_decode(
     each = x.shape[1] // b.shape[1]
     b, c = jnp.repeat(b, each, axis=1), jnp.repeat(c, each, axis=1)
     found = jnp.where((positions == 0)[:, None, None, None], 0, states[rows])
-    decayed = found * jnp.exp(rates * steps)[..., None, None]
-    state = decayed + (steps[..., None] * x)[..., None] * b[:, :, None]
+    # Where a decay is 1 - 4e-8, as in the last layer of lightning attention, the state times the
+    # decay would be rounded to the same side at every token: 8e-5 of it after 4,096 tokens.
+    lost = found * jnp.expm1(rates * steps)[..., None, None]
+    state = found + (lost + (steps[..., None] * x)[..., None] * b[:, :, None])
     out = _product("BHPN,BHN->BHP", state, c)
     return out, states.at[rows].set(state)
 
@@ -86,6 +118,24 @@ def ssd_prefill(
 
     out, states = scan_chunks(rows, states, chunks, advance, each)
     return by_token(out, rows.query_start_loc, chunks, len(tokens.x)), states
+
+
+def grouped_rms_norm(
+    x: jax.Array,  # float32[T, I]
+    weight: jax.Array,  # [I]
+    groups: int,
+    eps: float,
+    axis: str | None,
+) -> jax.Array:  # float32[T, I]
+    """An RMS norm of each of so many equal parts of the columns.
+
+    With an axis (``StepContext.axis``) each device has an equal part of every group.
+    """
+    parts = x.reshape(len(x), groups, -1)
+    mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
+    mean = mean if axis is None else jax.lax.pmean(mean, axis)
+    parts = parts * jax.lax.rsqrt(mean + eps)
+    return parts.reshape(x.shape) * weight.astype(jnp.float32)
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -26,16 +26,17 @@ _LISTS = regex.compile(r"[\[\s]*")
 _LIST_END = regex.compile(r"\s*\]")
 _OBJECT = regex.compile(r"\s*\{")
 _NEXT_OBJECT = regex.compile(r"\s*,\s*(?=\{)")
+_NEXT_LINE = regex.compile(r"[^\S\n]*\n\s*(?=\{)")
 _OBJECT_END = regex.compile(r"\s*\}")
 _ANSWER_END = regex.compile(r"\s*(?:```\s*)?\Z")
 
 
 def json_calls(source: Source, tools: Schemas) -> Reading[None]:
-    """A call as an object, or a list of such."""
+    """A call as an object, or several in a list or on lines of their own."""
     opened = yield from source.expect(_LISTS)
     num_lists = opened[0].count("[")
     yield from _json_call(source, tools)
-    while num_lists and (yield from source.read(_NEXT_OBJECT)):
+    while (yield from source.read(_NEXT_OBJECT if num_lists else _NEXT_LINE)):
         yield from _json_call(source, tools)
     for _ in range(num_lists):
         if not (yield from source.read(_LIST_END)):

@@ -29,7 +29,9 @@ FORMATS = (
         "mistral",
         "qwen3_coder",
         "glm45",
+        "longcat",
         "hermes",
+        "minimax",
         "llama3_json",
         "pythonic",
     ),
@@ -41,6 +43,7 @@ _TOOL_ALIASES: Mapping[str, str] = MappingProxyType(
         **{"qwen3_xml": "qwen3_coder", "qwen": "hermes", "qwen3": "hermes", "qwen25": "hermes"},
         **{"llama4_pythonic": "pythonic", "gpt_oss": "openai", "harmony": "openai"},
         **{"llama4_json": "llama3_json", "llama3": "llama3_json", "glm47": "glm45"},
+        **{"minimax_m1": "minimax"},
     }
 )
 _REASONING_ALIASES: Mapping[str, str] = MappingProxyType(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from jaxinfer.core.checks import short
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.models.hf_config import MAX_ALL_EXPERTS, MAX_HEAD_DIM
 from jaxinfer.weights.checkpoint import TensorInfo
@@ -17,17 +20,30 @@ from jaxinfer.weights.gguf.dequantise import PLAIN_DTYPES, check_type
 from jaxinfer.weights.gguf.header import GGUFHeader, GGUFTensor
 from jaxinfer.weights.gguf.hybrid import DeltaHeads, hybrid_tensors
 from jaxinfer.weights.gguf.keys import check_file_kind
-from jaxinfer.weights.gguf.names import ROPE_TENSORS, Joined, map_name, table_of
+from jaxinfer.weights.gguf.layouts import Named, changed_tensors
+from jaxinfer.weights.gguf.names import ROPE_TENSORS, Joined, NameTable, map_name
+from jaxinfer.weights.gguf.names_delta import DELTA_TABLES, QWEN3_NEXT
+from jaxinfer.weights.gguf.names_dense import DENSE_TABLES, FALCON_WITH_TWO_NORMS
+from jaxinfer.weights.gguf.names_experts import EXPERTS_TABLES
+from jaxinfer.weights.gguf.names_states import STATE_TABLES
 from jaxinfer.weights.gguf.parts import read_whole
 from jaxinfer.weights.gguf.stored import (
     ExpertStack,
     KeysAndValues,
+    Numbers,
     Plain,
+    Rows,
     Stored,
     experts_of,
+    halves_of,
     read_tensor,
 )
 from pallas_kernels.lib.quantised import Form, Quantised
+
+# by the model_type of config.json
+_TABLES: Mapping[str, NameTable] = MappingProxyType(
+    {**DENSE_TABLES, **EXPERTS_TABLES, **DELTA_TABLES, **STATE_TABLES}
+)
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
@@ -66,8 +82,8 @@ class GGUFCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
         self.forms: dict[str, Form] = {}
         self._stored: dict[str, Stored] = {}
-        table = table_of(str(header.metadata.get("general.architecture")), hf_config["model_type"])
-        delta = DeltaHeads.of(hf_config, tiled=table.tiled) if table.layouts else None
+        table = _table_of(str(header.metadata.get("general.architecture")), hf_config)
+        changed = _changed(table, hf_config)
         is_left_out = _prediction_tensors(hf_config)
         # whether tensors of prediction layers are left out
         self.has_predictions = any(map(is_left_out, header.tensors))
@@ -76,26 +92,32 @@ class GGUFCheckpoint:
         for gguf_name, tensor in header.tensors.items():
             if gguf_name in ROPE_TENSORS or is_left_out(gguf_name):  # ``open_gguf`` reads factors
                 continue
-            name, stem, joined = map_name(table, gguf_name)
+            name, stem, joined, layout = map_name(table, gguf_name)
             check_type(header.path, gguf_name, tensor.type)
             if joined is not None:
                 parts.setdefault((name, joined), {})[gguf_name] = tensor
-            elif delta is not None and stem in table.layouts:
-                layout = table.layouts[stem]
-                for own, stored in hybrid_tensors(layout, name, gguf_name, tensor, delta):
+            elif layout not in (None, "gates_and_ups"):
+                for own, stored in changed(layout, name, gguf_name, tensor):
                     self._add(own, stored)
             elif "{}" in name:
                 _check_rank(header, gguf_name, tensor, 3)
-                num_experts += tensor.shape[0]
+                num_experts += tensor.shape[0] * (1 if layout is None else 2)
                 _check_experts(header, num_experts)
                 for number, expert in enumerate(experts_of(tensor)):
-                    self._add(name.format(number), Plain(expert))
+                    pair = layout is not None and zip(
+                        ("gate", "up"), halves_of(expert), strict=True
+                    )
+                    for kind, matrix in pair or [("", expert)]:
+                        self._add(name.format(number, kind), Plain(matrix))
             else:
                 heads = hf_config[table.interleaved[stem]] if stem in table.interleaved else 0
                 self._add(name, Plain(tensor, heads, stem in table.transposed))
         for (name, joined), members in parts.items():
             if name not in self.tensors:  # some files of DeepSeek have attn_kv_b as well
                 self._add(name, _joined(header, joined, members))
+        for key, own in table.from_metadata.items():
+            for i, number in enumerate(_of_each_layer(header, key, hf_config)):
+                self._add(f"{table.layer_prefix}{i}.{own}", Numbers(number))
 
     def _add(self, name: str, stored: Stored) -> None:
         types = dict.fromkeys(tensor.type for tensor in stored.tensors)
@@ -118,6 +140,39 @@ class GGUFCheckpoint:
     def read_quantised(self, name: str, part: int | None = None) -> Quantised:
         """See ``Checkpoint``."""
         return self._stored[name].read_quantised(part)
+
+
+def _table_of(architecture: str, hf_config: Mapping[str, Any]) -> NameTable:
+    if architecture == "qwen3next":
+        return QWEN3_NEXT
+    if hf_config.get("num_ln_in_parallel_attn") == 2:
+        return FALCON_WITH_TWO_NORMS
+    return _TABLES[hf_config["model_type"]]
+
+
+def _changed(table: NameTable, hf_config: Mapping[str, Any]) -> Callable[..., Named]:
+    """The function that reads the tensors with layouts."""
+    if table.is_delta:
+        return partial(hybrid_tensors, heads=DeltaHeads.of(hf_config, tiled=table.tiled))
+    heads, kv_heads = (hf_config.get(key) or 0 for key in table.heads)
+    return partial(changed_tensors, heads=(heads, kv_heads))
+
+
+def _of_each_layer(
+    header: GGUFHeader, key: str, hf_config: Mapping[str, Any]
+) -> list[np.ndarray]:  # float32[1] each
+    """A number of each layer; one number in the file is that of all.
+
+    Raises ``CheckpointError`` for another number of numbers.
+    """
+    stored, count = header.metadata.get(key), hf_config["num_hidden_layers"]
+    numbers = stored if isinstance(stored, list) else [stored] * count
+    if len(numbers) != count or not all(type(one) is float for one in numbers):
+        raise CheckpointError(
+            f"{header.path}: metadata key {key} must be {count} numbers, got {short(stored)}; "
+            "convert the model again"
+        )
+    return [np.full(1, one, np.float32) for one in numbers]
 
 
 def _prediction_tensors(hf_config: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -150,12 +205,14 @@ def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor
             f"{header.path} has the tensor {present} but not {missing}; download it again"
         )
     tensors = [members[name] for name in names]
-    rank = 2 if joined.parts[0].endswith(".bias") else 3
+    rank = 2 if joined.layout == "rows" or joined.parts[0].endswith(".bias") else 3
     for name, tensor in zip(names, tensors, strict=True):
         _check_rank(header, name, tensor, rank)
     first, *others = tensors
     if joined.layout == "keys_and_values":
         fit = (first.shape[0], first.shape[1]) == (others[0].shape[0], others[0].shape[2])
+    elif joined.layout == "rows":
+        fit = all(other.shape[1] == first.shape[1] for other in others)
     else:
         fit = all(other.shape == first.shape for other in others)
     if not fit:
@@ -164,9 +221,12 @@ def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor
             f"{' and '.join(str(tensor.shape) for tensor in tensors)}, which do not fit together; "
             "convert the model again"
         )
-    return (
-        KeysAndValues(*tensors) if joined.layout == "keys_and_values" else ExpertStack((*tensors,))
-    )
+    if joined.layout == "keys_and_values":
+        return KeysAndValues(*tensors)
+    if joined.layout == "rows":
+        return Rows((*tensors,))
+    in_turn = joined.layout == "experts_in_turn"
+    return ExpertStack((*tensors,), in_turn, transposed=joined.layout != "experts")
 
 
 def _check_rank(header: GGUFHeader, name: str, tensor: GGUFTensor, rank: int) -> None:

@@ -7,6 +7,7 @@ and generation_config.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +19,14 @@ from jaxinfer.core.pooling import Pooling
 from jaxinfer.text.gguf_special import end_token_ids, special_id
 from jaxinfer.weights.gguf.decoder import decoder_config
 from jaxinfer.weights.gguf.dense_config import (
-    arcee_config,
-    ernie4_5_config,
-    exaone_config,
-    granite_config,
-    seed_oss_config,
-    smollm3_config,
-    starcoder2_config,
+    bloom_config,
+    gpt2_config,
+    mpt_config,
     starcoder_config,
 )
+from jaxinfer.weights.gguf.dense_families import DENSE_FAMILIES
+from jaxinfer.weights.gguf.experts_families import EXPERTS_FAMILIES
+from jaxinfer.weights.gguf.gemma4_config import gemma4_config, with_proportional_rope
 from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.hybrid_config import (
     kimi_linear_config,
@@ -35,8 +35,14 @@ from jaxinfer.weights.gguf.hybrid_config import (
     qwen3_next_config,
 )
 from jaxinfer.weights.gguf.keys import refuse_unread_keys
+from jaxinfer.weights.gguf.latent_config import (
+    deepseek2_config,
+    minicpm3_config,
+    mistral4_config,
+)
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
-from jaxinfer.weights.gguf.rope import deepseek_rope_scaling, scaling_with_factors
+from jaxinfer.weights.gguf.rope import scaling_with_factors
+from jaxinfer.weights.gguf.state_families import STATE_FAMILIES
 
 # The sampling defaults that a file can hold, with their names in generation_config.json. Others of
 # llama.cpp (xtc, mirostat, ...) are ignored, as vLLM ignores unknown keys of that file.
@@ -60,6 +66,16 @@ def known_architectures() -> tuple[str, ...]:
     return tuple(_BUILDERS)
 
 
+def known_words(architecture: str) -> str:
+    """Words of an error that name the known architectures that are nearest to this one."""
+    known = known_architectures()
+    near = get_close_matches(architecture[:100], known, cutoff=0.0)  # three of them
+    return (
+        f"known are {', '.join(near)} and {len(known) - len(near)} others, which docs/models.md "
+        "lists"
+    )
+
+
 def hf_config_from_gguf(
     header: GGUFHeader,
     factors: Mapping[str, np.ndarray],  # float32[H / 2] each, by the names ``ROPE_TENSORS``
@@ -73,7 +89,7 @@ def hf_config_from_gguf(
     if build is None:
         raise UnknownArchitectureError(
             f"{header.path} is a GGUF of architecture {short(architecture)}; "
-            f"known are {', '.join(known_architectures())}"
+            f"{known_words(str(architecture))}"
         )
     meta = ArchitectureMetadata(header, str(architecture))
     config = build(meta)
@@ -88,7 +104,9 @@ def hf_config_from_gguf(
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **{key: value for key, value in tokens.items() if value is not None},
     }
-    if factors:
+    if config["model_type"] == "gemma4_text":
+        config["rope_parameters"] = with_proportional_rope(header, config, factors)
+    elif factors:
         config["rope_scaling"] = scaling_with_factors(header, config, factors)
     return config
 
@@ -226,83 +244,6 @@ def _gpt_oss(meta: ArchitectureMetadata) -> dict[str, Any]:
     return config | experts | architecture | {"attention_bias": True}
 
 
-def _deepseek2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """DeepSeek V2 and V3, which score experts by softmax and sigmoid.
-
-    Newer files describe the attention as it is computed over latents, with one kv head, and have
-    the widths of a head under keys of their own. Files without ``expert_group_count`` are computed
-    without groups, as llama.cpp does.
-    """
-    heads, rope_dim = meta.count("attention.head_count"), meta.count("rope.dimension_count")
-    rank, widths = meta.count("attention.kv_lora_rank"), ("key_length", "value_length")
-    if meta.has("attention.key_length_mla"):
-        meta.only("attention.head_count_kv", 1)
-        meta.only("attention.key_length", rank + rope_dim)
-        meta.only("attention.value_length", rank)
-        widths = ("key_length_mla", "value_length_mla")
-    else:
-        meta.only("attention.head_count_kv", heads)
-    key_dim, value_dim = (meta.count(f"attention.{width}") for width in widths)
-    if key_dim <= rope_dim:
-        words = f"must exceed rope.dimension_count, which is {rope_dim}"
-        meta.refuse(f"attention.{widths[0]}", key_dim, words)
-    meta.only("attention.scale", 0)
-    meta.only("hidden_activation", "silu", "swish")
-    query_rank = meta.count_if_set("attention.q_lora_rank", 0)
-    return {
-        "hidden_size": meta.count("embedding_length"),
-        "intermediate_size": meta.count("feed_forward_length"),
-        "num_hidden_layers": meta.num_layers,
-        "num_attention_heads": heads,
-        "q_lora_rank": query_rank or None,
-        "kv_lora_rank": rank,
-        "qk_nope_head_dim": key_dim - rope_dim,
-        "qk_rope_head_dim": rope_dim,
-        "v_head_dim": value_dim,
-        "max_position_embeddings": meta.count("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": deepseek_rope_scaling(meta, rope_dim),
-        "hidden_act": "silu",
-        **_deepseek_experts(meta),
-    }
-
-
-def _deepseek_experts(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("expert_gating_func", 0, 1, 2)  # 0: older files, of V2
-    is_v3 = meta.number_if_set("expert_gating_func") == 2
-    groups, chosen_groups = (
-        meta.count_if_set(key, 1) for key in ("expert_group_count", "expert_group_used_count")
-    )
-    method = "noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy"
-    version = "V3" if is_v3 else "V2"
-    return {
-        "architectures": [f"Deepseek{version}ForCausalLM"],
-        "model_type": f"deepseek_{version.lower()}",
-        "first_k_dense_replace": meta.count_if_set("leading_dense_block_count", 0),
-        "n_routed_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
-        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
-        "n_shared_experts": meta.count_if_set("expert_shared_count", 0),
-        "routed_scaling_factor": meta.number_if_set("expert_weights_scale") or 1.0,
-        "norm_topk_prob": meta.flag("expert_weights_norm"),
-        "scoring_func": "sigmoid" if is_v3 else "softmax",
-        "topk_method": method,
-        "n_group": groups,
-        "topk_group": chosen_groups,
-    }
-
-
-def _olmo2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)  # OLMo 3 has windows, under the same architecture
-    return decoder_config(meta) | {
-        "architectures": ["Olmo2ForCausalLM"],
-        "model_type": "olmo2",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
-
-
 def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     """Phi-3 to Phi-4; the window is the model's, though llama.cpp computes without it."""
     meta.only("tensor_data_layout", "reference")
@@ -314,41 +255,6 @@ def _phi3(meta: ArchitectureMetadata) -> dict[str, Any]:
     }
 
 
-def _glm4(meta: ArchitectureMetadata) -> dict[str, Any]:
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)
-    return decoder_config(meta, partial=True) | {
-        "architectures": ["Glm4ForCausalLM"],
-        "model_type": "glm4",
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
-
-
-def _gpt2(meta: ArchitectureMetadata) -> dict[str, Any]:
-    heads, hidden_size = meta.count("attention.head_count"), meta.count("embedding_length")
-    if hidden_size % heads:
-        words = f"must divide embedding_length, which is {hidden_size}"
-        meta.refuse("attention.head_count", heads, words)
-    for key in ("attention.key_length", "attention.value_length"):
-        meta.only(key, hidden_size // heads)
-    meta.only("attention.head_count_kv", heads)
-    meta.only("attention.scale", 0, (hidden_size // heads) ** -0.5)
-    meta.only("attention.sliding_window", 0)
-    meta.only("hidden_activation", "gelu_new", "gelu_pytorch_tanh")
-    meta.only("tensor_data_layout", "reference")
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": hidden_size,
-        "n_inner": meta.count("feed_forward_length", 4 * hidden_size),
-        "n_layer": meta.num_layers,
-        "n_head": heads,
-        "n_positions": meta.count("context_length"),
-        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-    }
-
-
 _BUILDERS = MappingProxyType(
     {
         "llama": _llama,
@@ -356,22 +262,21 @@ _BUILDERS = MappingProxyType(
         "qwen3": _qwen3,
         "qwen3moe": _qwen3_moe,
         "gpt-oss": _gpt_oss,
-        "deepseek2": _deepseek2,
-        "olmo2": _olmo2,
+        "deepseek2": deepseek2_config,
+        "mistral4": mistral4_config,
+        "minicpm3": minicpm3_config,
         "phi3": _phi3,
-        "glm4": _glm4,
-        "gpt2": _gpt2,
-        "granite": granite_config,
-        "smollm3": smollm3_config,
-        "arcee": arcee_config,
-        "ernie4_5": ernie4_5_config,
-        "exaone": exaone_config,
-        "seed_oss": seed_oss_config,
-        "starcoder2": starcoder2_config,
+        "gemma4": gemma4_config,
+        "gpt2": gpt2_config,
         "starcoder": starcoder_config,
+        "bloom": bloom_config,
+        "mpt": mpt_config,
         "qwen35": qwen3_5_config,
         "qwen35moe": qwen3_5_moe_config,
         "qwen3next": qwen3_next_config,
         "kimi-linear": kimi_linear_config,
+        **DENSE_FAMILIES,
+        **EXPERTS_FAMILIES,
+        **STATE_FAMILIES,
     }
 )

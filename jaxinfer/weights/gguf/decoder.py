@@ -16,14 +16,17 @@ def decoder_config(
     dense: bool = True,
     scaled: bool = False,
     eps: str = "rms_norm_eps",
+    activations: tuple[str, ...] = ("silu", "swish"),
+    kv_heads: int | None = None,
 ) -> dict[str, Any]:
     """The keys of config.json of decoders whose heads have keys and values of their own width.
 
     With ``partial`` heads may rotate in part; without ``dense`` the file may lack the width of
-    dense networks; with ``scaled`` the caller reads the scale of scores. ``eps`` is the key of the
-    epsilon, by default of RMS norms, others are of LayerNorms. Raises ``CheckpointError`` for a
-    value that is not supported, and ``UnknownArchitectureError`` for experts, if no key of theirs
-    was read before.
+    dense networks; with ``scaled`` the caller reads the scale of scores, with ``kv_heads`` it has
+    read their number. ``eps`` is the key of the epsilon, by default of RMS norms, others are of
+    LayerNorms; ``activations`` are names of the one that llama.cpp computes, Hugging Face's first.
+    Raises ``CheckpointError`` for a value that is not supported, and ``UnknownArchitectureError``
+    for experts, if no key of theirs was read before.
     """
     heads = meta.count("attention.head_count")
     hidden_size = meta.count("embedding_length")
@@ -36,7 +39,7 @@ def decoder_config(
         meta.only(key, head_dim)
     if not scaled:
         meta.only("attention.scale", 0, head_dim**-0.5)
-    meta.only("hidden_activation", "silu", "swish")
+    meta.only("hidden_activation", *activations)
     rotated = meta.count("rope.dimension_count", head_dim) if partial else head_dim
     if rotated > head_dim or rotated % 2:
         words = f"must be an even number up to {head_dim}, the width of a head"
@@ -47,12 +50,12 @@ def decoder_config(
         **({"intermediate_size": meta.count(width)} if dense or meta.has(width) else {}),
         "num_hidden_layers": meta.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or meta.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": meta.count("context_length"),
         eps: meta.number(f"attention.layer_norm_{'rms_' * eps.startswith('rms')}epsilon"),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
         "rope_scaling": rope_scaling(meta, rotated),
-        "hidden_act": "silu",
+        "hidden_act": activations[0],
         **({"partial_rotary_factor": rotated / head_dim} if partial else {}),
     }

@@ -1,125 +1,99 @@
-"""Builds the configs of further dense decoders from GGUF metadata.
+"""Builds the configs of decoders without rope from GGUF metadata.
 
 Source: ``load_arch_hparams`` and the graphs of llama.cpp's
-src/models/{granite,smollm3,arcee,ernie4-5,exaone,seed-oss,starcoder,starcoder2}.cpp.
+src/models/{gpt2,starcoder,bloom,mpt}.cpp.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxinfer.weights.gguf.decoder import decoder_config
+from jaxinfer.weights.gguf.families import REFERENCE
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 
-_NO_ROPE_INTERVAL = 4  # llama.cpp's constant for SmolLM3
+_ALIBI = 8.0  # the largest bias, of all published models
 
 
-def granite_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Granite; a factor that is not set is 1, and that of scores is the usual one."""
-    config = decoder_config(meta, scaled=True)
-    scale = meta.number_if_set("attention.scale") or config["head_dim"] ** -0.5
-    return _like_llama(meta, config) | {
-        "architectures": ["GraniteForCausalLM"],
-        "model_type": "granite",
-        "attention_multiplier": scale,
-        "embedding_multiplier": meta.number_if_set("embedding_scale") or 1.0,
-        "residual_multiplier": meta.number_if_set("residual_scale") or 1.0,
-        "logits_scaling": meta.number_if_set("logit_scale") or 1.0,
-    }
-
-
-def smollm3_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """SmolLM3; the file does not say which layers rotate."""
-    return _like_llama(meta, decoder_config(meta)) | {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "model_type": "smollm3",
-        "no_rope_layer_interval": _NO_ROPE_INTERVAL,
-    }
-
-
-def arcee_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Arcee's AFM, whose activation is llama.cpp's constant."""
-    return _like_llama(meta, decoder_config(meta)) | {
-        "architectures": ["ArceeForCausalLM"],
-        "model_type": "arcee",
-        "hidden_act": "relu2",
-    }
-
-
-def ernie4_5_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """ERNIE 4.5 (dense), whose heads rotate by adjacent components in both formats."""
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)
-    return decoder_config(meta) | {
-        "architectures": ["Ernie4_5ForCausalLM"],
-        "model_type": "ernie4_5",
-        "use_bias": meta.has_tensor("blk.0.attn_q.bias"),
-    }
-
-
-def exaone_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """EXAONE 3 and 3.5, whose heads rotate by halves in both formats."""
-    meta.only("tensor_data_layout", "reference")
-    return _like_llama(meta, decoder_config(meta)) | {
-        "architectures": ["ExaoneForCausalLM"],
-        "model_type": "exaone",
-    }
-
-
-def seed_oss_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """Seed-OSS, whose outputs of attention may have biases of their own."""
-    meta.only("tensor_data_layout", "reference")
-    return _like_llama(meta, decoder_config(meta)) | {
-        "architectures": ["SeedOssForCausalLM"],
-        "model_type": "seed_oss",
-        "attention_out_bias": meta.has_tensor("blk.0.attn_output.bias"),
-    }
-
-
-def starcoder2_config(meta: ArchitectureMetadata) -> dict[str, Any]:
-    """StarCoder2; llama.cpp computes without the window, which files do not have."""
-    meta.only("tensor_data_layout", "reference")
-    meta.only("attention.sliding_window", 0)
-    return decoder_config(meta, eps="norm_epsilon") | {
-        "architectures": ["Starcoder2ForCausalLM"],
-        "model_type": "starcoder2",
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": meta.has_tensor("blk.0.attn_q.bias"),
-        "sliding_window": None,
+def gpt2_config(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """GPT-2."""
+    return _like_gpt2(meta) | {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
     }
 
 
 def starcoder_config(meta: ArchitectureMetadata) -> dict[str, Any]:
     """StarCoder 1 (GPT-BigCode), with one KV head."""
-    heads, width = meta.count("attention.head_count"), meta.count("embedding_length")
-    if width % heads:
-        meta.refuse("attention.head_count", heads, f"must divide embedding_length, {width}")
-    for key in ("attention.key_length", "attention.value_length"):
-        meta.only(key, width // heads)
-    meta.only("attention.head_count_kv", 1)
-    meta.only("attention.scale", 0, (width // heads) ** -0.5)
-    meta.only("attention.sliding_window", 0)
-    meta.only("hidden_activation", "gelu_new", "gelu_pytorch_tanh")
-    meta.only("tensor_data_layout", "reference")
-    return {
+    return _like_gpt2(meta, kv_heads=1) | {
         "architectures": ["GPTBigCodeForCausalLM"],
         "model_type": "gpt_bigcode",
+        "activation_function": "gelu_pytorch_tanh",
+        "multi_query": True,
+    }
+
+
+def bloom_config(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """BLOOM; llama.cpp's ALiBi has a constant, which some files hold as well."""
+    meta.only("attention.max_alibi_bias", _ALIBI)
+    heads, width = _sizes(meta)
+    meta.only("feed_forward_length", 4 * width)
+    return {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "hidden_size": width,
+        "n_layer": meta.num_layers,
+        "n_head": heads,
+        "seq_length": meta.count("context_length"),
+        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
+    }
+
+
+def mpt_config(meta: ArchitectureMetadata) -> dict[str, Any]:
+    """MPT with ALiBi, whose queries, keys and values may be limited."""
+    heads, width = _sizes(meta)
+    meta.only("feed_forward_length", 4 * width)
+    if meta.number("attention.max_alibi_bias") != _ALIBI:
+        meta.only("attention.max_alibi_bias", _ALIBI)
+    limit = meta.number_if_set("attention.clamp_kqv")
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        "d_model": width,
+        "n_layers": meta.num_layers,
+        "n_heads": heads,
+        "max_seq_len": meta.count("context_length"),
+        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
+        "no_bias": True,
+        "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": limit},
+    }
+
+
+def _like_gpt2(meta: ArchitectureMetadata, kv_heads: int | None = None) -> dict[str, Any]:
+    heads, width = _sizes(meta, kv_heads)
+    meta.only("hidden_activation", "gelu_new", "gelu_pytorch_tanh")
+    return {
         "n_embd": width,
         "n_inner": meta.count("feed_forward_length", 4 * width),
         "n_layer": meta.num_layers,
         "n_head": heads,
         "n_positions": meta.count("context_length"),
         "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_pytorch_tanh",
-        "multi_query": True,
     }
 
 
-def _like_llama(meta: ArchitectureMetadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The config with Llama's switches of biases."""
-    meta.only("tensor_data_layout", "reference", "Meta AI original pth")
+def _sizes(meta: ArchitectureMetadata, kv_heads: int | None = None) -> tuple[int, int]:
+    """The number of heads, and the width; ``kv_heads``: the only number of these.
+
+    Raises ``CheckpointError`` for heads of another width, and for a scale or a window.
+    """
+    heads, width = meta.count("attention.head_count"), meta.count("embedding_length")
+    if width % heads:
+        meta.refuse("attention.head_count", heads, f"must divide embedding_length, {width}")
+    for key in ("attention.key_length", "attention.value_length"):
+        meta.only(key, width // heads)
+    meta.only("attention.head_count_kv", kv_heads or heads)
+    meta.only("attention.scale", 0, (width // heads) ** -0.5)
     meta.only("attention.sliding_window", 0)
-    return config | {
-        "attention_bias": meta.has_tensor("blk.0.attn_q.bias"),
-        "mlp_bias": meta.has_tensor("blk.0.ffn_up.bias"),
-    }
+    meta.only("tensor_data_layout", REFERENCE)
+    return heads, width

@@ -8,22 +8,24 @@ conversion/kimi_linear.py, read backwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxinfer.core.errors import CheckpointError
-from jaxinfer.weights.gguf.blocks import FORMS
 from jaxinfer.weights.gguf.header import GGUFTensor
+from jaxinfer.weights.gguf.layouts import (
+    Changed,
+    Moved,
+    Named,
+    changed_tensors,
+    log_of_rates,
+    same,
+)
 from jaxinfer.weights.gguf.names import Layout
-from jaxinfer.weights.gguf.stored import Plain, Stored, converted, read_tensor
-from pallas_kernels.lib.quantised import PACKED, Form, Quantised, nibble_block, quantised
-
-type Named = Iterator[tuple[str, Stored]]  # tensors of Hugging Face, by their names
+from jaxinfer.weights.gguf.stored import Plain, Stored
 
 
 class DeltaHeads(NamedTuple):
@@ -101,8 +103,10 @@ def hybrid_tensors(
         )
     if layout in ("gates", "inputs"):
         yield from _unpacked(layout, name, tensor, heads)
-    else:
+    elif layout in _READERS:
         yield name, _READERS[layout](stored_as, tensor, heads)
+    else:
+        yield from changed_tensors(layout, name, stored_as, tensor, (heads.num_v, heads.num_k))
 
 
 def _unpacked(layout: Layout, name: str, tensor: GGUFTensor, heads: DeltaHeads) -> Named:
@@ -117,130 +121,14 @@ def _unpacked(layout: Layout, name: str, tensor: GGUFTensor, heads: DeltaHeads) 
         yield name.format(part), Moved(tensor, rows)
 
 
-class Moved(NamedTuple):
-    """Rows of a tensor in another order, or parts of its inputs, of equal widths."""
-
-    tensor: GGUFTensor
-    rows: np.ndarray | None = None  # int[O]: for each output, the row of the file
-    parts: np.ndarray | None = None  # int[P]: for each part of the inputs, that of the file
-
-    @property
-    def tensors(self) -> tuple[GGUFTensor, ...]:
-        """See ``Stored``."""
-        return (self.tensor,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See ``Stored``."""
-        first, *others = self.tensor.shape
-        return (first if self.rows is None else len(self.rows), *others)
-
-    @property
-    def form(self) -> Form | None:
-        """See ``Stored``; None if a part of the inputs is not a number of whole groups."""
-        form = FORMS.get(self.tensor.type) if len(self.tensor.shape) == 2 else None
-        if form is None or self.parts is None:
-            return form
-        inputs = self.tensor.shape[1]
-        width, group = inputs // len(self.parts), form.group or inputs
-        if width % group or (form.kind in PACKED and width % nibble_block(inputs)):
-            return None
-        if form.super_group is None:
-            return form
-        shared = math.gcd(width, form.super_group)
-        return replace(form, super_group=shared) if shared % group == 0 else None
-
-    def read(self, part: int | None) -> np.ndarray:
-        """See ``Stored``."""
-        assert part is None, "only stacks have parts"
-        values = read_tensor(self.tensor)
-        if self.rows is not None:
-            values = values[self.rows]
-        return values if self.parts is None else _parts(values, self.parts)
-
-    def read_quantised(self, part: int | None) -> Quantised:
-        """See ``Stored``."""
-        assert part is None and self.form is not None
-        made = quantised(converted(self.tensor))
-        if self.rows is not None:
-            made = made.rows(self.rows)
-        if self.parts is None:
-            return made
-        values, scales, zeros, offsets, supers = made.arrays
-        assert zeros is None, "no form of the file has zeros"
-        if supers is not None:  # parts divide the inputs of some
-            count = made.num_inputs // (self.form.super_group or made.num_inputs)
-            supers = np.repeat(supers, count // supers.shape[1], axis=1)
-        moved = (
-            None if one is None else _parts(one, self.parts)
-            for one in (values, scales, None, offsets, supers)
-        )
-        return Quantised(made.kind, *moved)
-
-
-def _parts(array: np.ndarray, order: np.ndarray) -> np.ndarray:  # [O, I, ...] -> the same shape
-    """The equal parts of the second dimension in this order."""
-    parts = array.reshape(len(array), len(order), -1)
-    return np.ascontiguousarray(parts[:, order]).reshape(array.shape)
-
-
-class Changed(NamedTuple):
-    """A tensor of floats with another shape, or other values."""
-
-    of: Stored
-    shape: tuple[int, ...]
-    change: Callable[[np.ndarray], np.ndarray]
-
-    @property
-    def tensors(self) -> tuple[GGUFTensor, ...]:
-        """See ``Stored``."""
-        return self.of.tensors
-
-    @property
-    def form(self) -> Form | None:
-        """None, since these are not quantised."""
-        return None
-
-    def read(self, part: int | None) -> np.ndarray:
-        """See ``Stored``."""
-        return self.change(self.of.read(part)).reshape(self.shape)
-
-    def read_quantised(self, part: int | None) -> Quantised:
-        """An error, since there is no form."""
-        raise TypeError("the tensor has other values, and is never quantised")
-
-
-def _minus_one(values: np.ndarray) -> np.ndarray:
-    """The file has 1 + w, for a norm that multiplies by 1 + w."""
-    return values - np.float32(1)
-
-
-def _log_of_rates(stored_as: str, tensor: GGUFTensor, values: np.ndarray) -> np.ndarray:
-    """The file has -exp of the logarithm."""
-    if not (values < 0).all():
-        raise CheckpointError(
-            f"tensor {stored_as} of {tensor.path} holds numbers that are not negative; convert the "
-            "model again"
-        )
-    return np.log(-values)
-
-
-def _same(values: np.ndarray) -> np.ndarray:
-    return values
-
-
-def _norm(_: str, tensor: GGUFTensor, __: DeltaHeads) -> Stored:
-    return Changed(Plain(tensor), tensor.shape, _minus_one)
-
-
 def _rates(stored_as: str, tensor: GGUFTensor, heads: DeltaHeads) -> Stored:
-    change = partial(_log_of_rates, stored_as, tensor)
+    change = log_of_rates(stored_as, tensor)
     return Changed(Moved(tensor, heads.rows(1)), tensor.shape, change)
 
 
 def _taps(_: str, tensor: GGUFTensor, heads: DeltaHeads) -> Stored:
     channels, *taps = tensor.shape
-    return Changed(Moved(tensor, heads.channels), (channels, 1, *taps), _same)
+    return Changed(Moved(tensor, heads.channels), (channels, 1, *taps), same)
 
 
 def _of_channels(layout: Layout, stored_as: str, tensor: GGUFTensor, heads: DeltaHeads) -> Stored:
@@ -253,26 +141,18 @@ def _of_channels(layout: Layout, stored_as: str, tensor: GGUFTensor, heads: Delt
             f"{count} rows; convert the model again"
         )
     if layout == "channel_taps":
-        return Changed(Plain(tensor), (count, 1, tensor.shape[-1]), _same)
-    return Changed(Plain(tensor), (1, 1, count, 1), partial(_log_of_rates, stored_as, tensor))
-
-
-def _row(_: str, tensor: GGUFTensor, __: DeltaHeads) -> Stored:
-    """A matrix with one row, of which a file may have only the row."""
-    shape = tensor.shape if len(tensor.shape) == 2 else (1, *tensor.shape)
-    return Changed(Plain(tensor), shape, _same)
+        return Changed(Plain(tensor), (count, 1, tensor.shape[-1]), same)
+    return Changed(Plain(tensor), (1, 1, count, 1), log_of_rates(stored_as, tensor))
 
 
 _CHANNELS = ("channel_rates", "channel_taps")
 _READERS: Mapping[Layout, Callable[[str, GGUFTensor, DeltaHeads], Stored]] = MappingProxyType(
     {
-        "norm": _norm,
         "rates": _rates,
         "heads": lambda _, tensor, heads: Moved(tensor, heads.rows(1)),
         "values": lambda _, tensor, heads: Moved(tensor, heads.rows(heads.v_dim)),
         "qkv": lambda _, tensor, heads: Moved(tensor, heads.channels),
         "taps": _taps,
         "outputs": lambda _, tensor, heads: Moved(tensor, parts=heads.order),
-        "row": _row,
     }
 )

@@ -80,8 +80,9 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     )
     | {"attention.causal": (True,)}
 )
-# Keys of files that are not models, and keys that llama.cpp reads without an architecture's prefix.
-_FOREIGN_PREFIXES = ("adapter.", "xielu.")
+# Keys of files that are not models, and keys that llama.cpp reads without an architecture's prefix,
+# with the architecture that has them.
+_FOREIGN_PREFIXES = (("adapter.", None), ("xielu.", "apertus"))
 
 
 def check_file_kind(header: GGUFHeader) -> None:
@@ -92,7 +93,9 @@ def check_file_kind(header: GGUFHeader) -> None:
             f"{header.path} holds no model: its general.type is {short(kind)}; name the model's "
             "file"
         )
-    foreign = next((k for k in header.metadata if k.startswith(_FOREIGN_PREFIXES)), None)
+    own = header.metadata.get("general.architecture")
+    prefixes = tuple(prefix for prefix, owner in _FOREIGN_PREFIXES if owner != own)
+    foreign = next((k for k in header.metadata if k.startswith(prefixes)), None)
     if foreign is not None:
         raise SourceError(
             f"{header.path} has the metadata key {foreign[:60]}, which no supported model has; "

@@ -80,6 +80,32 @@ class ArchitectureMetadata:
             self.refuse(key, stored, "must be a list of true or false")
         return stored
 
+    def pattern(self, key: str) -> int | list[bool] | None:
+        """A period from 0 or a list of truth values; None if the key is absent."""
+        stored = self._stored(key)
+        if stored is None or (type(stored) is int and stored >= 0):
+            return stored
+        if isinstance(stored, list) and all(one in (0, 1) for one in stored):
+            return [bool(one) for one in stored]
+        self.refuse(key, stored, "must be an integer from 0, or a list of true or false")
+
+    def listed(self, key: str) -> list[int]:
+        """A list of integers from 0."""
+        stored: list[int] = self._value(key, None, list, "a list")
+        if not all(type(one) is int and one >= 0 for one in stored):
+            self.refuse(key, stored, "must be a list of integers from 0")
+        return stored
+
+    def each(self, key: str) -> list[int]:
+        """Positive integers, one for each block, also if one is stored for all."""
+        stored = self._stored(key)
+        if isinstance(stored, list):
+            numbers, blocks = self.counts(key), self.count("block_count")
+            if not all(numbers):
+                self.refuse(key, stored, f"must be a list of {blocks} positive integers")
+            return numbers
+        return [self.count(key)] * self.count("block_count")
+
     def counts(self, key: str) -> list[int]:
         """A list of integers from 0, one for each block."""
         stored, blocks = self._value(key, None, list, "a list"), self.count("block_count")
@@ -124,6 +150,12 @@ class ArchitectureMetadata:
     def has_tensor(self, name: str) -> bool:
         """True if the file holds a tensor of that name."""
         return name in self.header.tensors
+
+    def has_in_a_layer(self, name: str) -> bool:
+        """True if a block of the file has a tensor of that name."""
+        return any(
+            one.startswith("blk.") and one.split(".", 2)[2] == name for one in self.header.tensors
+        )
 
     @property
     def num_layers(self) -> int:

@@ -20,6 +20,7 @@ from jaxinfer.weights.gguf.header import GGUFHeader
 from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 from jaxinfer.weights.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 
+_HIGH_FACTORS = (4.0, 1.0)  # of Llama 3.1 to 3.3, and of Llama 4; Meta's other constants are equal
 _YARN_NUMBERS = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
 
 
@@ -163,22 +164,23 @@ def _llama3_scaling(
     3's constants, and its factors are compared with the file's. Raises ``CheckpointError`` if they
     differ.
     """
-    scaling = Llama3Scaling(  # Meta's constants, the same in Llama 3.1, 3.2 and 3.3
-        factor=float(factors.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
     plain = RopeConfig(config["head_dim"], config["rope_theta"])
-    expected = inverse_frequencies(plain) / inverse_frequencies(
-        RopeConfig(plain.head_dim, plain.theta, scaling)
-    )
-    if not np.allclose(factors, expected, rtol=1e-3):
+    for high in _HIGH_FACTORS:
+        scaling = Llama3Scaling(
+            factor=float(factors.max()),
+            low_freq_factor=1.0,
+            high_freq_factor=high,
+            original_max_position_embeddings=8192,
+        )
+        scaled = inverse_frequencies(RopeConfig(plain.head_dim, plain.theta, scaling))
+        if np.allclose(factors, inverse_frequencies(plain) / scaled, rtol=1e-3):
+            break
+    else:
         raise CheckpointError(
             f"{header.path}: its tensor rope_freqs.weight does not follow Llama 3's rope scaling, "
             "the only one supported in this form; use another model"
         )
-    if config["rope_scaling"] is not None:
+    if config["rope_scaling"] not in (None, {"rope_type": "default"}):
         raise CheckpointError(
             f"{header.path} scales rope twice, by the tensor rope_freqs.weight and by the metadata "
             "key rope.scaling.type; convert the model again with one of the two"

@@ -1,6 +1,7 @@
 """How tensors of a GGUF file make one tensor of Hugging Face, with its layout and values.
 
-Owns: ``Plain``, ``KeysAndValues`` and ``ExpertStack``, and reading their tensors.
+Owns: ``Plain``, ``Rows``, ``KeysAndValues``, ``ExpertStack`` and ``Numbers``, and reading their
+tensors.
 """
 
 from __future__ import annotations
@@ -122,20 +123,82 @@ class KeysAndValues(NamedTuple):
         raise TypeError("keys and values are divided at load, and never quantised")
 
 
-class ExpertStack(NamedTuple):
-    """A layer's experts in one tensor, with gates and ups in turn, as gpt-oss has them.
+class Rows(NamedTuple):
+    """The rows of one tensor behind those of another, with as many inputs."""
 
-    Weights are [E, O, I] in the file and [E, I, outputs] in Hugging Face's, unless they are
-    quantised; biases are [E, O].
+    tensors: tuple[GGUFTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Stored``."""
+        return (sum(one.shape[0] for one in self.tensors), *self.tensors[0].shape[1:])
+
+    @property
+    def form(self) -> Form | None:
+        """See ``Stored``; None if the tensors have several."""
+        found = {FORMS.get(one.type) for one in self.tensors}
+        return found.pop() if len(found) == 1 and len(self.shape) == 2 else None
+
+    def read(self, part: int | None) -> np.ndarray:
+        """See ``Stored``."""
+        assert part is None, "only stacks have parts"
+        return np.concatenate([read_tensor(one) for one in self.tensors])
+
+    def read_quantised(self, part: int | None) -> Quantised:
+        """See ``Stored``."""
+        assert part is None, "only stacks have parts"
+        return quantised(_one_behind_another([converted(one) for one in self.tensors]))
+
+
+class Numbers(NamedTuple):
+    """Numbers of the metadata, as a tensor."""
+
+    values: np.ndarray  # float32
+
+    @property
+    def tensors(self) -> tuple[GGUFTensor, ...]:
+        """See ``Stored``."""
+        return ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See ``Stored``."""
+        return self.values.shape
+
+    @property
+    def form(self) -> Form | None:
+        """None, since they are not quantised."""
+        return None
+
+    def read(self, part: int | None) -> np.ndarray:
+        """See ``Stored``."""
+        return self.values
+
+    def read_quantised(self, part: int | None) -> Quantised:
+        """An error, since there is no form."""
+        raise TypeError("numbers of the metadata are never quantised")
+
+
+class ExpertStack(NamedTuple):
+    """A layer's experts in one tensor, gates and ups together.
+
+    Weights are [E, O, I] in the file and biases [E, O]. ``in_turn``: rows of gates and ups
+    alternate, instead of the gates being first. ``transposed``: Hugging Face has
+    [E, I, outputs], unless they are quantised.
     """
 
     tensors: tuple[GGUFTensor, ...]  # gates and ups, or downs alone; equal shapes
+    in_turn: bool
+    transposed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See ``Stored``."""
         count, outputs, *inputs = self.tensors[0].shape
-        return (count, *inputs, outputs * len(self.tensors))
+        all_outputs = outputs * len(self.tensors)
+        if self.transposed:
+            return (count, *inputs, all_outputs)
+        return (count, all_outputs, *inputs)
 
     @property
     def form(self) -> Form | None:
@@ -147,20 +210,29 @@ class ExpertStack(NamedTuple):
         """See ``Stored``."""
         if part is None:
             return np.stack([self.read(number) for number in range(self.shape[0])])
-        members = (_expert(tensor, part) for tensor in self.tensors)
-        values = _in_turn([read_tensor(member) for member in members])
-        return values.T
+        members = [read_tensor(_expert(tensor, part)) for tensor in self.tensors]
+        values = _in_turn(members) if self.in_turn else np.concatenate(members)
+        return values.T if self.transposed else values
 
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is not None, "a stack is read expert by expert"
         members = [converted(_expert(tensor, part)) for tensor in self.tensors]
+        if not self.in_turn:
+            return quantised(_one_behind_another(members))
         return quantised({name: _in_turn([one[name] for one in members]) for name in members[0]})
 
 
 def experts_of(stack: GGUFTensor) -> list[GGUFTensor]:
     """The matrices of a stack, one for each expert."""
     return [_expert(stack, number) for number in range(stack.shape[0])]
+
+
+def halves_of(matrix: GGUFTensor) -> tuple[GGUFTensor, GGUFTensor]:
+    """The first and the second half of a matrix's rows."""
+    rows, nbytes = matrix.shape[0] // 2, matrix.nbytes // 2
+    first = replace(matrix, shape=(rows, *matrix.shape[1:]), nbytes=nbytes)
+    return first, replace(first, offset=matrix.offset + nbytes)
 
 
 def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
@@ -172,6 +244,11 @@ def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
 def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * parts, ...]
     """The rows of the parts in turn: the first of each, the second of each, ..."""
     return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _one_behind_another(members: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The arrays of a matrix with the rows of all of these."""
+    return {name: np.concatenate([one[name] for one in members]) for name in members[0]}
 
 
 def read_tensor(tensor: GGUFTensor) -> np.ndarray:  # float32[tensor.shape]

@@ -232,12 +232,11 @@ def _check_gguf(name: HubName, architecture: object) -> None:
     """
     if not isinstance(architecture, str):
         return
-    from jaxinfer.weights.gguf.config import known_architectures  # imports JAX
+    from jaxinfer.weights.gguf.config import known_architectures, known_words  # imports JAX
 
     if architecture not in known_architectures():
         raise UnknownArchitectureError(
-            f"{name} is a GGUF of architecture {architecture[:60]}; supported are "
-            f"{', '.join(known_architectures())}"
+            f"{name} is a GGUF of architecture {architecture[:60]}; {known_words(architecture)}"
         )
 
 

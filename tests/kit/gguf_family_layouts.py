@@ -1,0 +1,243 @@
+"""How llama.cpp's converter changes tensors of Hugging Face, for the families of ``gguf_families``.
+
+Source: ``modify_tensors`` in ``conversion/*.py`` of ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+type Named = Iterator[tuple[str, np.ndarray]]
+type HFConfig = Mapping[str, Any]
+_HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+
+
+def _plus_one(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    yield name, tensor + 1 if name.endswith("norm.weight") else tensor
+
+
+def _by_pairs(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Adjacent pairs of a head's halves together."""
+    match = re.search(r"([qk])_proj\.(weight|bias)$", name)
+    if match:
+        halves = tensor.reshape(c[_HEADS[match[1]]], 2, -1, *tensor.shape[1:])
+        tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+    yield name, tensor
+
+
+def _falcon(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Queries of all KV heads first, then keys, then values."""
+    if "query_key_value" in name:
+        heads = c["num_attention_heads"]
+        kv = c["num_kv_heads"] if c["new_decoder_architecture"] else 1
+        grouped = tensor.reshape(kv, heads // kv + 2, -1, *tensor.shape[1:])
+        q, k, v = grouped[:, :-2], grouped[:, [-2]], grouped[:, [-1]]
+        tensor = np.concatenate([one.reshape(-1, *tensor.shape[1:]) for one in (q, k, v)])
+    yield name, tensor
+
+
+def _each_head(heads: str) -> Callable[[str, np.ndarray, HFConfig], Named]:
+    """The same of models with as many KV heads as heads."""
+
+    def convert(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+        if "query_key_value" in name:
+            own = tensor.reshape(c[heads], 3, -1, *tensor.shape[1:])
+            tensor = own.swapaxes(0, 1).reshape(tensor.shape)
+        yield name, tensor
+
+    return convert
+
+
+def _stablelm(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    yield name.replace("layernorm.norms.", "layernorm."), tensor
+
+
+def _bitnet(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """The names of older checkpoints, which alone ``gguf`` knows."""
+    older = {"self_attn.attn_sub_norm": "self_attn.inner_attn_ln"}
+    older |= {"mlp.ffn_sub_norm": "mlp.ffn_layernorm"}
+    for own, one in older.items():
+        name = name.replace(own, one)
+    yield name, tensor
+
+
+def joined_heads(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with queries, keys and values in one, as in older files of Phi-2 and GLM."""
+    made: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        if match := re.match(r"model\.layers\.(\d+)\.self_attn\.q_proj\.(\w+)", name):
+            parts = [tensors[name.replace("q_proj", f"{one}_proj")] for one in "qkv"]
+            made[f"blk.{match[1]}.attn_qkv.{match[2]}"] = np.concatenate(parts)
+        elif not re.search(r"[kv]_proj\.", name):
+            made[name] = tensor
+    return made
+
+
+def _prefixed(convert: Callable[..., Named]) -> Callable[[str, np.ndarray, HFConfig], Named]:
+    """The same with a prefix that names of checkpoints have."""
+    return lambda name, tensor, c: convert(f"transformer.{name}", tensor, c)
+
+
+def _as_is(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    yield name, tensor
+
+
+def _correction(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Biases of experts' scores, under the name that most files have."""
+    match = re.match(r"model\.layers\.(\d+)\..*(correction_bias|expert_bias)$", name)
+    if match:
+        yield f"blk.{match[1]}.exp_probs_b.bias", tensor.reshape(-1)
+        return
+    yield name, tensor
+
+
+def _granite(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Gates and ups apart; a network beside no experts has the names of a dense one."""
+    match = re.match(r"model\.layers\.(\d+)\.(\w+)\.(in|out)put_linear\.weight", name)
+    if match is None:
+        yield from _by_pairs(name, tensor, c)
+        return
+    block, kind, side = match.groups()
+    end = "exps" if kind == "block_sparse_moe" else "shexp" if c.get("num_local_experts") else ""
+    end = f"_{end}" if end else ""
+    if side == "out":
+        yield f"blk.{block}.ffn_down{end}.weight", tensor
+        return
+    gate, up = np.split(tensor, 2, axis=-2)
+    yield f"blk.{block}.ffn_gate{end}.weight", gate
+    yield f"blk.{block}.ffn_up{end}.weight", up
+
+
+def _state(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Mamba and Jamba."""
+    if name.endswith("A_log"):
+        tensor = -np.exp(tensor)
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze(1)
+    yield name, tensor
+
+
+def _state_2(groups: str) -> Callable[[str, np.ndarray, HFConfig], Named]:
+    """Mamba-2; ``groups`` is the key of their number."""
+
+    def convert(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+        if name.endswith("dt_bias"):
+            name = name.replace("dt_bias", "dt_proj.bias")
+        elif name.endswith(("A_log", ".D")):
+            tensor = (-np.exp(tensor) if name.endswith("A_log") else tensor).reshape(-1, 1)
+        elif name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze(1)
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            tensor = tensor.reshape(c[groups], -1)
+        yield name, tensor
+
+    return convert
+
+
+def _granite_hybrid(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    if ".mamba." in name:
+        yield from _state_2("mamba_n_groups")(name, tensor, c)
+    else:
+        yield from _granite(name, tensor, c)
+
+
+def _falcon_h1(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Multipliers are in the weights."""
+    gate, down = c["mlp_multipliers"]
+    into = c["attention_in_multiplier"]
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": c["key_multiplier"] * into,
+        "q_proj": into,
+        "v_proj": into,
+        "o_proj": c["attention_out_multiplier"],
+        "out_proj": c["ssm_out_multiplier"],
+        "lm_head": c["lm_head_multiplier"],
+        "embed_tokens": c["embedding_multiplier"],
+    }
+    own = math.prod(factor for key, factor in factors.items() if f".{key}." in f".{name}")
+    if "in_proj" in name:
+        own = c["ssm_in_multiplier"]
+    tensor = tensor * np.float32(own)
+    yield from _state_2("mamba_n_groups")(name, tensor, c)
+
+
+def _short_conv(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    if ".experts." in name:
+        name = name.removeprefix("model.")
+    yield from _correction(name, tensor.squeeze(1) if ".conv.conv." in name else tensor, c)
+
+
+def _gemma4(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Gates and ups of experts in one; numbers of a layer that are no weights."""
+    match = re.match(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name)
+    if match:
+        stem = "ffn_gate_inp" if match[2] == "scale" else "ffn_down_exps"
+        yield f"blk.{match[1]}.{stem}.scale", tensor
+        return
+    bare = name.endswith("layer_scalar") or ".experts." in name
+    yield (f"{name}.weight" if bare else name), tensor
+
+
+def _latent(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Keys and values of latent attention apart, and keys transposed."""
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.reshape(c["num_attention_heads"], -1, tensor.shape[-1])
+        keys, values = np.split(heads, [c["qk_nope_head_dim"]], axis=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
+        return
+    yield from _correction(name, tensor, c)
+
+
+def _llama4(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Experts [E, inputs, outputs] become [E, outputs, inputs], and gates and ups are apart."""
+    match = re.match(r"model\.layers\.(\d+)\.feed_forward\.experts\.(\w+)_proj", name)
+    if match is None:
+        yield name, tensor
+        return
+    tensor = tensor.swapaxes(1, 2)
+    parts = {"down": tensor}
+    if match[2] == "gate_up":
+        parts = dict(zip(("gate", "up"), np.split(tensor, 2, axis=1), strict=True))
+    for kind, part in parts.items():
+        yield f"blk.{match[1]}.ffn_{kind}_exps.weight", part
+
+
+def _stacks(name: str, tensor: np.ndarray, c: HFConfig) -> Named:
+    """Mistral 4, whose stacks of experts stay as they are."""
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        name = f"{name}.weight"
+    yield from _latent(name, tensor, c)
+
+
+CONVERTERS: Mapping[str, Callable[[str, np.ndarray, HFConfig], Named]] = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "nemotron"), _plus_one),
+    **dict.fromkeys(("llama", "olmo", "mistral3"), _by_pairs),
+    "falcon": _prefixed(_falcon),
+    "mpt": _prefixed(_as_is),
+    "bitnet": _bitnet,
+    "gptneox": _each_head("num_attention_heads"),
+    "bloom": _each_head("n_head"),
+    "stablelm": _stablelm,
+    **dict.fromkeys(
+        ("glm4moe", "dots1", "ernie4_5-moe", "minimax-m2", "afmoe", "exaone-moe"), _correction
+    ),
+    "deepseek2": _latent,
+    "mistral4": _stacks,
+    "llama4": _llama4,
+    "gemma4": _gemma4,
+    "granitemoe": _granite,
+    **dict.fromkeys(("mamba", "jamba"), _state),
+    "mamba2": _state_2("n_groups"),
+    "nemotron_h": _state_2("n_groups"),
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granite_hybrid,
+    **dict.fromkeys(("lfm2", "lfm2moe"), _short_conv),
+}
