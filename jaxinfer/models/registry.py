@@ -137,6 +137,7 @@ _MODULES = (
     ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
     ("AXK1ForCausalLM", "jaxinfer.models.axk1"),
     ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
+    ("DiffLlamaForCausalLM", "jaxinfer.models.diffllama"),
     ("LongcatFlashForCausalLM", "jaxinfer.models.longcat_flash"),
     ("MiMoV2FlashForCausalLM", "jaxinfer.models.mimo_v2_flash"),
     ("LagunaForCausalLM", "jaxinfer.models.laguna"),

@@ -45,6 +45,7 @@ from transformers import (
     DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DiffLlamaConfig,
     Dots1Config,
     DynamicCache,
     Ernie4_5_MoeConfig,
@@ -1544,6 +1545,13 @@ def cases() -> dict[str, PreTrainedConfig]:
             rope_parameters=LATENT_ROPE,
             attention_bias=True,
         ),
+        "diffllama": DiffLlamaConfig(
+            **SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4},
+            head_dim=8,
+            attention_bias=True,
+            rope_parameters=LINEAR_ROPE,
+        ),
+        "diffllama_pair": DiffLlamaConfig(**SIZES, tie_word_embeddings=True),
         "minimax": MiniMaxConfig(  # in two chunks
             **SIZES | {"num_hidden_layers": 3, "intermediate_size": 24},
             **MINIMAX_FACTORS,

@@ -121,6 +121,7 @@ CASES = (
     "laguna_elements",
     "mimo_v2_flash",
     "longcat_flash",
+    "diffllama_pair",
 )
 
 # where transformers has the outputs of the layers and not their inputs

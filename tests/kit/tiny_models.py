@@ -967,6 +967,14 @@ CONFIGS = MappingProxyType(
             "attention_method": "MLA",
             "mla_scale_q_lora": True,
         },
+        "diffllama": {
+            **_DECODER,
+            "architectures": ["DiffLlamaForCausalLM"],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 8,
+            "attention_bias": True,
+        },
         "minimax": {
             **_DECODER,
             "architectures": [
@@ -1020,6 +1028,7 @@ LIKE_OTHERS = (
     *("nemotron_h_experts",),
     *("mimo_v2_flash",),
     *("longcat_flash",),
+    *("diffllama",),
     # bloom has ALiBi
     *(
         "bitnet",

@@ -320,13 +320,13 @@ def _dense(
 def dense_attention(
     q: jax.Array,  # [T, N, H]
     k: jax.Array,  # [T, K, H]
-    v: jax.Array,  # [T, K, H]
+    v: jax.Array,  # [T, K, V]
     ctx: StepContext,
     scale: float,
     window: int | None,
     terms: HeadTerms = _NO_TERMS,
     cap: float | None = None,
-) -> jax.Array:  # [T, N, H]
+) -> jax.Array:  # [T, N, V]
     """Causal attention of one whole sequence over itself; supports gradients and vmap."""
     t, n, h = q.shape
     grouped = q.reshape(t, k.shape[1], n // k.shape[1], h)
@@ -343,4 +343,4 @@ def dense_attention(
         beside = jnp.broadcast_to(terms.sinks.astype(by_head.dtype)[:, None, None], (n, t, 1))
         by_head = jnp.concatenate([by_head, beside], axis=-1)
     weights = ctx.at("pattern", jax.nn.softmax(by_head, axis=-1)[..., :t].astype(v.dtype))
-    return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, h)
+    return jnp.einsum("KGTS,SKH->TKGH", weights.reshape(scores.shape), v).reshape(t, n, -1)
