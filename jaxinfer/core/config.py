@@ -83,7 +83,8 @@ class EngineConfig:
     ``kv_connector``: in place of the folder a store of the user's, "FILE.py:FUNCTION"; the function
     takes the arrays of units and returns a ``core.connector.Connector``.
     ``kv_cache_dtype``: "fp8" keeps keys and values in 8 bits (e4m3), with a scale for each token
-    and head, "bfloat16" in 16 bits; "auto" keeps them in ``dtype``.
+    and head (of latents for each 128 components), "bfloat16" in 16 bits; "auto" keeps them in
+    ``dtype``.
     ``preemption``: when no page is left, the last request in order gives up its pages. "recompute"
     computes them again, unless a tier happens to have them and is faster; "offload" saves its full
     pages and its last saved state in the tier before, and always restores them.

@@ -67,6 +67,10 @@ def choose_config(args: LatentDecodeArgs) -> TritonConfig:
         block, num_warps, num_stages = 32, 8, 6
     else:  # queries and two blocks of 64 keys fill the shared memory
         block, num_warps, num_stages = 64, 8, 3
+    if args.scales is not None and args.q_latent.dtype.itemsize == 2:
+        # 8 bits pass through registers, which smaller tiles of wide latents would spill
+        tile = MAX_HEADS if args.q_latent.shape[2] > MAX_RANK // 2 else tile
+        block, num_stages = 32, 3
     ctas = rows * -(-heads // tile)
     longest = args.page_table.shape[1] * page_size
     splits = min(current_device().num_sms // ctas, -(-longest // block))

@@ -10,6 +10,7 @@ with a part of one head. Softmax is computed in base 2, sums in float32.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from pallas_kernels.latent_decode import launch
 from pallas_kernels.latent_decode.ref import LatentDecodeArgs
+from pallas_kernels.lib.latent_pages import appended, pools_of
 
 
 @triton.jit
@@ -51,13 +53,71 @@ def _attend_block(
 
 
 @triton.jit
+def load_latents(
+    latent_pool,  # [P * S, C + R], or SCALED uint8[P * S, C]
+    scales,  # float32[P * S, G]; unused without SCALED
+    slot,  # int64[BLOCK]
+    seen,  # bool[BLOCK, 1]
+    dtype: tl.constexpr,  # of the result
+    FIRST: tl.constexpr,  # component of the latents
+    WIDTH: tl.constexpr,  # components, a power of two
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUPS: tl.constexpr,  # G
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Components of the latents at some slots [BLOCK, WIDTH]; of others zeros."""
+    components = FIRST + tl.arange(0, WIDTH)
+    if SCALED:
+        # groups of these components
+        OWN: tl.constexpr = max(GROUPS * WIDTH // RANK, 1)  # type: ignore[assignment]
+        at_latent = (latent_pool + slot * RANK)[:, None] + components[None, :]
+        bits = tl.load(at_latent, mask=seen, other=0).to(tl.float8e4nv, bitcast=True)
+        groups = FIRST * GROUPS // RANK + tl.arange(0, OWN)
+        at_scale = (scales + slot * GROUPS)[:, None] + groups[None, :]
+        own = tl.load(at_scale, mask=seen, other=0.0)
+        # scales of single components would fill as many registers as these
+        by_group = tl.reshape(bits.to(tl.float32), (BLOCK, OWN, WIDTH // OWN)) * own[:, :, None]
+        values = tl.reshape(by_group, (BLOCK, WIDTH))
+    else:
+        at_latent = (latent_pool + slot * (RANK + ROPE))[:, None] + components[None, :]
+        values = tl.load(at_latent, mask=seen, other=0.0)
+    return values.to(dtype)
+
+
+@triton.jit
+def load_keys(
+    latent_pool,  # [P * S, C + R]; unused if SCALED
+    rope_pool,  # [P * S, R]; unused without SCALED
+    slot,  # int64[BLOCK]
+    components,  # int32[R]
+    seen,  # bool[BLOCK, 1]
+    dtype: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """The rotated keys at some slots; of others zeros."""
+    if SCALED:
+        at_key = (rope_pool + slot * ROPE)[:, None] + components[None, :]
+    else:
+        at_key = (latent_pool + slot * (RANK + ROPE) + RANK)[:, None] + components[None, :]
+    return tl.load(at_key, mask=seen, other=0.0).to(dtype)
+
+
+@triton.jit
 def _append_and_attend(
     q_latent,  # [B, N, C]
     q_rope,  # [B, N, R]
-    entries,  # [B, C + R]
-    pages,  # [P, S, C + R]
+    entries,  # [B, C + R]; SCALED: uint8[B, C], their latents as pages have them
+    pages,  # [P, S, C + R]; SCALED: uint8[P, S, C]
     page_table,  # int32[B, M]
     seq_lens,  # int32[B]
+    scales,  # float32[P, S, G]; this and the next three are unused without SCALED
+    rope_pages,  # [P, S, R]
+    new_scales,  # float32[B, G]
+    new_rope,  # [B, R]
     out,  # [B, N, C]; with splits float32[B, SPLITS, N, C], without the division by l_i
     m_l,  # float32[B, SPLITS, 2, N]: m_i, l_i; unused with one split
     table_width,  # M
@@ -66,6 +126,8 @@ def _append_and_attend(
     HEADS: tl.constexpr,  # of a CTA
     RANK: tl.constexpr,  # C
     ROPE: tl.constexpr,  # R
+    GROUPS: tl.constexpr,  # G, a power of two
+    SCALED: tl.constexpr,  # latents have 8 bits: see ``lib.latent_pages``
     PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens per loop iteration
@@ -103,29 +165,48 @@ def _append_and_attend(
         visible = position < end
         page = tl.load(page_ids + position // PAGE_SIZE, mask=visible, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE  # offsets exceed int32
-        at_entry = (pages + slot * ENTRY)[:, None]
         seen = visible[:, None]
-        latents = tl.load(at_entry + components[None, :], mask=seen, other=0.0).to(query.dtype)
-        k_rope = tl.load(at_entry + RANK + rope_components[None, :], mask=seen, other=0.0)
+        latents = load_latents(
+            pages, scales, slot, seen, query.dtype, 0, RANK, RANK, ROPE, GROUPS, SCALED, BLOCK
+        )
+        k_rope = load_keys(
+            pages, rope_pages, slot, rope_components, seen, query.dtype, RANK, ROPE, SCALED
+        )
         m_i, l_i, acc = _attend_block(
-            query, query_rope, latents, k_rope.to(query.dtype), visible, m_i, l_i, acc, SCALE
+            query, query_rope, latents, k_rope, visible, m_i, l_i, acc, SCALE
         )
     if end == last:  # the new token, as a block of one
-        at_new = entries + row * ENTRY
         if tile == 0:
             page = tl.load(page_ids + last // PAGE_SIZE).to(tl.int64)
-            at_slot = pages + (page * PAGE_SIZE + last % PAGE_SIZE) * ENTRY
-            latent = tl.load(at_new + components).to(pages.dtype.element_ty)
-            key = tl.load(at_new + RANK + rope_components).to(pages.dtype.element_ty)
-            tl.store(at_slot + components, latent, mask=is_row & (components >= 0))
-            tl.store(at_slot + RANK + rope_components, key, mask=is_row & (rope_components >= 0))
+            slot = page * PAGE_SIZE + last % PAGE_SIZE
+            if SCALED:
+                groups = tl.arange(0, GROUPS)
+                latent = tl.load(entries + row * RANK + components)
+                tl.store(pages + slot * RANK + components, latent, mask=is_row & (components >= 0))
+                scale = tl.load(new_scales + row * GROUPS + groups)
+                tl.store(scales + slot * GROUPS + groups, scale, mask=is_row & (groups >= 0))
+                key = tl.load(new_rope + row * ROPE + rope_components)
+                at_key = rope_pages + slot * ROPE + rope_components
+            else:
+                latent = tl.load(entries + row * ENTRY + components).to(pages.dtype.element_ty)
+                at_slot = pages + slot * ENTRY + components
+                tl.store(at_slot, latent, mask=is_row & (components >= 0))
+                key = tl.load(entries + row * ENTRY + RANK + rope_components)
+                key = key.to(pages.dtype.element_ty)
+                at_key = pages + slot * ENTRY + RANK + rope_components
+            tl.store(at_key, key, mask=is_row & (rope_components >= 0))
         visible = keys == 0
         seen = visible[:, None]
-        at_entry = at_new + keys[:, None] * 0
-        latents = tl.load(at_entry + components[None, :], mask=seen, other=0.0)
-        k_rope = tl.load(at_entry + RANK + rope_components[None, :], mask=seen, other=0.0)
-        latents = latents.to(pages.dtype.element_ty).to(query.dtype)
-        k_rope = k_rope.to(pages.dtype.element_ty).to(query.dtype)
+        own = row.to(tl.int64) + keys * 0
+        latents = load_latents(
+            entries, new_scales, own, seen, query.dtype, 0, RANK, RANK, ROPE, GROUPS, SCALED, BLOCK
+        )
+        k_rope = load_keys(
+            entries, new_rope, own, rope_components, seen, query.dtype, RANK, ROPE, SCALED
+        )
+        if not SCALED:  # as the pages will have it
+            latents = latents.to(pages.dtype.element_ty).to(query.dtype)
+            k_rope = k_rope.to(pages.dtype.element_ty).to(query.dtype)
         m_i, l_i, acc = _attend_block(
             query, query_rope, latents, k_rope, visible, m_i, l_i, acc, SCALE
         )
@@ -186,7 +267,7 @@ def _merge_splits(
 
 def latent_decode(
     args: LatentDecodeArgs,
-) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
+) -> tuple[jax.Array, ...]:  # [B, N, C] and the pools
     """See ``latent_decode.api``."""
     return launch_with(launch.choose_config(args), args)
 
@@ -194,19 +275,24 @@ def latent_decode(
 def launch_with(
     config: launch.TritonConfig,
     args: LatentDecodeArgs,
-) -> tuple[jax.Array, jax.Array]:  # [B, N, C] and the pool
+) -> tuple[jax.Array, ...]:  # [B, N, C] and the pools
     """``latent_decode`` with a given configuration; the tuner calls it too."""
     (b, n, rank), splits = args.q_latent.shape, config.splits
     is_split = splits > 1
     partials = jax.ShapeDtypeStruct((b, splits, n, rank), jnp.float32)
-    pages_ref = jax.new_ref(args.pages)  # jax-triton updates a Ref in place
+    pools: Any = pools_of(args)
+    new, is_scaled = appended(args.entries, pools), len(pools) > 1
+    pools = tuple(map(jax.new_ref, pools))  # jax-triton updates a Ref in place
+    unused = (args.seq_lens,) * 2  # placeholders for arrays that the kernel does not read
     out, m_l = jt.triton_call(
         args.q_latent,
         args.q_rope,
-        args.entries,
-        pages_ref,
+        new[0],
+        pools[0],
         args.page_table,
         args.seq_lens,
+        *(pools[1:] or unused),
+        *(new[1:] or unused),
         kernel=_append_and_attend,
         out_type=(
             partials if is_split else args.q_latent,
@@ -221,6 +307,8 @@ def launch_with(
         HEADS=config.heads,
         RANK=rank,
         ROPE=args.q_rope.shape[2],
+        GROUPS=1 if args.scales is None else args.scales.shape[2],
+        SCALED=is_scaled,
         PAGE_SIZE=args.pages.shape[1],
         SPLITS=splits,
         BLOCK=config.block,
@@ -243,4 +331,4 @@ def launch_with(
             AT_A_TIME=merge.splits,
             COMPONENTS=merge.components,
         )
-    return out, jax.freeze(pages_ref)
+    return out, *map(jax.freeze, pools)

@@ -7,7 +7,7 @@ import jax
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.latent_prefill import cases, launch, ref, xla
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
-from pallas_kernels.lib.checks import check_latent
+from pallas_kernels.lib.latent_pages import check_pools
 
 _triton = imported_when_called("pallas_kernels.latent_prefill.triton", "latent_prefill")
 
@@ -35,13 +35,13 @@ def latent_prefill(args: LatentPrefillArgs, impl: str | None = None) -> jax.Arra
     token is ``k_up[n * D : (n + 1) * D] @ latent``, followed by the rotated key, which all heads
     share; its value is ``v_up[n * V : (n + 1) * V] @ latent``. Rows may be empty; queries past
     ``query_start_loc[R]`` are padding and yield zeros. Pages, NaN and dtypes are as in
-    ``append_decode``. ``impl`` pins an implementation. Raises ValueError on arguments that do not
-    fit together.
+    ``append_decode``, 8-bit pages as in ``lib.latent_pages``. ``impl`` pins an implementation.
+    Raises ValueError on arguments that do not fit together.
     """
     (tokens, heads, width), k_up, v_up = args.q.shape, args.k_up, args.v_up
-    check_latent("latent_prefill", args.entries, args.pages, args.page_table, args.seq_lens)
+    check_pools("latent_prefill", args, args.entries, args.page_table, args.seq_lens)
     rank = k_up.shape[1]
-    nope = width - (args.pages.shape[2] - rank)
+    nope = width - (args.entries.shape[1] - rank)
     fits = k_up.shape[0] == heads * nope and v_up.shape[1] == rank and not v_up.shape[0] % heads
     if not fits or args.entries.shape[0] != tokens:
         raise ValueError(

@@ -10,7 +10,8 @@ import numpy as np
 from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib import shapes
-from pallas_kernels.lib.shapes import LatentCase, LatentHeads, paged_arrays
+from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.lib.shapes import LatentCase, LatentHeads, latent_pools, paged_arrays
 
 _LITE = shapes.DEEPSEEK_V2_LITE
 
@@ -33,6 +34,26 @@ def _prompt_steps(*steps: tuple[str, LatentHeads, int, int, int]) -> tuple[Laten
 
 
 CASES = (
+    LatentCase("tiny_fp8", (20, 130, 3), (5, 40, 3), padding=3, kv_dtype=str(BITS)),
+    LatentCase(
+        "two_groups_fp8",
+        (70, 40),
+        (33, 40),
+        sizes=LatentHeads(3, 32, 16, 32, 256),
+        page_size=64,
+        dtype="bfloat16",
+        kv_dtype=str(BITS),
+    ),
+    LatentCase(
+        "v2_lite_fp8",
+        (600,),
+        (512,),
+        sizes=_LITE,
+        max_pages=64,
+        dtype="bfloat16",
+        kv_dtype=str(BITS),
+        tags=("full", "gpu"),
+    ),
     LatentCase(
         "tiny_ragged",
         (40, 1, 0, 17, 130, 65, 15, 16, 128),
@@ -76,7 +97,7 @@ def build(case: LatentCase, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     sizes, real, dtype = case.sizes, sum(case.query_lens), jnp.dtype(case.dtype)
     arrays, tokens = paged_arrays(case, len(case.seq_lens), rng), real + case.padding
-    pages = arrays.k_pages[:, :, 0]
+    pools, pages = latent_pools(arrays, sizes, case.dtype)
     starts = np.cumsum((0, *case.query_lens)).astype(np.int32)
     q = rng.standard_normal((tokens, sizes.num_heads, sizes.nope_dim + sizes.rope_dim), np.float32)
     entries = np.full((tokens, sizes.entry), np.nan, dtype)
@@ -95,7 +116,7 @@ def build(case: LatentCase, seed: int) -> Inputs:
         "entries": entries,
         "k_up": weight(sizes.nope_dim),
         "v_up": weight(sizes.value_dim),
-        "pages": pages,
+        **pools,
         "page_table": arrays.page_table,
         "seq_lens": np.asarray(case.seq_lens, np.int32),
         "query_start_loc": starts,

@@ -54,8 +54,12 @@ def supports(args: LatentPrefillArgs) -> str | None:
     return unfit_for_triton(args.q, args.pages)
 
 
-def choose_configs(q: jax.Array) -> TritonConfigs:  # [T, N, D + R]
+def choose_configs(
+    q: jax.Array,  # [T, N, D + R]
+    *,
+    scaled: bool = False,  # whether latents have 8 bits, which pass through registers
+) -> TritonConfigs:
     """From the compiler's report: the largest tiles without spilled registers."""
     if q.dtype.itemsize > 2:  # without tensor cores larger tiles would spill
         return TritonConfigs(TritonConfig(16, 16, 4, 2), TritonConfig(16, 16, 8, 2))
-    return TritonConfigs(TritonConfig(128, 64, 8, 3), TritonConfig(64, 64, 8, 3))
+    return TritonConfigs(TritonConfig(128, 64, 8, 3), TritonConfig(64, 32 if scaled else 64, 8, 3))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.harness.registry import STATIC
+from pallas_kernels.lib.latent_pages import entries_of, pools_of
 from pallas_kernels.paged_prefill.ref import PrefillArgs, paged_prefill
 
 
@@ -20,17 +21,19 @@ class LatentPrefillArgs:
     entries: jax.Array  # [T, C + R]
     k_up: jax.Array  # [N * D, C]
     v_up: jax.Array  # [N * V, C]
-    pages: jax.Array  # [P, S, C + R]
+    pages: jax.Array  # [P, S, C + R]; of 8 bits uint8[P, S, C]: see ``lib.latent_pages``
     page_table: jax.Array  # int32[R, M]
     seq_lens: jax.Array  # int32[R]
     query_start_loc: jax.Array  # int32[R + 1]
+    scales: jax.Array | None = None  # float32[P, S, G]: of 8-bit pages
+    rope_pages: jax.Array | None = None  # bfloat16[P, S, R]: of 8-bit pages
     scale: float = field(metadata=STATIC)
 
 
 def latent_prefill(args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """The pages have this step's entries; padding with zeros makes keys and values equally wide."""
     num_heads, rank = args.q.shape[1], args.k_up.shape[1]
-    pool = jnp.asarray(args.pages, jnp.float32)
+    pool = entries_of(tuple(map(jnp.asarray, pools_of(args))))
     latents, k_rope = pool[..., :rank], pool[..., rank:]
 
     def expanded(w: jax.Array) -> jax.Array:  # [P, S, N, width of a head]

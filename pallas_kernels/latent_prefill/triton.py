@@ -18,8 +18,10 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
+from pallas_kernels.latent_decode.triton import load_keys, load_latents
 from pallas_kernels.latent_prefill import launch
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
+from pallas_kernels.lib.latent_pages import as_stored, pools_of
 from pallas_kernels.lib.numerics import power_of_two
 
 
@@ -214,10 +216,12 @@ def _attend_context(
     q,  # [T, N, D + R]
     k_up,  # [N, D, C]
     v_up,  # [N, V, C]
-    pages,  # [P, S, C + R]
+    pages,  # [P, S, C + R]; SCALED: uint8[P, S, C]
     page_table,  # int32[R, M]
     seq_lens,  # int32[R]
     query_start_loc,  # int32[R + 1]
+    scales,  # float32[P, S, G]; unused without SCALED
+    rope_pages,  # [P, S, R]; unused without SCALED
     lse,  # float32[T, N]: of ``_attend_chunk``
     out,  # [T, N, V]: of ``_attend_chunk``, updated in place
     num_tokens,  # T; this and the next two are not constexpr, so all buckets share a kernel
@@ -230,6 +234,8 @@ def _attend_context(
     ROPE: tl.constexpr,
     VALUE: tl.constexpr,
     RANK: tl.constexpr,
+    GROUPS: tl.constexpr,  # G
+    SCALED: tl.constexpr,  # latents have 8 bits: see ``lib.latent_pages``
     PAGE_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -244,7 +250,6 @@ def _attend_context(
     before = tl.load(seq_lens + row, mask=is_row, other=0) - (row_end - row_start)
     if (first >= row_end) | (before <= 0):
         return
-    ENTRY: tl.constexpr = RANK + ROPE
     token = first + tl.arange(0, TOKENS)
     inside = (token < row_end)[:, None]
     at_head = token * NUM_HEADS + head
@@ -268,15 +273,17 @@ def _attend_context(
         seen = position < before
         page = tl.load(page_ids + position // PAGE_SIZE, mask=seen, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE  # offsets exceed int32
-        at_entry = (pages + slot * ENTRY)[:, None]
-        at_left = at_entry + components[None, :]
-        left = tl.load(at_left, mask=seen[:, None], other=0.0).to(q_rope.dtype)
-        right = tl.load(at_left + HALF, mask=seen[:, None], other=0.0).to(q_rope.dtype)
-        k_rope = tl.load(at_entry + RANK + rope[None, :], mask=seen[:, None], other=0.0)
+        there = seen[:, None]
+        left = load_latents(
+            pages, scales, slot, there, q_rope.dtype, 0, HALF, RANK, ROPE, GROUPS, SCALED, BLOCK
+        )
+        right = load_latents(
+            pages, scales, slot, there, q_rope.dtype, HALF, HALF, RANK, ROPE, GROUPS, SCALED, BLOCK
+        )
+        k_rope = load_keys(pages, rope_pages, slot, rope, there, q_rope.dtype, RANK, ROPE, SCALED)
         scores = tl.dot(left_query, tl.trans(left), input_precision="ieee")
         scores = tl.dot(right_query, tl.trans(right), scores, input_precision="ieee")
-        k_rope = tl.trans(k_rope.to(q_rope.dtype))
-        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
         scores = tl.where(seen[None, :], scores, float("-inf"))
         m_i, l_i, alpha, p = _softmax_step(scores, m_i, l_i, SCALE)  # type: ignore[misc]
         p = p.to(left.dtype)
@@ -305,14 +312,17 @@ def _attend_context(
 
 def latent_prefill(args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """See ``latent_prefill.api``."""
-    return launch_with(launch.choose_configs(args.q), args)
+    return launch_with(launch.choose_configs(args.q, scaled=args.scales is not None), args)
 
 
 def launch_with(configs: launch.TritonConfigs, args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
     """``latent_prefill`` with given configurations."""
     (t, n, _), rank = args.q.shape, args.k_up.shape[1]
     num_starts = args.query_start_loc.shape[0]
-    latents = args.entries[:, :rank].astype(args.q.dtype)
+    pools = pools_of(args)
+    entries = as_stored(args.entries, pools)  # as later chunks read them
+    unused = (args.seq_lens,) * 2  # placeholders for arrays that the kernel does not read
+    latents = entries[:, :rank].astype(args.q.dtype)
     # float32 as in the kernels, not rounded to tf32
     precision = "highest" if args.q.dtype == jnp.float32 else None
     k_nope, v = (jnp.matmul(latents, w.T, precision=precision) for w in (args.k_up, args.v_up))
@@ -332,7 +342,7 @@ def launch_with(configs: launch.TritonConfigs, args: LatentPrefillArgs) -> jax.A
     out, lse = jt.triton_call(
         args.q,
         k_nope,
-        args.entries,
+        entries,
         v,
         args.query_start_loc,
         kernel=_attend_chunk,
@@ -356,6 +366,7 @@ def launch_with(configs: launch.TritonConfigs, args: LatentPrefillArgs) -> jax.A
         args.page_table,
         args.seq_lens,
         args.query_start_loc,
+        *(pools[1:] or unused),
         lse,
         merged,
         kernel=_attend_context,
@@ -364,6 +375,8 @@ def launch_with(configs: launch.TritonConfigs, args: LatentPrefillArgs) -> jax.A
         num_warps=context.num_warps,
         num_stages=context.num_stages,
         table_width=args.page_table.shape[1],
+        GROUPS=1 if args.scales is None else args.scales.shape[2],
+        SCALED=args.scales is not None,
         PAGE_SIZE=args.pages.shape[1],
         TOKENS=context.tokens,
         BLOCK=context.block,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib import softmax
+from pallas_kernels.lib.latent_pages import pools_of, read_block
 from pallas_kernels.lib.softmax import SoftmaxState
 
 QUERIES_PER_TILE = 64
@@ -37,7 +38,7 @@ def latent_prefill(args: LatentPrefillArgs) -> jax.Array:  # [T, N, V]
             ids = jax.lax.dynamic_slice(table, (row, i * block_pages), (1, block_pages))[0]
             key = i * block + jnp.arange(block)
             # 0 * NaN is NaN, and unwritten slots may hold NaN, so masked entries become 0.
-            entries = jnp.where((key < length)[:, None], softmax.read_block(args.pages, ids), 0.0)
+            entries = jnp.where((key < length)[:, None], read_block(pools_of(args), ids), 0.0)
             k, v = _expanded(entries, k_heads, v_heads)
 
             def tile_body(j: jax.Array, state: SoftmaxState) -> SoftmaxState:

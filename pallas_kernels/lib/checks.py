@@ -47,22 +47,6 @@ def check_paged(
             raise ValueError(f"{op}: {name} {one.shape} are not one for each of {q.shape[1]} heads")
 
 
-def check_latent(
-    op: str,
-    entries: jax.Array,  # [T, C + R]
-    pages: jax.Array,  # [P, S, C + R]
-    page_table: jax.Array,  # int32[R, M]
-    seq_lens: jax.Array,  # int32[R]
-) -> None:
-    """Raise ValueError when the shapes of latent attention do not fit together."""
-    if pages.ndim != 3 or entries.ndim != 2 or entries.shape[1] != pages.shape[2]:
-        raise ValueError(f"{op}: entries {entries.shape} do not fit pages {pages.shape}")
-    if page_table.ndim != 2 or seq_lens.shape != page_table.shape[:1]:
-        raise ValueError(
-            f"{op}: page_table {page_table.shape} does not fit seq_lens {seq_lens.shape}"
-        )
-
-
 def check_partials(
     op: str,
     x: jax.Array,  # [T, D]

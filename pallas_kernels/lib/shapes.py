@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.lib.latent_pages import ROPE_DTYPE, appended, num_groups
 from pallas_kernels.lib.page_scales import BITS, VALUES
 
 # Values of a larger array repeat after this many: drawing a GB of them takes seconds. A prime, so
@@ -244,6 +245,29 @@ def poison(pools: tuple[np.ndarray, ...], at: Any) -> None:
     """Write NaN there into each pool."""
     for pool in pools:
         as_floats(pool)[at] = np.nan
+
+
+def latent_pools(
+    arrays: PagedArrays, sizes: LatentHeads, dtype: str
+) -> tuple[dict[str, np.ndarray], np.ndarray]:  # and [P, S, C + R]
+    """The pools of latent attention by the names of arguments, and the entries that they were made
+    of, with NaN where ``arrays`` have it.
+    """
+    pages = arrays.k_pages[:, :, 0]
+    if arrays.k_scales is None:
+        return {"pages": pages}, pages
+    entries = (as_floats(pages).astype(np.float32) * arrays.k_scales).astype(jnp.dtype(dtype))
+    groups = num_groups(sizes.rank)
+    empty = (
+        jnp.zeros((1, 1, sizes.rank), BITS),
+        jnp.zeros((1, 1, groups), jnp.float32),
+        jnp.zeros((1, 1, sizes.rope_dim), ROPE_DTYPE),
+    )
+    made = appended(jnp.asarray(entries.reshape(-1, sizes.entry)), empty)
+    names = ("pages", "scales", "rope_pages")
+    shape = entries.shape[:2]
+    pools = {n: np.array(x).reshape(*shape, -1) for n, x in zip(names, made, strict=True)}
+    return pools, entries
 
 
 def random_pools(

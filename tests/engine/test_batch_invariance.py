@@ -93,6 +93,7 @@ def test_without_the_pins_bits_differ() -> None:
         ("llama", {"kernels": "sample=xla"}, "batch_invariant chooses the kernels"),
         ("llama", {"dtype": "bfloat16"}, "the dtype is bfloat16, not float32"),
         ("llama", {"task": "embed"}, "vectors of embeddings are pooled by XLA"),
+        ("deepseek_v2", {"kv_cache_dtype": "fp8"}, "pages have 8 bits"),
         ("mistral", {"page_size": 4}, "pages of 4 tokens before a window"),
         ("falcon_mamba", {}, "FalconMambaForCausalLM has .*, and chunks of it have other bits"),
         ("lfm2", {}, "Lfm2ForCausalLM has .*, and chunks of it have other bits"),

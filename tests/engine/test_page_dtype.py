@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from jaxinfer.core.errors import ConfigError
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.step import Bucket
 from jaxinfer.exec.run.page_contents import page_contents
@@ -120,10 +119,21 @@ def test_families(name: str) -> None:
         assert tokens(run(served, prompts(), GREEDY)) == tokens(alone)
 
 
-@pytest.mark.parametrize("name", LATENT)
-def test_latents_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"pages of \d+ heads over latents .* kv_cache_dtype"):
-        tiny_model(name + FP8)
+def test_entries_of_latents() -> None:
+    """A latent of 16 components has one scale, and the rotated key has 16 bits."""
+    entries = {entry.name: entry for entry in tiny_model("deepseek_v2/fp8")[0].state.arrays}
+    assert {n: (e.shape, str(e.dtype)) for n, e in entries.items()} == {
+        "latent": ((16,), "uint8"),
+        "latent_scale": ((1,), "float32"),
+        "rope": ((8,), "bfloat16"),
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_families_with_latents(name: str) -> None:
+    """As ``test_families``."""
+    test_families(name)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4_all", "qwen3_5"])

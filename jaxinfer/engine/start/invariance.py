@@ -9,6 +9,7 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.models.base import Model
 from pallas_kernels.harness.pins import Pins, invariant_pins
+from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.native.library import missing
 
 BLOCK = 16  # keys that attention on a CPU adds at a time, counted from the first page
@@ -41,6 +42,8 @@ def _misfit(program: Program) -> str | None:
         return f"{program.placement.num_devices} devices add their results in XLA's order"
     if model.config.dtype != jnp.float32:
         return f"the dtype is {model.config.dtype}, not float32"
+    if any(entry.dtype == BITS for entry in model.state.arrays):
+        return "pages have 8 bits"
     if limits.pooling:
         return "vectors of embeddings are pooled by XLA"
     if (kind := _varying(model)) is not None:

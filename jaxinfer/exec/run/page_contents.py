@@ -30,7 +30,9 @@ def page_contents(
             rows = np.asarray(ids[group], np.int32)
             values = jax.device_get(state[index][rows])
             if (scale := dict(place.arrays).get(name + SCALE)) is not None:
-                scales = jax.device_get(state[scale][rows])[..., None]
-                values = (values_of(values) * scales).astype(jnp.bfloat16)
+                scales = np.asarray(jax.device_get(state[scale][rows]))
+                floats = np.asarray(values_of(values))  # a scale is of consecutive components
+                by_scale = floats.reshape(*scales.shape, -1) * scales[..., None]
+                values = by_scale.reshape(floats.shape).astype(jnp.bfloat16)
             found[f"layers.{number}.{name}"] = group, np.asarray(values)
     return found

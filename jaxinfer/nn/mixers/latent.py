@@ -13,7 +13,8 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,12 +23,13 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
 from jaxinfer.nn.mixers.heads import growth_factors
-from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
+from jaxinfer.nn.mixers.latent_spec import POOLS, LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, weight
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
 from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
+from pallas_kernels.lib.latent_pages import appended
 from pallas_kernels.lib.numerics import rms_norm, rotate
 from pallas_kernels.skinny_gemm.api import GemmArgs, skinny_gemm
 
@@ -137,8 +139,10 @@ def _attend(
         return _decode(tokens, kv_b, state, ctx, config)
     # before pages are read, and with a barrier: else XLA copies the pool
     prompts = tokens.take(slice(d, None))
-    pool = written(state["latent"], prompts.entries, pages.slot_mapping[d:])
-    state = {"latent": jax.lax.optimization_barrier(pool)}
+    pools, slots = tuple(state[name] for name in POOLS if name in state), pages.slot_mapping[d:]
+    pairs = zip(pools, appended(prompts.entries, pools), strict=True)
+    made = jax.lax.optimization_barrier(tuple(written(to, x, slots) for to, x in pairs))
+    state = _with_pools(made)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         return _decode(tokens.take(only), kv_b, state, ctx, config)
     if ctx.pins.invariant:  # every token as a decode row, since expanded keys give other bits
@@ -153,7 +157,7 @@ def _attend(
         entries=prompts.entries,
         k_up=kv_b.k,
         v_up=kv_b.v,
-        pages=state["latent"],
+        **_pools(state),
         page_table=pages.page_table[d:],
         seq_lens=pages.seq_lens[d:],
         query_start_loc=ctx.rows.query_start_loc,
@@ -179,13 +183,23 @@ def _decode(
         q_latent=_by_heads(q_nope, k_heads, ctx),
         q_rope=q_rope,
         entries=tokens.entries,
-        pages=state["latent"],
+        **_pools(state),
         page_table=pages.page_table[:rows],
         seq_lens=pages.seq_lens[:rows],
         scale=c.scale,
     )
-    mixed, pool = latent_decode(args, ctx.pinned("latent_decode"))
-    return _by_heads(mixed, v_heads, ctx, by_output=True), {"latent": pool}
+    mixed, *pools = latent_decode(args, ctx.pinned("latent_decode"))
+    return _by_heads(mixed, v_heads, ctx, by_output=True), _with_pools(pools)
+
+
+def _pools(state: LayerArrays) -> dict[str, Any]:
+    """The pools of a layer as arguments of ops."""
+    return dict(zip(("pages", "scales", "rope_pages"), map(state.get, POOLS), strict=True))
+
+
+def _with_pools(pools: Sequence[jax.Array]) -> LayerArrays:
+    """The state of the pools that an op returns."""
+    return dict(zip(POOLS, pools, strict=False))
 
 
 def _by_heads(

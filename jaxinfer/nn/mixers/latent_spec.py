@@ -11,10 +11,14 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.block import BlockSpec, QueryGrowth, part
 from jaxinfer.nn.rope import RopeConfig
-from jaxinfer.nn.state import Entry, LayerState, PagedKind
+from jaxinfer.nn.state import SCALE, Entry, LayerState, PagedKind
+from pallas_kernels.lib.latent_pages import ROPE_DTYPE, num_groups
+from pallas_kernels.lib.page_scales import BITS
 
 if TYPE_CHECKING:
     import flax.linen as nn
+
+POOLS = ("latent", "latent" + SCALE, "rope")  # of a layer; the last two of 8-bit latents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,9 @@ class LatentAttentionConfig(BlockSpec):
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
-    position. ``latent_scale`` multiplies the latents of keys and values.
+    position. ``latent_scale`` multiplies the latents of keys and values. ``page_dtype`` is that of
+    pages (None: the decoder's); 8 bits are those of latents alone
+    (``pallas_kernels.lib.latent_pages``).
     """
 
     is_invariant: ClassVar[bool] = True
@@ -44,6 +50,7 @@ class LatentAttentionConfig(BlockSpec):
     bias: bool = False
     growth: QueryGrowth | None = None
     latent_scale: float = 1.0
+    page_dtype: jnp.dtype | None = None
 
     @property
     def head_dim(self) -> int:
@@ -70,11 +77,19 @@ class LatentAttentionConfig(BlockSpec):
 
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``; all heads share the entries, so they are not divided."""
-        return LayerState((PagedKind((Entry("latent", (self.entry_dim,), dtype),)),))
+        latent, scale, rope = POOLS
+        if (pages := self.page_dtype or dtype) != BITS:
+            return LayerState((PagedKind((Entry(latent, (self.entry_dim,), pages),)),))
+        entries = (
+            Entry(latent, (self.rank,), BITS),
+            Entry(scale, (num_groups(self.rank),), jnp.dtype(jnp.float32)),
+            Entry(rope, (self.rope_dim,), ROPE_DTYPE),
+        )
+        return LayerState((PagedKind(entries),))
 
-    def with_pages(self, dtype: jnp.dtype) -> None:
-        """See ``MixerSpec``; latents have no other form."""
-        del dtype
+    def with_pages(self, dtype: jnp.dtype) -> LatentAttentionConfig:
+        """See ``MixerSpec``."""
+        return replace(self, page_dtype=dtype)
 
     def points(self) -> Mapping[str, tuple[int, ...]]:
         """See ``MixerSpec``."""
