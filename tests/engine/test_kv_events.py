@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,10 @@ def test_missed_batches_are_sent_again(sockets: list[Any]) -> None:
     run.steps(20)
     sent = publisher._number
     assert sent > 4
+    end = time.monotonic() + 10
+    while not publisher._sent or publisher._sent[-1][0] < sent - 1:  # its thread sends them later
+        assert time.monotonic() < end
+        time.sleep(0.01)
     client = zmq.Context.instance().socket(zmq.REQ)
     sockets.append(client)
     client.setsockopt(zmq.RCVTIMEO, 5000)
