@@ -1,4 +1,4 @@
-"""Whether a request's bits depend on its batch: ``python -m bench.batch_invariance``.
+"""Counts answers whose bits depend on their batch: ``python -m bench.batch_invariance``.
 
 Prompts of different lengths are answered one at a time, then in groups, and once more from reused
 pages; answers that differ in any bit are counted, and the time of each way is printed. With

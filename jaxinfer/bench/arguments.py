@@ -139,7 +139,7 @@ def add_output(parser: Any) -> None:
 
 
 def add_profile(parser: Any) -> None:
-    """Whether a window of steps is profiled after the measurement, and how long it is."""
+    """Flags of a profile: a window of steps after the measurement, and its length."""
     profile = parser.add_argument_group("profile")
     profile.add_argument(
         "--profile",

@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 def read_steps(folder: Path) -> Steps:
-    """What the engine wrote next to its trace; raises ``BenchError`` if it cannot be read."""
+    """The engine's file next to its trace; raises ``BenchError`` if it cannot be read."""
     try:
         return msgspec.json.decode((folder / STEPS).read_bytes(), type=Steps)
     except (OSError, msgspec.DecodeError) as error:

@@ -57,7 +57,7 @@ class LayerEndConfig:
 
 @dataclass(frozen=True)
 class BlockFactors:
-    """What the norm of the stream, and a block's output, are multiplied by before they are added.
+    """Factors of the norm of the stream and of a block's output, whose sum is the new stream.
 
     See ``LayerSpec.on_norms``.
     """

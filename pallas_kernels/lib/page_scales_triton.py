@@ -54,6 +54,6 @@ def pairs_of(entries, dtype: tl.constexpr):
 
 @triton.jit
 def exponents_of(scales):
-    """Of powers of two up to scales: float32. Without a conversion of integers, which is slow."""
+    """Exponents of powers of two up to scales: float32, without a slow conversion of integers."""
     exponents = (scales.to(tl.int32, bitcast=True) >> 23) | 0x4B000000  # plus 2^23, as floats
     return exponents.to(tl.float32, bitcast=True) - (8388608.0 + 127.0)

@@ -199,7 +199,7 @@ class ScaledHeads:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """The shape of the values."""
         return self.values.shape
 
     def is_finite(self) -> bool:

@@ -78,7 +78,7 @@ def test_an_entry_does_not_depend_on_other_tokens() -> None:
 
 @pytest.mark.parametrize(("steps", "is_accepted"), [(0, True), (1, True), (2, False)])
 def test_results_may_differ_by_one_step(steps: int, is_accepted: bool) -> None:
-    """Of e4m3, however small a value is in its head; in bfloat16 also by a step of the largest."""
+    """One of e4m3, however small a value is in its head; in bfloat16 one of the largest, too."""
     x = np.random.default_rng(2).standard_normal((3, 4, 2, 64), np.float32)
     for dtype in ("float32", "bfloat16"):
         bits, scales = map(np.asarray, rounded(jnp.asarray(x, dtype)))

@@ -257,7 +257,7 @@ def _run(executor: Executor, bucket: Bucket) -> None:
 
 
 def _least_seconds(work: Callable[[], None]) -> float:
-    """Of a few runs; the first one may load kernels, or make memory resident."""
+    """The shortest of a few runs; the first one may load kernels, or make memory resident."""
     least = math.inf
     for _ in range(MEASURED_RUNS):
         since = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig, FeedForwardSpec
 
@@ -29,11 +29,11 @@ class DenseAndExpertsConfig(FeedForwardSpec):
         """See ``FeedForwardSpec``."""
         return self.mixture
 
-    def with_experts(self, **fields: Any) -> DenseAndExpertsConfig:
+    def with_experts(self, **fields: Any) -> Self:
         """See ``FeedForwardSpec``."""
         return replace(self, mixture=self.mixture.with_experts(**fields))
 
-    def share(self, devices: int) -> DenseAndExpertsConfig:
+    def share(self, devices: int) -> Self:
         """See ``MixerSpec``."""
         return replace(self, dense=self.dense.share(devices), mixture=self.mixture.share(devices))
 
