@@ -135,6 +135,8 @@ _MODULES = (
     ("BailingMoeV2ForCausalLM", "jaxinfer.models.bailing"),
     ("BailingMoeLinearV2ForCausalLM", "jaxinfer.models.bailing_linear"),
     ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("BailingMoeV3ForCausalLM", "jaxinfer.models.bailing_hybrid"),
+    ("BailingHybridForCausalLM", "jaxinfer.models.bailing_hybrid"),  # as transformers saves it
     ("AXK1ForCausalLM", "jaxinfer.models.axk1"),
     ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
     ("DiffLlamaForCausalLM", "jaxinfer.models.diffllama"),

@@ -32,6 +32,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AXK1Config,
+    BailingHybridConfig,
     BambaConfig,
     BioGptConfig,
     BitNetConfig,
@@ -156,6 +157,7 @@ LENGTH, GENERATED = 24, 8
 LENGTHS = {
     "qwen3_5_long": 150,
     "kimi_linear": 80,
+    "bailing_hybrid": 70,
     "bamba": 80,
     "mamba2_tied": 80,
     "falcon_mamba": 80,
@@ -170,6 +172,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "qwen3_next": 8,
     "qwen3_next_sparse_step": 8,
     "kimi_linear": 5,
+    "bailing_hybrid": 3,
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
     "granite_hybrid": 1,
@@ -338,8 +341,11 @@ DERIVED = {
     "kimi_linear": (
         *("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
-    )
+    ),
+    "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
 }
+# and those that it overwrites, with the widths of other heads
+GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}}
 PHIMOE_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -1076,6 +1082,37 @@ def cases() -> dict[str, PreTrainedConfig]:
             linear_conv_kernel_dim=3,
             **NO_TOKENS,
         ),
+        "bailing_hybrid": BailingHybridConfig(  # in two chunks
+            **latent | {"vocab_size": 64, "max_position_embeddings": 96},
+            head_dim=8,
+            layer_group_size=3,
+            routed_scaling_factor=1.5,
+            num_experts=12,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            q_lora_rank=20,
+            kda_lower_bound=-0.4,
+            rope_theta=1e4,
+            **NO_TOKENS,
+        ),
+        "bailing_hybrid_kinds": BailingHybridConfig(
+            **latent,
+            head_dim=16,
+            num_experts=6,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            norm_topk_prob=False,
+            kda_safe_gate=False,
+            attention_bias=True,
+            short_conv_kernel_size=3,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            rope_theta=1e4,
+            rope_parameters=DEEPSEEK_ROPE,
+            **NO_TOKENS,
+        ),
         "dots1": Dots1Config(
             **SIZES | {"num_hidden_layers": 3},
             **BIASED_EXPERTS,
@@ -1719,7 +1756,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
     architecture = ARCHITECTURES.get(name, type(model).__name__)
-    facts = {**config.to_dict(), "architectures": [architecture]}
+    facts = {**config.to_dict(), "architectures": [architecture], **GIVEN.get(name, {})}
     for key in DERIVED.get(name, ()):
         facts.pop(key, None)
     metadata = {"config": json.dumps(facts, sort_keys=True)}

@@ -624,6 +624,23 @@ CONFIGS = MappingProxyType(
                 "short_conv_kernel_size": 4,
             },
         },
+        "bailing_hybrid": {
+            **{key: _LATENT[key] for key in _KIMI_LINEAR},
+            "architectures": ["BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"],
+            "num_hidden_layers": 3,
+            "max_position_embeddings": MAX_LEN,
+            "q_lora_rank": 20,
+            "rope_theta": 1e4,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "kda_lower_bound": -2.0,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
         "dots1": {
             **_DECODER,
             **_BIASED_EXPERTS,
@@ -1017,7 +1034,16 @@ LIKE_OTHERS = (
     *("olmo", "arcee", "helium", "nemotron", "jais2", "gpt_neox", "phi", "falcon", "falcon_7b"),
     *("gptj", "opt", "ministral", "ministral3", "olmo3", "cwm", "hunyuan", "hunyuan_moe"),
     *("apertus", "qwen2_moe", "olmoe", "glm4_moe", "granite_moe", "gemma2", "ernie4_5_moe"),
-    *("dots1", "minimax_m2", "glm4_moe_lite", "exaone_moe", "solar_open", "afmoe", "flex_olmo"),
+    *(
+        "bailing_hybrid",
+        "dots1",
+        "minimax_m2",
+        "glm4_moe_lite",
+        "exaone_moe",
+        "solar_open",
+        "afmoe",
+        "flex_olmo",
+    ),
     *("cohere2_moe", "hy_v3", "granite_moe_shared", "mistral4", "sarvam_moe", "sarvam_mla"),
     *("youtu", "mellum", "phimoe", "llama4", "minicpm3"),
     # Of these also through the engine, in test_hybrid.py.
@@ -1060,7 +1086,7 @@ WITH_STATE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "lfm2", "lfm2_moe", "bamba"),
     *("granite_hybrid", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba"),
     *("jamba", "olmo_hybrid", "minimax", "bailing_linear", "bailing_v2_5"),
-    *("nemotron_h_experts",),
+    *("bailing_hybrid", "nemotron_h_experts"),
 )
 
 
