@@ -61,6 +61,7 @@ from transformers import (
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -292,6 +293,17 @@ GEMMA4 = {
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 10.0,
+}
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 64,
+    "laurel_rank": 5,
     "final_logit_softcapping": 10.0,
 }
 GEMMA4_KEYS_TOO = {
@@ -1112,6 +1124,20 @@ def cases() -> dict[str, PreTrainedConfig]:
             rope_theta=1e4,
             rope_parameters=DEEPSEEK_ROPE,
             **NO_TOKENS,
+        ),
+        "gemma3n": Gemma3nTextConfig(
+            **SIZES | GEMMA3N | {"intermediate_size": [48, 40, 40, 48, 48, 40]},
+            activation_sparsity_pattern=[0.9, 0.0, 0.8, 0.0, 0.0, 0.5],
+        ),
+        "gemma3n_active": Gemma3nTextConfig(
+            **SIZES
+            | {key: size for key, size in GEMMA3N.items() if key != "layer_types"}
+            | {"num_hidden_layers": 7, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96},
+            altup_num_inputs=2,
+            altup_active_idx=1,
+            altup_correct_scale=False,
+            attention_bias=True,
+            hidden_activation="silu",
         ),
         "dots1": Dots1Config(
             **SIZES | {"num_hidden_layers": 3},
