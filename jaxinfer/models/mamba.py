@@ -88,7 +88,7 @@ def mamba2_config(
         num_groups=num_groups,
         conv_width=hf.positive_int(config, keys.taps, 4),
         norm_eps=hf.positive_float(config, keys.norm_eps, 1e-5),
-        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
+        conv_bias=hf.flag(config, keys.conv_bias, True),
         **fields,
     )
 
@@ -200,7 +200,7 @@ def mamba_config(
         rank=rank,
         conv_width=hf.positive_int(config, keys.taps, 4),
         bias=hf.flag(config, keys.bias, False),
-        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
+        conv_bias=hf.flag(config, keys.conv_bias, True),
         **more,
     )
 
