@@ -50,10 +50,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
-        windows=(None,) * num_layers,
         rotates=[False] * num_layers,
         norm_eps=eps,
         ffns=_networks(config, num_layers),

@@ -15,12 +15,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    experts_per_token,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -74,10 +69,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         qk_norm="head",
-        windows=(None,) * len(kinds),
         theta=_THETA,
         norm_eps=eps,
         tied=True,

@@ -18,12 +18,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    grouped_routing,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, grouped_routing
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_param_specs
 from jaxinfer.models.mamba import MAMBA2_KEYS, MambaKeys, mamba2_config, mamba2_specs
 from jaxinfer.models.names import TensorNames

@@ -42,7 +42,6 @@ def plain_config(
     return gqa_config(
         config,
         dtype,
-        qk_norm=None,
         rope=RopeConfig(width // heads, _BASE),
         rotates=(False,) * num_layers,
         gated=False,
