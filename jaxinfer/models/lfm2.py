@@ -23,10 +23,9 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     with_mixers,
 )
-from jaxinfer.models.linears import Linear, linear_specs
+from jaxinfer.models.linears import Linear, conv_specs, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, conv_taps
-from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.placement import Fused
@@ -151,12 +150,7 @@ def _conv_specs(
     )
     weights, biases = linear_specs(path, own, linears)
     yield from (*weights, *biases)
-    taps = (Source(f"{own}conv.weight", (channels, 1, c.conv_width)),)
-    array = ArraySpec((c.conv_width, channels), (None, "heads"))
-    yield ParamSpec(f"{path}conv", array, taps, conv_taps)
-    if c.bias:
-        bias = (Source(f"{own}conv.bias", (channels,)),)
-        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), ("heads",)), bias, as_is)
+    yield from conv_specs(path, f"{own}conv", (c.conv_width, channels), "heads", bias=c.bias)
 
 
 FAMILY = ModelFamily(

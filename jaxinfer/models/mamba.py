@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.linears import Linear, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join, stack
+from jaxinfer.models.linears import Linear, conv_specs, linear_specs
+from jaxinfer.models.params import ParamSpec, as_is, join, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
@@ -186,7 +186,8 @@ def mamba2_specs(
     )
     weights, biases = linear_specs(path, own, linears)
     yield from (*weights, *biases)
-    yield from _conv_specs(path, own, c, sum(c.channels.widths), c.channels)
+    taps = (c.conv_width, sum(c.channels.widths))
+    yield from conv_specs(path, f"{own}conv1d", taps, c.channels, bias=c.conv_bias)
     decay = tuple(Source(f"{own}{one}", (c.num_heads,)) for one in ("A_log", "dt_bias", "D"))
     array = ArraySpec((3, c.num_heads), (None, "heads"), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, stack)
@@ -194,18 +195,6 @@ def mamba2_specs(
         norm = (Source(f"{own}norm.weight", (c.inner,)),)
         array = ArraySpec((c.inner,), ("heads",), norm_dtype)
         yield ParamSpec(f"{path}inner_norm", array, norm, as_is)
-
-
-def _conv_specs(
-    path: str, source: str, c: Mamba2Config | MambaConfig, channels: int, axis: str | Fused
-) -> Iterator[ParamSpec]:
-    """The parameters of a convolution of so many channels, which lie on ``axis``."""
-    taps = (Source(f"{source}conv1d.weight", (channels, 1, c.conv_width)),)
-    array = ArraySpec((c.conv_width, channels), (None, axis))
-    yield ParamSpec(f"{path}conv", array, taps, conv_taps)
-    if c.conv_bias:
-        bias = (Source(f"{source}conv1d.bias", (channels,)),)
-        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), (axis,)), bias, as_is)
 
 
 def mamba_config(
@@ -252,7 +241,8 @@ def mamba_specs(
     )
     # a decay to the power of the tokens is sensitive, so that steps are never quantised
     yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, steps)[0])
-    yield from _conv_specs(path, own, c, inner, "heads")
+    taps = (c.conv_width, inner)
+    yield from conv_specs(path, f"{own}conv1d", taps, "heads", bias=c.conv_bias)
     rates = (Source(f"{own}A_log", (inner, c.state_dim)),)
     array = ArraySpec((inner, c.state_dim), ("heads", None), _FLOAT32)
     yield ParamSpec(f"{path}rates", array, rates, as_is)
