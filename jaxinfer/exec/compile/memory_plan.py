@@ -27,6 +27,7 @@ from jaxinfer.exec.compile.tier_memory import tier_memory
 from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params, layer_of
 from jaxinfer.models.quantised import sizes_by_form
+from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.weight import matrices
 from pallas_kernels.harness.pins import Pins
 from pallas_kernels.lib.quantised import Quantised
@@ -295,8 +296,8 @@ def block_bytes(model: Model, bucket: Bucket, platform: str, pins: Pins) -> int:
     to the inputs and outputs of its matrices, at most of all layers.
     """
     x = jax.ShapeDtypeStruct((bucket.num_tokens, model.config.hidden_size), model.config.dtype)
-    step = (x, bucket.num_prefills, platform, pins)
-    return max(block.workspace(params, *step) for block, params in model.blocks)
+    step = StepShape(x, bucket.num_prefills, platform, pins)
+    return max(block.workspace(params, step) for block, params in model.blocks)
 
 
 def workspace_bytes(compiled: jax.stages.Compiled) -> int:
