@@ -46,6 +46,8 @@ from jaxinfer.nn.residual_spec import ResidualSpec
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
+from pallas_kernels.all_gather.api import AllGatherArgs, all_gather
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 
 
@@ -373,8 +375,11 @@ class Decoder(nn.Module):
         hidden: jax.Array,  # [..., D]
         pins: Pins = ALL_XLA,
         axis: str | None = None,
+        peers: Peers | None = None,
     ) -> jax.Array:  # float32[..., V]
-        """Logits of hidden states; ``axis`` is as in ``StepContext``."""
+        """Logits of hidden states, on a mesh of [T, D]; ``axis`` and ``peers`` are as in
+        ``StepContext``.
+        """
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
@@ -385,5 +390,6 @@ class Decoder(nn.Module):
             logits = cap * jnp.tanh(logits / cap)
         if axis is None:
             return logits
-        logits = jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
-        return logits[..., : self.spec.vocab_size]  # the last devices may have zeros behind it
+        # the last devices may have zeros behind the vocabulary
+        own = AllGatherArgs(x=logits, columns=self.spec.vocab_size, peers=peers, axis=axis)
+        return all_gather(own, pins.of("all_gather"))

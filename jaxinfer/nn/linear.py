@@ -293,10 +293,23 @@ def divided_rms_norm(
     ctx: StepContext,
 ) -> jax.Array:  # [T, D]
     """An RMS norm of columns of which each device has an equal part; see ``StepContext.axis``."""
-    x32 = x.astype(jnp.float32)
-    mean = mean_last(jnp.square(x32), fixed=ctx.pins.invariant)
-    mean = mean if ctx.axis is None else jax.lax.pmean(mean, ctx.axis)
-    return (x32 * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(x.dtype)
+    return divided_rms_norms((x,), (weight,), eps, ctx)[0]
+
+
+def divided_rms_norms(
+    parts: Sequence[jax.Array],  # [T, D] each
+    weights: Sequence[jax.Array],  # [D] each
+    eps: float,
+    ctx: StepContext,
+) -> list[jax.Array]:  # [T, D] each
+    """``divided_rms_norm`` of several arrays, with one sum over the devices."""
+    wide = [x.astype(jnp.float32) for x in parts]
+    means = [mean_last(jnp.square(x), fixed=ctx.pins.invariant) for x in wide]
+    if ctx.axis is not None:
+        means = jnp.split(ctx.mean_across(jnp.concatenate(means, axis=1)), len(means), axis=1)
+    scaled = [x * jax.lax.rsqrt(mean + eps) for x, mean in zip(wide, means, strict=True)]
+    given = zip(scaled, weights, parts, strict=True)
+    return [(x * weight.astype(jnp.float32)).astype(own.dtype) for x, weight, own in given]
 
 
 @partial(jax.jit, static_argnames=("eps", "fixed"))  # the same bits outside ``jax.jit``

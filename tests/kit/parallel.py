@@ -442,8 +442,8 @@ def staging(folder: Path) -> None:
 
 
 def exchange(folder: Path) -> None:
-    """Every sum over the devices knows its rank and the addresses of their exchange memory, and
-    few rows are added and normalised together.
+    """Every sum over the devices knows its rank and the addresses of their exchange memory, and so
+    does the gather of logits; few rows are added and normalised together.
     """
     biased = model_and_weights(folder)[2]
     plain = written(folder / "plain", config_of("llama"))
@@ -452,6 +452,7 @@ def exchange(folder: Path) -> None:
         with exchanged() as sums:
             check_equal(path, folder, (DEVICES,))
         assert max(sums.alone) > MOST_FUSED
+        assert sums.gathered == {1, 3, 6}  # rows of decode steps, and of those with prompts
         assert sums.fused == (set(range(1, MOST_FUSED + 1)) & sums.alone if is_fused else set())
 
 

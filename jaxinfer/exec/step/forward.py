@@ -226,7 +226,8 @@ class StepFunction:
             slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
-        logits = unembed(self.model, params, drawn_from, self.pins, self.axis)  # [N, V]
+        mesh = self.pins, self.axis, self._peers(batch)
+        logits = unembed(self.model, params, drawn_from, *mesh)  # [N, V]
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
