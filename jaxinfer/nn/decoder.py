@@ -76,10 +76,10 @@ class DecoderLayer(nn.Module):
         for block in (mixer, ffn):
             if block is not None:
                 nn.share_scope(self, block)
-        stream = _at("resid_pre", stream, ctx)
+        stream = _at("resid_pre", stream.with_peers(ctx.peers), ctx)
         if self.spec.parallel:
             stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
-            return _at("resid_post", stream, ctx), state
+            return _at("resid_post", stream, ctx).with_peers(None), state
         if mixer is None:
             stream = _without_block("attn_out", stream, ctx, only)
         else:
@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
             end = self.spec.end.module()
             nn.share_scope(self, end)
             stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
-        return _at("resid_post", stream, ctx), state
+        return _at("resid_post", stream, ctx).with_peers(None), state
 
     def _side_by_side(
         self,
@@ -349,7 +349,8 @@ class Decoder(nn.Module):
                 total, dense[i] = ctx.points.run_layer(i, cut)
                 stream = Stream(total)
                 continue
-            stream, own = self.layers[i](stream, own, own_ctx, own_only)
+            stream, own = self.layers[i](stream.with_peers(None), own, own_ctx, own_only)
+            stream = stream.with_peers(ctx.peers)
             if state is None:
                 dense[i] = own
             elif own is not None:

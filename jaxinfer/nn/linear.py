@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Addends, PlainOutput, StepContext
 from jaxinfer.nn.layer_spec import NormKind
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm, is_fused
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
@@ -178,6 +179,15 @@ class Stream(NamedTuple):
 
     x: jax.Array  # [T, D]
     delta: BlockOutput | None = None  # None at first
+
+    def with_peers(self, peers: Peers | None) -> Stream:
+        """The stream whose sum over the devices is to be made in this exchange memory.
+
+        A compiled function can have the Ref in ``peers`` as one argument, and cannot return it.
+        """
+        if not isinstance(own := self.delta, Addends):
+            return self
+        return self._replace(delta=replace(own, peers=peers))
 
     def total(self, pins: Pins = ALL_XLA) -> jax.Array:  # [T, D]
         """The sum of both; ``pins`` count for ``Outputs``."""

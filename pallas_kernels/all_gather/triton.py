@@ -8,7 +8,6 @@ latency of an exchange hides little.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
@@ -16,7 +15,7 @@ import triton.language as tl
 from pallas_kernels.all_gather import launch
 from pallas_kernels.all_gather.ref import AllGatherArgs
 from pallas_kernels.all_reduce import launch as sum_launch
-from pallas_kernels.all_reduce.ref import Peers
+from pallas_kernels.all_reduce.ref import peers_of_call
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 
@@ -26,6 +25,7 @@ def _all_gather(
     x,  # [T, WIDTH]
     rank_at,  # int32[1]
     addresses,  # int32[2 * RANKS]
+    order,  # see ``Peers``
     out,  # [T, COLUMNS]
     COUNT: tl.constexpr,  # T * WIDTH
     WIDTH: tl.constexpr,
@@ -71,14 +71,13 @@ def _all_gather(
 
 def all_gather(args: AllGatherArgs) -> jax.Array:  # [T, C]
     """See ``all_gather.api``."""
-    x, peers = args.x, args.peers if args.axis is not None else None
-    if peers is None:
-        peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
+    x, peers = args.x, peers_of_call(args.peers, args.axis)
     ranks = peers.addresses.size // 2
     gathered: jax.Array = jt.triton_call(
         x,
         peers.rank,
         peers.addresses,
+        peers.order,
         kernel=_all_gather,
         out_type=jax.ShapeDtypeStruct((len(x), args.columns), x.dtype),
         grid=(launch.ctas(x.size),),

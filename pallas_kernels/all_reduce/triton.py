@@ -7,13 +7,12 @@ all devices have the same bits.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch
-from pallas_kernels.all_reduce.ref import AllReduceArgs, Peers
+from pallas_kernels.all_reduce.ref import AllReduceArgs, peers_of_call
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 
@@ -23,6 +22,7 @@ def _all_reduce(
     partials,  # [SPLITS, count]
     rank_at,  # int32[1]
     addresses,  # int32[2 * RANKS]
+    order,  # see ``Peers``
     total,  # [count]
     count,
     SPLITS: tl.constexpr,
@@ -63,15 +63,14 @@ def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
     """See ``all_reduce.api``."""
     partials = args.partials
     *splits, tokens, width = partials.shape
-    peers = args.peers if args.axis is not None else None
-    if peers is None:
-        peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
+    peers = peers_of_call(args.peers, args.axis)
     ranks = peers.addresses.size // 2
     shape = (1, tokens, width) if splits else (tokens, width)
     total: jax.Array = jt.triton_call(
         partials,
         peers.rank,
         peers.addresses,
+        peers.order,
         kernel=_all_reduce,
         out_type=jax.ShapeDtypeStruct(shape, partials.dtype),
         grid=(-(-tokens * width // launch.TILE),),

@@ -7,13 +7,12 @@ The exchange is that of ``all_reduce``, with counters, flags and data of its own
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch as sum_launch
-from pallas_kernels.all_reduce.ref import Peers
+from pallas_kernels.all_reduce.ref import peers_of_call
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs, Pair
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
@@ -63,6 +62,7 @@ def _sum_and_norm(
     weights,  # [W, D]
     rank_at,  # int32[1]
     addresses,  # int32[2 * RANKS]
+    order,  # see ``Peers``
     total,  # [T, D]
     normed,  # [T, D]
     EPS: tl.constexpr,
@@ -116,9 +116,7 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
     """See ``all_reduce_norm.api``."""
     x, partials = args.norm.x, args.partials
     tokens, width = x.shape
-    peers = args.peers if args.axis is not None else None
-    if peers is None:
-        peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
+    peers = peers_of_call(args.peers, args.axis)
     ranks, tile = peers.addresses.size // 2, power_of_two(width)
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = jt.triton_call(
@@ -127,6 +125,7 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
         args.norm.weights,
         peers.rank,
         peers.addresses,
+        peers.order,
         kernel=_sum_and_norm,
         out_type=(result, result),
         grid=(tokens,),
