@@ -143,7 +143,7 @@ def main(path: str, rank: int, ranks: int, alone: bool) -> None:
     with (
         patch.object(LaunchMemory, "enforced", lambda self: nullcontext()),
         patch.object(exchange_triton, "MAX_READS", 100 if alone else 10_000_000),
-        patch.object(gather_launch, "MAX_CTAS", 2),
+        patch.object(gather_launch, "ctas", lambda values: min(2, values // 1024 + 1)),
         in_place_of_triton_call(interpreted),
     ):
         for call, one in enumerate(CALLS):
