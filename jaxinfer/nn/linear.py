@@ -259,15 +259,21 @@ def linear(
     stream, h = x if isinstance(x, Stream) else Stream(x), None
     if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
         args = NormGemmArgs(
-            norm=norm.args(stream), w=w.matrix, swiglu=swiglu, gelu=gelu, pins=ctx.pins
+            norm=norm.args(stream),
+            w=w.matrix,
+            bias=bias,
+            swiglu=swiglu,
+            gelu=gelu,
+            pins=ctx.pins,
         )
         total, y = norm_gemm(args)
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
         split = partial and ctx.splits
-        y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    return Result(y if bias is None else y + bias, stream, h if keep else None)
+        how = Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split, bias=bias)
+        y = w.matmul(h, how)
+    return Result(y, stream, h if keep else None)
 
 
 def block_output(

@@ -20,6 +20,24 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate / (1.0 + jnp.exp(-gate)) * up
 
 
+def load_bias(bias: Ref, columns: Any) -> jax.Array | None:  # [columns]
+    """A bias' slice in registers, as a result [columns, tokens] needs it; None if there is none.
+
+    It is a weight: it may be read before earlier kernels have ended.
+    """
+    if bias is None:
+        return None
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.load(bias.at[columns], layout=layout, optimized=False)
+
+
+def plus_bias(result: jax.Array, bias: jax.Array | None) -> jax.Array:  # float32[columns, tokens]
+    """The result plus each column's bias, if there is one."""
+    if bias is None:
+        return result
+    return result + lax.broadcast_in_dim(bias.astype(jnp.float32), result.shape, [0])
+
+
 def times_sigmoid(x: jax.Array, logit: jax.Array) -> jax.Array:
     """The sigmoid of a logit times ``x``.
 

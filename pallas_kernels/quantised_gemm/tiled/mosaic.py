@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.epilogues import load_bias, plus_bias
 from pallas_kernels.gemm.pipeline import Ring, in_one_warp, launch
 from pallas_kernels.gemm.scratch import smem
 from pallas_kernels.gemm.tiles import split_range
@@ -187,9 +188,15 @@ def _accumulate(
 def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copies) -> None:
     """Multiply, and add up the results of the warpgroups; the first one writes the sum."""
     tile, scratch = copies.tile, copies.scratch
+    bias = load_bias(copies.gmem.bias, pl.ds(tile.index * TILE, TILE))
     totals = _accumulate(spec, warpgroup, copies)
+
+    def finish(results: Sequence[jax.Array]) -> None:
+        results = [plus_bias(result, bias) for result in results]
+        write(spec, tile.index, tile.token, results, out)
+
     if spec.config.warpgroups == 1:
-        write(spec, tile.index, tile.token, totals, out)
+        finish(totals)
         return
 
     shared_smem, barrier = scratch.shared_smem, scratch.shared_barriers
@@ -202,7 +209,7 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
     def _sum() -> None:
         plgpu.barrier_wait(barrier)
         results = sum_of_warpgroups(spec, totals, lambda other, i: shared_smem.at[other, i])
-        write(spec, tile.index, tile.token, results, out)
+        finish(results)
 
 
 def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScratch) -> None:
@@ -284,7 +291,8 @@ def launch_with(
     sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    _, out = _launch(Spec(sizes, config), Gmem(args.x, *gmem_views(sizes, args.w)))
+    gmem = Gmem(args.x, *gmem_views(sizes, args.w), bias=args.bias)
+    _, out = _launch(Spec(sizes, config), gmem)
     return out
 
 
@@ -301,5 +309,5 @@ def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, j
     spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
     views = gmem_views(sizes, gemm.w)
     arrays, total_type = token.norm_arrays(norm, spec.chunk)
-    total, out = _launch(spec, Gmem(arrays, *views), total_type)
+    total, out = _launch(spec, Gmem(arrays, *views, bias=args.bias), total_type)
     return total.reshape(norm.x.shape), out

@@ -81,6 +81,7 @@ class Gmem(NamedTuple):
     x: Ref  # [T, K]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
+    bias: Ref = None  # [O]
     sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
     total: Ref = None  # the sum of a normed token
     out: Ref = None  # [T, O], or float32[S, T, O]
