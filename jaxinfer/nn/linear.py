@@ -257,11 +257,12 @@ def linear(
     """
     assert not partial or bias is None, "each partial would have the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
+    inside = None if swiglu else bias  # of the GEMM
     if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
         args = NormGemmArgs(
             norm=norm.args(stream),
             w=w.matrix,
-            bias=bias,
+            bias=inside,
             swiglu=swiglu,
             gelu=gelu,
             pins=ctx.pins,
@@ -271,8 +272,10 @@ def linear(
     else:
         stream, h = normalised(stream, norm, ctx)
         split = partial and ctx.splits
-        how = Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split, bias=bias)
+        how = Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split, bias=inside)
         y = w.matmul(h, how)
+    if inside is None and bias is not None:
+        y = y + bias
     return Result(y, stream, h if keep else None)
 
 

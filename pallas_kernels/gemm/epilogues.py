@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,9 +79,16 @@ def write_columns(out: Ref, tokens: Any, columns: Any, result: jax.Array) -> Non
     out.at[tokens, columns].transpose((1, 0))[...] = transposed(result, out.dtype)
 
 
-def write_rows(out: Ref, num_tokens: int, columns: Any, result: jax.Array) -> None:
-    """Write the first few tokens of a result [columns, tokens], one by one."""
+def write_rows(
+    out: Ref,
+    num_tokens: int,
+    columns: Any,
+    result: jax.Array,  # [columns, tokens]
+    places: Sequence[int] | None = None,
+) -> None:
+    """Write the first few tokens of a result one by one; ``places`` are their columns of it."""
     index = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
     for i in range(num_tokens):
-        row = jnp.where(index == i, result, 0.0).sum(axis=1)
+        place = i if places is None else places[i]
+        row = jnp.where(index == place, result, 0.0).sum(axis=1)
         out.at[i, columns][...] = row.astype(out.dtype)
