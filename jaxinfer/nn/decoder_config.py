@@ -152,9 +152,9 @@ class AttentionConfig(BlockSpec):
         """See ``MixerSpec``."""
         return {"z": (self.num_heads, self.value_dim)}
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, *call: Any, **named: Any) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").attention_bytes(self, *call)
+        return import_module("jaxinfer.nn.mixers.bounds").attention_bytes(self, *call, **named)
 
     def words(self) -> str:
         """See ``MixerSpec``."""
