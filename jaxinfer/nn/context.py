@@ -198,6 +198,10 @@ class StepContext:
         own = self.addends(partial)
         return own.summed() if isinstance(own, Addends) else own
 
+    def mean_across(self, own: jax.Array) -> jax.Array:  # float32[T, G]
+        """The mean over the devices of what each has; on one device the argument."""
+        return own if self.axis is None else self.across(own) / jax.lax.axis_size(self.axis)
+
     def addends(self, partial: jax.Array) -> PlainOutput:  # [T, D] or float32[S, T, D]
         """Each device's addend of a result, to be summed later; on one device the argument."""
         return partial if self.axis is None else Addends(partial, self.peers, self.axis, self.pins)

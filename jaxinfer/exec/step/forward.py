@@ -149,7 +149,7 @@ class StepFunction:
             ids = batch.token_ids
             hidden, state = other_layers(self.model, params, x, ids, ctx, state, begin, only)
         of_drafter = weights[len(self.part.weights) :]
-        return self._own(state), *self._draw(params, slots, batch, hidden, of_drafter)
+        return self._own(state), *self._draw(params, slots, batch, ctx, hidden, of_drafter)
 
     def tapped(
         self,
@@ -168,7 +168,7 @@ class StepFunction:
         ctx = replace(ctx, points=points)
         hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state)
         assert state is not None
-        slots, output = self._draw(params, slots, batch, hidden)
+        slots, output = self._draw(params, slots, batch, ctx, hidden)
         return self._own(state), slots, output._replace(taps=read_points(self.points, points))
 
     def _inputs(self, weights: Arrays, arrays: Arrays) -> tuple[Params, State]:
@@ -208,13 +208,14 @@ class StepFunction:
         if not self.layout.num_peers:
             return None
         rank = lax.axis_index(self.axis).reshape(1).astype(jnp.int32)
-        return Peers(rank=rank, addresses=batch.peers)
+        return Peers(rank=rank, addresses=batch.peers).ordered()
 
     def _draw(
         self,
         params: Params,
         slots: SlotState,
         batch: DeviceBatch,
+        ctx: StepContext,
         hidden: jax.Array,  # [T, D], or [B, D] if only last tokens were computed
         of_drafter: Arrays = (),  # its parameters
     ) -> tuple[SlotState, StepOutput]:
@@ -227,7 +228,8 @@ class StepFunction:
             slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
-        logits = unembed(self.model, params, drawn_from, self.pins, self.axis)  # [N, V]
+        mesh = self.pins, self.axis, ctx.peers
+        logits = unembed(self.model, params, drawn_from, *mesh)  # [N, V]
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
