@@ -17,7 +17,7 @@ from pallas_kernels.paged_prefill.ref import PrefillArgs
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
-_split = imported_when_called("pallas_kernels.paged_prefill.split", "paged_prefill")
+_split = imported_when_called("pallas_kernels.paged_prefill.split.triton", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
 
 
