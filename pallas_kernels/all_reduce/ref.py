@@ -23,6 +23,8 @@ class Peers:
     rank: jax.Array  # int32[1]: this device's number on the axis
     addresses: jax.Array  # int32[2 * N]: low and high half of each device's exchange memory
     order: jax.Ref | None = None  # int32[1]; None if each call depends on the one before it
+    # a step without prompts, in which sums by NCCL would divide a CUDA graph
+    decodes: bool = field(default=False, metadata=STATIC)
 
     def ordered(self) -> Peers:
         """The same with ``order``."""
