@@ -132,7 +132,8 @@ class StepContext:
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
     layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
-    arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
+    # int32[...]: zeros, as many as ``append_decode`` and ``paged_prefill`` need
+    arrivals: jax.Ref | None = None
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})

@@ -267,17 +267,26 @@ def linear(
     """
     assert not partial or bias is None, "each partial would have the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
+    inside = None if swiglu else bias  # of the GEMM
     if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
         args = NormGemmArgs(
-            norm=norm.args(stream), w=w.matrix, swiglu=swiglu, gelu=gelu, pins=ctx.pins
+            norm=norm.args(stream),
+            w=w.matrix,
+            bias=inside,
+            swiglu=swiglu,
+            gelu=gelu,
+            pins=ctx.pins,
         )
         total, y = norm_gemm(args)
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
         split = partial and ctx.splits
-        y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    return Result(y if bias is None else y + bias, stream, h if keep else None)
+        how = Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split, bias=inside)
+        y = w.matmul(h, how)
+    if inside is None and bias is not None:
+        y = y + bias
+    return Result(y, stream, h if keep else None)
 
 
 def block_output(
