@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pallas_kernels.all_gather.ref import AllGatherArgs
 from pallas_kernels.all_reduce import launch
-from pallas_kernels.all_reduce.ref import peers_of_call
+from pallas_kernels.all_reduce.ref import peer_arrays
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 
@@ -71,13 +71,11 @@ def _all_gather(
 
 def all_gather(args: AllGatherArgs) -> jax.Array:  # [T, C]
     """See ``all_gather.api``."""
-    x, peers = args.x, peers_of_call(args.peers, args.axis)
-    ranks = peers.addresses.size // 2
+    x, peers = args.x, peer_arrays(args.peers, args.axis)
+    ranks = peers[1].size // 2
     gathered: jax.Array = jt.triton_call(
         x,
-        peers.rank,
-        peers.addresses,
-        peers.order,
+        *peers,
         kernel=_all_gather,
         out_type=jax.ShapeDtypeStruct((len(x), args.columns), x.dtype),
         grid=(launch.ctas(x.size),),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch
-from pallas_kernels.all_reduce.ref import AllReduceArgs, peers_of_call
+from pallas_kernels.all_reduce.ref import AllReduceArgs, peer_arrays
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 
@@ -70,14 +70,12 @@ def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
     """See ``all_reduce.api``."""
     partials = args.partials
     *splits, tokens, width = partials.shape
-    peers = peers_of_call(args.peers, args.axis)
-    ranks = peers.addresses.size // 2
+    peers = peer_arrays(args.peers, args.axis)
+    ranks = peers[1].size // 2
     shape = (1, tokens, width) if splits else (tokens, width)
     total: jax.Array = jt.triton_call(
         partials,
-        peers.rank,
-        peers.addresses,
-        peers.order,
+        *peers,
         kernel=_all_reduce,
         out_type=jax.ShapeDtypeStruct(shape, partials.dtype),
         grid=(launch.ctas(tokens * width),),
