@@ -228,6 +228,11 @@ class Step:
     @property
     def scales_weights(self) -> bool:
         """True if scales multiply weights, not sums."""
+        return self.are_powers or self.spec.config.scales
+
+    @property
+    def are_powers(self) -> bool:
+        """True for scales of MXFP4, with which weights are exact in bfloat16."""
         scales = self.scratch.parts_smem.scales
         return self.spec.sizes.kind == "fp4" and scales.dtype == jnp.bfloat16
 
@@ -329,7 +334,14 @@ class Step:
                     tiles[result, index] = self.tile(result, index, self.zero(result, segment))
                 tile = tiles[result, index]
             weights = tile[:, column : column + self.spec.chunk]
-            if self.scales_weights:
+            if self.scales_weights and not self.are_powers:
+                scale, offset = self.scale(result, segment)
+                wide = weights.astype(jnp.float32)
+                wide = wide * lax.broadcast_in_dim(scale, wide.shape, [0])
+                if offset is not None:
+                    wide = wide + lax.broadcast_in_dim(offset, wide.shape, [0])
+                weights = wide.astype(jnp.bfloat16)
+            elif self.are_powers:
                 scale, _ = self.scale(result, segment)
                 scale = scale.astype(jnp.bfloat16)
                 weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])

@@ -56,7 +56,11 @@ class _Spec:
     @property
     def step(self) -> Spec:
         """Those of a K step."""
-        return Spec(self.sizes, self.config.step, sums_given=self.sizes.offsets)
+        return Spec(
+            self.sizes,
+            self.config.step,
+            sums_given=self.sizes.offsets and not self.config.step.scales,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -168,7 +172,7 @@ def launch_with(config: LargeConfig, args: QuantisedGemmArgs) -> jax.Array:  # [
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
     gmem = Gmem(args.x, *gmem_views(sizes, args.w))
-    if sizes.offsets:
+    if spec.step.sums_given:
         gmem = gmem._replace(sums=input_sums(args.x, sizes.group))
     return launch(
         "quantised_gemm_large",
