@@ -216,6 +216,7 @@ LARGE = {
     "swiglu": (replace(MANY, tokens=128, swiglu=True), 1),
     "swiglu_cluster": (replace(MANY, swiglu=True), 2),
     "zeros": (replace(MANY, form="int4_zeros"), 2),
+    "bias": (replace(MANY, bias=True), 1),
     "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
     "supers_of_128": (replace(MANY, form="q4_k", group=32, super_group=128), 1),
     "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
