@@ -267,8 +267,8 @@ class _Work:
                     arith.andi(arith.shrui(word, _int(4)), _int(0x0F0F0F0F)),
                 ]
             else:  # stored with the highest bit inverted
-                both = words[2 * block : 2 * block + 2]
-                permuted = (_permuted(*both, selector) for selector in (0x6240, 0x7351))
+                first, second = words[2 * block : 2 * block + 2]
+                permuted = (_permuted(first, second, selector) for selector in (0x6240, 0x7351))
                 found += [arith.xori(one, _int(-0x7F7F7F80)) for one in permuted]
         return found
 
@@ -322,7 +322,7 @@ def _permuted(a: Value, b: Value, selector: int) -> Value:
 
 def _assembly(text: str, constraints: str, operands: Sequence[Value], result: str) -> Value:
     """Inline PTX without side effects."""
-    attributes = {
+    attributes: dict[str, ir.Attribute] = {
         "asm_string": ir.StringAttr.get(text),
         "constraints": ir.StringAttr.get(constraints),
     }
