@@ -229,7 +229,10 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
 def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
     """The configurations with integers that fit the call, the best first."""
     found = []
-    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), (2 * TILE, TILE)):
+    # With two quads a CTA would take more than half of an SM's registers.
+    long = sizes.swiglu and sizes.kind in PACKED and sizes.tokens <= QUAD
+    spans = (4 * TILE, 2 * TILE, TILE) if long else (2 * TILE, TILE)
+    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), spans):
         one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)
         steps = sizes.inner // one.block_k
         if steps == 0:

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
 from pallas_kernels.lib.quantised import MIDDLE, Quantised
+from pallas_kernels.quantised_gemm.tiled import fragments
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
@@ -336,11 +337,10 @@ class Step:
             weights = tile[:, column : column + self.spec.chunk]
             if self.scales_weights and not self.are_powers:
                 scale, offset = self.scale(result, segment)
-                wide = weights.astype(jnp.float32)
-                wide = wide * lax.broadcast_in_dim(scale, wide.shape, [0])
+                scale = lax.broadcast_in_dim(scale, weights.shape, [0])
                 if offset is not None:
-                    wide = wide + lax.broadcast_in_dim(offset, wide.shape, [0])
-                weights = wide.astype(jnp.bfloat16)
+                    offset = lax.broadcast_in_dim(offset, weights.shape, [0])
+                weights = fragments.scaled(weights, scale, offset)
             elif self.are_powers:
                 scale, _ = self.scale(result, segment)
                 scale = scale.astype(jnp.bfloat16)
