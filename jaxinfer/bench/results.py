@@ -33,7 +33,7 @@ def results_of(run: Run, records: Records, profiled: Profiled | None = None) -> 
         if one.state != MISSING
     }
     result: dict[str, Any] = {"state": run.state, "reason": run.reason, "series": figures}
-    if run.command == "compare":
+    if run.command == "compare" or peers_of(run):
         result["ratios"] = {
             _title(run, peer, rate): _ratios(run, peer, rate, records, figures)
             for peer in peers_of(run)
