@@ -69,14 +69,14 @@ def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
     run = Run(
         command="throughput",
         created=now(),
-        settings=_named(settings) | settings_of(given),
+        settings=named(settings) | settings_of(given),
         gates=given.gate,
         metrics=("e2el",),
     )
     folder = Folder.create(given.output or default_path("throughput"), run)
     with finished(folder), _peer(given, settings, folder) as peer:
-        llm = _engine(settings)  # while the peer starts as well
-        folder.environment |= _device(llm)
+        llm = engine_of(settings)  # while the peer starts as well
+        folder.environment |= device_of(llm)
         if given.vocab_size is None and given.tokenizer is None:
             given.vocab_size = llm.model.config.vocab_size
         calls: dict[str, Call] = {OURS: lambda queries: _timed(llm, queries, fields)}
@@ -161,18 +161,18 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
     settings = read_settings(more)
-    llm = _engine(settings)
+    llm = engine_of(settings)
     run = Run(
         command="latency",
         created=now(),
-        settings=_named(settings) | settings_of(given),
+        settings=named(settings) | settings_of(given),
         gates=given.gate,
         percentiles=tuple(given.metric_percentiles),
         metrics=("e2el",),
     )
     vocab_size = llm.model.config.vocab_size
     fields = {**GREEDY, "ignore_eos": True}
-    folder = Folder.create(given.output or default_path("latency"), run, _device(llm))
+    folder = Folder.create(given.output or default_path("latency"), run, device_of(llm))
     with finished(folder):
         records: list[Record] = []
         start = time.perf_counter_ns()
@@ -230,7 +230,7 @@ def _whole(rows: Sequence[Record], began: int) -> Record:
     )
 
 
-def _engine(settings: Mapping[str, Any]) -> LLM:
+def engine_of(settings: Mapping[str, Any]) -> LLM:
     """The engine of these settings."""
     from jaxinfer import LLM
     from jaxinfer.engine.start.progress import progress_on
@@ -239,12 +239,12 @@ def _engine(settings: Mapping[str, Any]) -> LLM:
     return LLM(own.pop("model", None), progress=progress_on(sys.stderr), **own)
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+def named(settings: Mapping[str, Any]) -> dict[str, str]:
     """An engine's settings as text, for the run's description."""
     return {f"engine_{name}": str(value) for name, value in sorted(settings.items())}
 
 
-def _device(llm: LLM) -> dict[str, Any]:
+def device_of(llm: LLM) -> dict[str, Any]:
     import jax
 
     devices = {device for leaf in jax.tree.leaves(llm.model.params) for device in leaf.devices()}

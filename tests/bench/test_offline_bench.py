@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxinfer import LLM
+from jaxinfer import SamplingParams
 from jaxinfer.bench import offline, verify
-from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import BenchError
-from jaxinfer.core.progress import NO_PROGRESS
-from kit.engines import tiny_engine
-from kit.tiny_models import tiny_model
 
 # it answers with tokens of the count asked for, and ends where its argument says so
 VLLM = """
@@ -47,17 +43,26 @@ FLAGS = ["--random-input-len=5", "--random-output-len=4", "--num-prompts=2", "--
 FLAGS += ["--temperature=0.7", "--top-k=5", "--ignore-eos", "--backends=jaxinfer,vllm"]
 
 
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    engine, (model, params) = tiny_engine(), tiny_model("llama")
-    weights = {"model": model, "params": params, "reference": "", "generation_config": {}}
-    engine._weights = SimpleNamespace(**weights)  # type: ignore[assignment]
-    return LLM.of_engine(engine, EngineConfig(model="tiny"), NO_PROGRESS)
+class Ours:
+    """Our engine's stand-in."""
+
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=50))
+
+    def generate(self, prompts: list[Any], sampling: list[SamplingParams], use_tqdm: bool) -> Any:
+        assert sampling[0].temperature == 0.7 and sampling[0].ignore_eos and not use_tqdm
+        return [
+            SimpleNamespace(
+                prompt_token_ids=one["prompt_token_ids"],
+                outputs=[SimpleNamespace(token_ids=[0] * (params.max_tokens or 0))],
+            )
+            for one, params in zip(prompts, sampling, strict=True)
+        ]
 
 
-def run(path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, *flags: str, calls: int = 3) -> int:
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, calls: int = 3) -> int:
     """The exit code of a run beside the stub, which can be called so often."""
-    monkeypatch.setattr(offline, "_engine", lambda *_: llm)
+    monkeypatch.setattr(offline, "engine_of", lambda _: Ours())
+    monkeypatch.setattr(offline, "device_of", lambda _: {"device": "none"})
     (path / "vllm.py").write_text(VLLM)
     python = path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
@@ -72,9 +77,9 @@ def read(path: Path, name: str = "result") -> dict[str, Any]:
 
 
 def test_both_engines_are_called_in_turns_with_the_same_prompts(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, llm, monkeypatch, "--gate=output_throughput>=0*vllm") == 0
+    assert run(tmp_path, monkeypatch, "--gate=output_throughput>=0*vllm") == 0
     series = read(tmp_path, "run")["series"]
     assert [one["name"] for one in series] == ["call-0", "vllm-0", "vllm-1", "call-1"]
     workloads = [one["workload"] for one in series]
@@ -89,9 +94,9 @@ def test_both_engines_are_called_in_turns_with_the_same_prompts(
 
 
 def test_an_engine_that_ends_midway_is_missing_from_then_on(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, llm, monkeypatch, calls=2) == 1  # one of them is the warm-up
+    assert run(tmp_path, monkeypatch, calls=2) == 1  # one of them is the warm-up
     states = {one["name"]: one["state"] for one in read(tmp_path, "run")["series"]}
     assert states["vllm-1"] == "missing"
     assert [states[name] for name in ("call-0", "vllm-0", "call-1")] == ["complete"] * 3
@@ -101,9 +106,9 @@ def test_an_engine_that_ends_midway_is_missing_from_then_on(
 
 
 def test_an_engine_that_is_not_installed_is_missing(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, llm, monkeypatch, "--python-vllm=/nowhere/python") == 1
+    assert run(tmp_path, monkeypatch, "--python-vllm=/nowhere/python") == 1
     series = {one["name"]: one for one in read(tmp_path, "run")["series"]}
     assert "not installed: /nowhere/python" in series["vllm-0"]["reason"]
     assert series["call-1"]["state"] == "complete"
