@@ -75,6 +75,8 @@ class PacedServer:
                 else:
                     await self._stream(json.loads(body), writer)
         except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
             writer.close()
 
     def _listing(self, path: str, writer: asyncio.StreamWriter) -> None:
