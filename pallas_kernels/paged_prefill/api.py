@@ -8,13 +8,14 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
-from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill import cases, fixed_launch, launch, ref, xla
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
+_triton_fixed = imported_when_called("pallas_kernels.paged_prefill.triton_fixed", "paged_prefill")
 
 OP = KernelOp(
     name="paged_prefill",
@@ -29,6 +30,7 @@ OP = KernelOp(
             supports=attention.prefill_supports,
         ),
         Impl("xla", xla.paged_prefill),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,
