@@ -212,6 +212,7 @@ class ExpertsConfig(FeedForwardSpec):
     whole experts.
     """
 
+    is_invariant_on_gpu: ClassVar[bool] = True
     count: int
     width: int
     routing: Routing

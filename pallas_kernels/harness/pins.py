@@ -55,6 +55,7 @@ _INVARIANT = MappingProxyType(
         ),
         "gpu": (
             ("append_decode", "triton_fixed"),
+            ("experts", "triton_fixed"),
             ("kv_append", "triton"),
             ("norm_gemm", "unfused"),
             ("paged_prefill", "triton_fixed"),

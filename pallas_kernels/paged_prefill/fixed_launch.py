@@ -33,9 +33,11 @@ class FixedTiles:
 
 def tiles_for(dtype_bytes: int, head_dim: int) -> FixedTiles:
     """The tiles of decode rows and of prompts: nothing else of a call may choose them."""
-    if dtype_bytes > 2:  # without tensor cores larger tiles would spill registers
-        return FixedTiles(16, 16, 4, 2)
-    return FixedTiles(16, 32, 4, 3) if head_dim > WIDE_HEAD else FixedTiles(64, 64, 4, 3)
+    is_wide = head_dim > WIDE_HEAD
+    if dtype_bytes > 2:  # without tensor cores larger tiles, or more stages, would spill registers
+        return FixedTiles(16, 16, 4, 1 if is_wide else 2)
+    # so would blocks of 64 keys
+    return FixedTiles(16, 32, 4, 3) if is_wide else FixedTiles(64, 32, 4, 4)
 
 
 def split_for(table_width: int, page_size: int) -> int:

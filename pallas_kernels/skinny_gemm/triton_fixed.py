@@ -19,7 +19,7 @@ from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 
 @triton.jit
-def _weights(
+def weights_tile(
     w,  # [I, O], or by output [O, I]
     inner,  # int32[BLOCK_K]
     column,  # int32[COLUMNS]
@@ -66,10 +66,10 @@ def _multiply(
         mask = is_row[:, None] if EVEN else is_row[:, None] & (inner < INNER)[None, :]
         at = row[:, None].to(tl.int64) * INNER + inner[None, :]
         tokens = tl.load(x + at, mask=mask, other=0.0)
-        own = _weights(w, inner, column, inside, INNER, WIDTH, BY_OUTPUT, EVEN)
+        own = weights_tile(w, inner, column, inside, INNER, WIDTH, BY_OUTPUT, EVEN)
         acc = tl.dot(tokens, own, acc, input_precision="ieee")
         if SWIGLU:
-            own = _weights(w + OUTER, inner, column, inside, INNER, WIDTH, BY_OUTPUT, EVEN)
+            own = weights_tile(w + OUTER, inner, column, inside, INNER, WIDTH, BY_OUTPUT, EVEN)
             ups = tl.dot(tokens, own, ups, input_precision="ieee")
     if GELU:
         turned = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)

@@ -1,4 +1,4 @@
-"""Runs the kernels with fixed bits in Triton's interpreter: ``python -m kit.triton_fixed``.
+"""Runs the kernels with fixed bits in Triton's interpreter: ``python -m kit.triton_fixed NAME...``.
 
 A process of its own, with TRITON_INTERPRET=1, as ``kit.triton_sweep``. Prints one JSON object: for
 each check what differs in some bit, or from the definition.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +43,14 @@ COUNTS = (1, 2, 7, 16, 33, 64)
 MOST = 70  # rows, more than those of the tiles for few
 DTYPES = ("bfloat16", "float32")
 PAGE, HEADS, KV_HEADS, DIM = 16, 6, 2, 16
+PLANS = (
+    ((70, 80), False),
+    ((63, 1, 1, 64, 1, 20), False),
+    ((17, 133), True),
+    ((128, *[1] * 22), False),
+)
+FEW_PLANS = (((65, 1, 84), False), ((17, 133), True))
+OPS = tuple(op.name for op in all_ops() if any(impl.name == "triton_fixed" for impl in op.impls))
 
 
 def _dot_in_order(a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
@@ -112,8 +121,19 @@ def of_experts(dtype: str) -> list[str]:
     return _by_rows(of)
 
 
-def of_attention(dtype: str, window: int | None, *, sinks: bool, cap: float | None) -> list[str]:
-    """A sequence's tokens in chunks of several sizes, next to another one, and as decode rows."""
+def of_attention(
+    dtype: str,
+    plans: Sequence[tuple[Sequence[int], bool]],
+    window: int | None = None,
+    cap: float | None = None,
+    *,
+    sinks: bool = False,
+) -> list[str]:
+    """A sequence's tokens in chunks of several sizes, next to another one, and as decode rows.
+
+    ``plans``: sizes of chunks, of which one token alone is a decode row; and whether the other
+    sequence is in the same steps.
+    """
     length, others, pages = 150, 37, 20
     table = np.full((2, 10), -1, np.int32)
     order = np.random.default_rng(2).permutation(np.arange(1, pages))
@@ -179,44 +199,45 @@ def of_attention(dtype: str, window: int | None, *, sinks: bool, cap: float | No
     whole, pools = chunks([length], beside=False)
     assert np.isfinite(np.asarray(whole[0], np.float32)).all()
     problems = []
-    for sizes, beside in (
-        ([70, 80], False),
-        ([63, 1, 1, 64, 1, 20], False),
-        ([17, 133], True),
-        ([128, *[1] * 22], False),
-    ):
+    for sizes, beside in plans:
         found, own = chunks(sizes, beside=beside)
         if not (_same(jnp.concatenate(found), whole[0]) and _same(own, pools)):
             problems.append(f"chunks {sizes}")
     return problems
 
 
-def of_definitions() -> list[str]:
+def of_definitions(name: str) -> list[str]:
     """The cases of CI whose results are not those of the definition."""
+    op = next(op for op in all_ops() if op.name == name)
+    impl = next(impl for impl in op.impls if impl.name == "triton_fixed")
     found = []
-    for op in all_ops():
-        for impl in (impl for impl in op.impls if impl.name == "triton_fixed"):
-            cases = [case for case in op.cases if "ci" in case.tags]
-            for case in cases:
-                inputs = op.build(case, 0)
-                if impl.refuses("gpu", inputs.args, inputs.static) is None:
-                    found.append(mismatch(op, impl, case, inputs))
+    for case in op.cases:
+        inputs = op.build(case, 0) if "ci" in case.tags else None
+        if inputs is not None and impl.refuses("gpu", inputs.args, inputs.static) is None:
+            found.append(mismatch(op, impl, case, inputs))
+    assert found, f"no case of {name} is computed"
     return [one for one in found if one is not None]
 
 
-def checks() -> dict[str, list[str]]:
-    """The results of all checks, by name."""
-    found = {"definitions": of_definitions()}
+def checks() -> dict[str, Callable[[], list[str]]]:
+    """All checks by name; those in ``BY_DAY`` are short."""
+    found: dict[str, Callable[[], list[str]]] = {}
     for dtype in DTYPES:
-        found[f"gemm {dtype}"] = of_gemm(dtype)
-        found[f"gemm by output {dtype}"] = of_gemm(dtype, by_output=True, wide=True)
-        found[f"swiglu {dtype}"] = of_gemm(dtype, swiglu=True)
-        found[f"geglu {dtype}"] = of_gemm(dtype, swiglu=True, gelu=True)
-        found[f"norm {dtype}"] = of_norm(dtype)
-        found[f"experts {dtype}"] = of_experts(dtype)
-        found[f"attention {dtype}"] = of_attention(dtype, None, sinks=False, cap=None)
-        found[f"window {dtype}"] = of_attention(dtype, 50, sinks=True, cap=20.0)
-    return found
+        found |= {
+            f"gemm {dtype}": partial(of_gemm, dtype),
+            f"by output {dtype}": partial(of_gemm, dtype, by_output=True, wide=True),
+            f"swiglu {dtype}": partial(of_gemm, dtype, swiglu=True),
+            f"geglu {dtype}": partial(of_gemm, dtype, swiglu=True, gelu=True),
+            f"norm {dtype}": partial(of_norm, dtype),
+            f"experts {dtype}": partial(of_experts, dtype),
+            f"chunks {dtype}": partial(of_attention, dtype, FEW_PLANS),
+            f"attention {dtype}": partial(of_attention, dtype, PLANS),
+            f"window {dtype}": partial(of_attention, dtype, PLANS, 50, 20.0, sinks=True),
+        }
+    return found | {f"{name} as defined": partial(of_definitions, name) for name in OPS}
+
+
+BY_DAY = ("gemm bfloat16", "norm bfloat16", "chunks bfloat16")
 
 
 if __name__ == "__main__":
@@ -226,8 +247,4 @@ if __name__ == "__main__":
         patch.object(triton_shims, "_dot", _dot_in_order),
         patch.object(fixed_launch, "MIN_SPLIT", 64),
     ):
-        only = sys.argv[1:]
-        if only:
-            json.dump([eval(only[0])], sys.stdout)
-        else:
-            json.dump(checks(), sys.stdout)
+        json.dump({name: checks()[name]() for name in sys.argv[1:]}, sys.stdout)
