@@ -49,7 +49,7 @@ PLANS = (
     ((17, 133), True),
     ((128, *[1] * 22), False),
 )
-FEW_PLANS = (((65, 1, 84), False), ((17, 133), True))
+FEW_PLANS = (((66, 1, 3), False), ((17, 53), True))
 OPS = tuple(op.name for op in all_ops() if any(impl.name == "triton_fixed" for impl in op.impls))
 
 
@@ -87,11 +87,11 @@ def _by_rows(of: Callable[[slice], Any]) -> list[str]:
 
 
 def of_gemm(dtype: str, **static: Any) -> list[str]:
-    """Rows of a GEMM of uneven sizes."""
+    """Rows of a GEMM of uneven sizes, in float32, as rounding hides a difference."""
     x, by_output = _values((MOST, 80), dtype), static.get("by_output", False)
     w = _values((40, 80) if by_output else (80, 48), dtype, 1)
     gemm = swiglu_gemm if static.get("swiglu") else skinny_gemm
-    return _by_rows(lambda own: gemm(GemmArgs(x=x[own], w=w, **static), "triton_fixed"))
+    return _by_rows(lambda own: gemm(GemmArgs(x=x[own], w=w, wide=True, **static), "triton_fixed"))
 
 
 def of_norm(dtype: str) -> list[str]:
@@ -134,7 +134,7 @@ def of_attention(
     ``plans``: sizes of chunks, of which one token alone is a decode row; and whether the other
     sequence is in the same steps.
     """
-    length, others, pages = 150, 37, 20
+    length, others, pages = sum(plans[0][0]), 37, 20
     table = np.full((2, 10), -1, np.int32)
     order = np.random.default_rng(2).permutation(np.arange(1, pages))
     table[0], table[1, :4] = order[:10], order[10:14]
@@ -225,7 +225,7 @@ def checks() -> dict[str, Callable[[], list[str]]]:
     for dtype in DTYPES:
         found |= {
             f"gemm {dtype}": partial(of_gemm, dtype),
-            f"by output {dtype}": partial(of_gemm, dtype, by_output=True, wide=True),
+            f"by output {dtype}": partial(of_gemm, dtype, by_output=True),
             f"swiglu {dtype}": partial(of_gemm, dtype, swiglu=True),
             f"geglu {dtype}": partial(of_gemm, dtype, swiglu=True, gelu=True),
             f"norm {dtype}": partial(of_norm, dtype),
@@ -237,7 +237,7 @@ def checks() -> dict[str, Callable[[], list[str]]]:
     return found | {f"{name} as defined": partial(of_definitions, name) for name in OPS}
 
 
-BY_DAY = ("gemm bfloat16", "norm bfloat16", "chunks bfloat16")
+BY_DAY = ("gemm bfloat16", "chunks bfloat16")
 
 
 if __name__ == "__main__":
