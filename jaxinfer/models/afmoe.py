@@ -13,12 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    biased_experts,
-    expert_specs,
-    networks_by_layer,
-)
+from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
 from jaxinfer.models.names import TensorNames

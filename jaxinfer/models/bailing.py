@@ -39,11 +39,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         with_rotated_part(config, head_dim) if second else config,
         dtype,
         qkv_bias=hf.flag(config, "use_qkv_bias", False),
-        o_bias=False,
         qk_norm="head" if second and hf.flag(config, "use_qk_norm", True) else None,
         head_dim=head_dim,
         partial_rotary=1.0 if second else None,
-        windows=(None,) * hf.positive_int(config, "num_hidden_layers"),
         ffns=networks_by_layer(config, experts, first=0),
     )
 

@@ -32,12 +32,7 @@ from jaxinfer.models.experts import expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.hybrid import DELTA, FULL
-from jaxinfer.models.latent import (
-    LatentNames,
-    latent_attention,
-    latent_decoder,
-    latent_param_specs,
-)
+from jaxinfer.models.latent import LatentNames, latent_attention, latent_decoder, latent_param_specs
 from jaxinfer.models.lightning import LightningTensors, lightning_specs
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec, LayerSpec, MixerSpec
@@ -74,12 +69,9 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         decoder = gqa_config(
             config,
             dtype,
-            qkv_bias=False,
-            o_bias=False,
             qk_norm="head" if hf.flag(config, "use_qk_norm", True) else None,
             head_dim=head_dim,
             rope=rope,
-            windows=(None,) * len(kinds),
             ffns=ffns,
         )
     layers = list(decoder.layers)

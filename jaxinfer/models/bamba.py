@@ -48,10 +48,8 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
         head_dim=head_dim,
         partial_rotary=_ROTATED,
-        windows=(None,) * num_layers,
     )
     mamba, attention = mamba2_config(config), _attention_layers(config, num_layers)
     return with_mixers(decoder, {i: mamba for i in range(num_layers) if i not in attention})

@@ -13,14 +13,10 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
-from jaxinfer.nn.rope import RopeConfig
 
 _FIRST_POSITION = 2  # not a key of config.json
 _NORM_EPS = 1e-5  # also where config.json says otherwise
@@ -40,30 +36,17 @@ _NAMES = TensorNames(
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     config.get("layer_norm_eps")  # which transformers does not use
-    width, heads, layers, positions = (
+    width, layers, positions = (
         hf.positive_int(config, key)
-        for key in (
-            "hidden_size",
-            "num_attention_heads",
-            "num_hidden_layers",
-            "max_position_embeddings",
-        )
+        for key in ("hidden_size", "num_hidden_layers", "max_position_embeddings")
     )
-    return gqa_config(
+    return plain_config(
         config,
         dtype,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * layers,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        gated=False,
+        sizes={},
+        num_layers=layers,
         activation=hf.activation(config, "hidden_act", "gelu"),
-        norm="layer",
         norm_eps=_NORM_EPS,
-        tied=True,
         embed_scale=width**0.5 if hf.flag(config, "scale_embedding", True) else None,
         num_positions=positions,
         first_position=_FIRST_POSITION,

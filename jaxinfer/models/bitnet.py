@@ -40,7 +40,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
         windows=windows,
         theta=_THETA,
         ffns=[ffn] * len(windows),

@@ -13,14 +13,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.positions import Alibi
-from jaxinfer.nn.rope import RopeConfig
 
 _POSITIONS = 2048  # of the published models; the bias has no end
 _NAMES = TensorNames(
@@ -50,22 +47,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         "intermediate_size": 4 * width,
         "max_position_embeddings": hf.positive_int(config, "seq_length", _POSITIONS),
     }
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * layers,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        attention={"alibi": Alibi(heads)},
-        gated=False,
+        sizes=sizes,
+        num_layers=layers,
         activation="gelu_tanh",
-        norm="layer",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
-        tied=True,
+        attention={"alibi": Alibi(heads)},
         embed_norm=True,
     )
 

@@ -50,7 +50,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=windows,
         rotates=rotates,

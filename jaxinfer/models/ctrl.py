@@ -13,15 +13,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.positions import Sinusoids
-from jaxinfer.nn.rope import RopeConfig
 
 _EPS = 1e-6
 _NORMS = NormSources(names=("layernorm1", "layernorm2"))
@@ -49,21 +45,13 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     }
     # only of the last norm in transformers
     hf.supported_only(config, "layer_norm_epsilon", _EPS)
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * layers,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        gated=False,
+        sizes=sizes,
+        num_layers=layers,
         activation="relu",
-        norm="layer",
         norm_eps=_EPS,
-        tied=True,
         head_bias=True,
         embed_scale=width**0.5,
         sinusoids=Sinusoids(open_end=True),

@@ -44,10 +44,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         with_rope(config, _ROPE),
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=windows,
         theta=_THETA,

@@ -76,10 +76,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         own,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
-        windows=(None,) * layers,
         ffns=[_experts(ffn)] * layers,
         norm="layer_weight",
         norm_eps=_EPS,

@@ -28,15 +28,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     config.get("lambda_std_dev")  # of the first values of parameters
     bias = hf.flag(config, "attention_bias", False)
-    num_layers = hf.positive_int(config, "num_hidden_layers")
     eps = hf.positive_float(config, "rms_norm_eps")
     decoder = gqa_config(
         config,
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
-        windows=(None,) * num_layers,
     )
     mixers = {}
     for i, layer in enumerate(decoder.layers):

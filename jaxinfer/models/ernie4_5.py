@@ -39,7 +39,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        qk_norm=None,
         head_dim=head_dim,
         windows=windows,
         theta=_THETA,

@@ -14,12 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    GQA_IGNORED_TENSORS,
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import exaone_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -32,8 +27,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         qk_norm="head",
         windows=windows,
         rotates=rotates,

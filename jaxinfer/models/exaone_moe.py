@@ -13,12 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    biased_experts,
-    expert_specs,
-    networks_by_layer,
-)
+from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import exaone_windows
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -35,8 +30,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         qk_norm="head",
         windows=windows,
         rotates=rotates,

@@ -55,7 +55,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        qk_norm=None,
         windows=windows_by_layer(config, None),
         rotates=(not alibi,) * layers,
         attention={"alibi": Alibi(heads, (width // heads) ** -0.5) if alibi else None},

@@ -41,8 +41,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", True),
-        o_bias=False,
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", head_dim),
         windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,

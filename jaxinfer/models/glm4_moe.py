@@ -28,7 +28,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", False),
-        o_bias=False,
         qk_norm="head" if hf.flag(config, "use_qk_norm", False) else None,
         windows=windows,
         partial_rotary=_PARTIAL_ROTARY,

@@ -22,12 +22,7 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.params import ParamSpec, as_is, join_outputs, stack
 from jaxinfer.models.sources import ArraySpec, Shape, Source
-from jaxinfer.nn.decoder_config import (
-    AttentionConfig,
-    DecoderSpec,
-    FeedForwardConfig,
-    LayerSpec,
-)
+from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
 from jaxinfer.nn.placement import Axes, Fused
 
 

@@ -12,15 +12,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec
-from jaxinfer.nn.rope import RopeConfig
 
 _NORMS = NormSources(names=("ln_1", "ln_2"))
 _NAMES = TensorNames(
@@ -52,22 +48,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         "intermediate_size": hf.positive_int(config, "n_inner", 4 * width),
         "max_position_embeddings": positions,
     }
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * layers,
-        scale=None if hf.flag(config, "scale_attn_weights", True) else 1.0,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        gated=False,
+        sizes=sizes,
+        num_layers=layers,
         activation=hf.activation(config, "activation_function", "gelu_pytorch_tanh"),
-        norm="layer",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
-        tied=True,
+        scale=None if hf.flag(config, "scale_attn_weights", True) else 1.0,
         num_positions=positions,
     )
 

@@ -15,14 +15,10 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
-from jaxinfer.nn.rope import RopeConfig
 
 _WINDOW = 256  # transformers' default
 _GLOBAL, _LOCAL = "global", "local"
@@ -44,29 +40,22 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     width, heads, layers = (
         hf.positive_int(config, key) for key in ("hidden_size", "num_heads", "num_layers")
     )
-    positions = hf.positive_int(config, "max_position_embeddings")
     sizes = {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "intermediate_size": hf.positive_int(config, "intermediate_size", 4 * width),
     }
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
+        sizes=sizes,
+        num_layers=layers,
+        activation=hf.activation(config, "activation_function", "gelu_new"),
+        norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
         qkv_bias=False,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
         windows=_windows(config, layers),
         scale=1.0,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        gated=False,
-        activation=hf.activation(config, "activation_function", "gelu_new"),
-        norm="layer",
-        norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
-        tied=True,
-        num_positions=positions,
+        num_positions=hf.positive_int(config, "max_position_embeddings"),
     )
 
 

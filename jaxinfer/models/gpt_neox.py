@@ -48,7 +48,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
-        qk_norm=None,
         windows=windows_by_layer(config, None),
         rope=rope_config(config, head_dim, theta_key="rotary_emb_base", partial=part),
         gated=False,

@@ -81,7 +81,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
         head_dim=head_dim,
         rope=rope_config(with_rope(config, _ROPE), head_dim, theta=_THETA),
         windows=windows,

@@ -13,10 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-)
+from jaxinfer.models.gqa import NormSources, gqa_config
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.rope import RopeConfig
@@ -58,11 +55,7 @@ def gptj_config(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         hf.with_values(config, sizes),
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * sizes["num_hidden_layers"],
         rope=RopeConfig(head_dim, _BASE, None, None if rotated == head_dim else rotated),
         gated=False,
         activation=hf.activation(config, "activation_function", "gelu_new"),

@@ -62,10 +62,10 @@ def gqa_config(
     config: Mapping[str, Any],
     dtype: jnp.dtype,
     *,
-    qkv_bias: bool,
-    o_bias: bool,
-    qk_norm: QKNormKind | None,
-    windows: tuple[int | None, ...],
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: QKNormKind | None = None,
+    windows: Sequence[int | None] | None = None,
     mlp_bias: bool = False,
     head_dim: int | None = None,
     scale: float | None = None,
@@ -88,12 +88,13 @@ def gqa_config(
 ) -> DecoderSpec:
     """A decoder from ``config.json``, with a layer for each of ``windows``.
 
-    If they are None, ``head_dim`` is read or derived from the width, ``rope`` and ``activation``
-    are read (``theta``: the default base), ``scale`` is head_dim ** -0.5, layers with a window
-    rotate like the others (``local_rope``), all layers rotate (``rotates``: which do), heads rotate
-    whole (``partial_rotary``: the default for the part that does), all layers have the same dense
-    network (``ffns``: the network of each), and ``norm_eps`` is read. ``attention`` are further
-    fields of attention, ``more`` of the decoder. Raises ``ConfigError`` with the key.
+    Without them no layer has a window. If others are None, ``head_dim`` is read or derived from the
+    width, ``rope`` and ``activation`` are read (``theta``: the default base), ``scale`` is head_dim
+    ** -0.5, layers with a window rotate like the others (``local_rope``), all layers rotate
+    (``rotates``: which do), heads rotate whole (``partial_rotary``: the default for the part that
+    does), all layers have the same dense network (``ffns``: the network of each), and ``norm_eps``
+    is read. ``attention`` are further fields of attention, ``more`` of the decoder. Raises
+    ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -105,6 +106,8 @@ def gqa_config(
         )
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
     rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary)
+    if windows is None:
+        windows = (None,) * hf.positive_int(config, "num_hidden_layers")
     if ffns is None:
         ffn = FeedForwardConfig(
             width=hf.positive_int(config, "intermediate_size"),

@@ -23,12 +23,7 @@ from jaxinfer.models.experts import experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs
 from jaxinfer.models.granite_parts import granite_config, granite_expert_specs
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer
-from jaxinfer.nn.decoder_config import (
-    AttentionConfig,
-    DecoderSpec,
-    FeedForwardConfig,
-    LayerSpec,
-)
+from jaxinfer.nn.decoder_config import AttentionConfig, DecoderSpec, FeedForwardConfig, LayerSpec
 from pallas_kernels.route.routing import Routing
 
 _MIXTURES = ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")

@@ -18,11 +18,7 @@ from jaxinfer.models.experts import experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_param_specs, with_mixers
 from jaxinfer.models.granite_parts import SHARED_NAMES, granite_config, granite_expert_specs
 from jaxinfer.models.mamba import mamba2_config, mamba2_specs, with_attention
-from jaxinfer.nn.decoder_config import (
-    DecoderSpec,
-    FeedForwardConfig,
-    FeedForwardSpec,
-)
+from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from pallas_kernels.route.routing import Routing
 
 _SHARED_WIDTH = 1024  # transformers' default
@@ -37,7 +33,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         bias=hf.flag(config, "attention_bias", False),
-        windows=(None,) * num_layers,
         ffns=[_network(config)] * num_layers,
         rotates=[rotates] * num_layers,
     )

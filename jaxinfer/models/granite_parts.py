@@ -33,7 +33,6 @@ def granite_config(
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
         scale=hf.positive_float(config, "attention_multiplier", 1.0),
         embed_scale=hf.positive_float(config, "embedding_multiplier", 1.0),
         residual=PlainResidual(scale=hf.positive_float(config, "residual_multiplier", 1.0)),

@@ -83,21 +83,24 @@ def head_dim(config: HFConfig) -> int:
 
 
 def flag(config: HFConfig, key: str, default: bool) -> bool:
-    """``config[key]``, or ``default`` if it is absent or null; true or false."""
-    value = _get(config, key, default)
-    if not isinstance(value, bool):
+    """``config[key]``, or ``default`` if it is absent; true or false, which null is as well.
+
+    transformers tests such a key by its truth, or refuses null.
+    """
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
         raise ConfigError(f"config key {key!r} must be true or false, got {short(value)}")
-    return value
-
-
-def flag_or_null(config: HFConfig, key: str, default: bool) -> bool:
-    """``config[key]``, or ``default`` if it is absent; true or false, which null is as well."""
-    return False if key in config and config[key] is None else flag(config, key, default)
+    return bool(value)
 
 
 def supported_only(config: HFConfig, key: str, *supported: object) -> None:
-    """Refuse a value that is not ``supported``; absent or null means ``supported[0]``."""
+    """Refuse a value that is not ``supported``; absent or null means ``supported[0]``.
+
+    The null of a flag is false, as in ``flag``.
+    """
     value = _get(config, key, supported[0])
+    if value is True and config.get(key, True) is None:
+        value = False
     if value not in supported:
         known = " or ".join(repr(s) for s in supported)
         raise ConfigError(
@@ -117,8 +120,12 @@ def with_values(config: HFConfig, values: HFConfig) -> HFConfig:
 
 
 def with_defaults(config: HFConfig, defaults: HFConfig) -> HFConfig:
-    """The config with values for keys that it does not have, or that are null."""
-    missing = {key: value for key, value in defaults.items() if config.get(key) is None}
+    """The config with values for keys that it does not have, or that are null and no flags."""
+    missing = {
+        key: value
+        for key, value in defaults.items()
+        if key not in config or (config[key] is None and not isinstance(value, bool))
+    }
     return with_values(config, missing)
 
 

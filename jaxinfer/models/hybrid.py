@@ -55,7 +55,6 @@ def hybrid_config(
         qk_norm="head",
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         partial_rotary=_ROTATED,
-        windows=(None,) * len(kinds),
         norm_dtype=jnp.dtype(jnp.float32),
         ffns=ffns,
     )

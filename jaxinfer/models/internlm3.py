@@ -32,7 +32,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=qkv,
         o_bias=others,
         mlp_bias=others,
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=windows_by_layer(config, None),
     )

@@ -28,7 +28,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", True),
-        qk_norm=None,
         windows=windows_by_layer(config, None),
         gated=False,
         activation=hf.activation(config, "hidden_act", "relu2"),

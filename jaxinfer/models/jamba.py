@@ -22,7 +22,7 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     with_mixers,
 )
-from jaxinfer.models.mamba import MambaKeys, mamba_config, mamba_specs
+from jaxinfer.models.mamba import HYBRID_KEYS, mamba_config, mamba_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from pallas_kernels.route.routing import Routing
@@ -38,15 +38,6 @@ _EXPERTS = ExpertTensors(
     up="feed_forward.experts.{}.up_proj",
     down="feed_forward.experts.{}.down_proj",
 )
-_KEYS = MambaKeys(
-    state="mamba_d_state",
-    taps="mamba_d_conv",
-    expand="mamba_expand",
-    rank="mamba_dt_rank",
-    bias="mamba_proj_bias",
-    conv_bias="mamba_conv_bias",
-    inner=None,
-)
 _NUM_EXPERTS = 16  # transformers' default
 
 
@@ -59,16 +50,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
-        windows=(None,) * num_layers,
         rotates=[False] * num_layers,
         norm_eps=eps,
         ffns=_networks(config, num_layers),
     )
     attends = _every(config, "attn_layer", num_layers, 8, 4)
-    mamba = mamba_config(config, _KEYS, inner_norms="weights", norm_eps=eps)
+    mamba = mamba_config(
+        config, HYBRID_KEYS, rank="mamba_dt_rank", inner=None, inner_norms="weights", norm_eps=eps
+    )
     return with_mixers(decoder, {i: mamba for i in range(num_layers) if not attends[i]})
 
 

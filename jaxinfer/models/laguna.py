@@ -16,12 +16,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    networks_by_layer,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import SECTIONS, ropes_by_kind
 from jaxinfer.models.layer_kinds import sliding_window, windows_by_layer

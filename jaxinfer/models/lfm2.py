@@ -15,12 +15,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    experts_per_token,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import (
     GQA_IGNORED_TENSORS,
     NormSources,
@@ -28,10 +23,9 @@ from jaxinfer.models.gqa import (
     gqa_param_specs,
     with_mixers,
 )
-from jaxinfer.models.linears import Linear, linear_specs
+from jaxinfer.models.linears import Linear, conv_specs, linear_specs
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, as_is, conv_taps
-from jaxinfer.models.sources import ArraySpec, Source
+from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec, FeedForwardConfig, FeedForwardSpec
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.placement import Fused
@@ -74,10 +68,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         qk_norm="head",
-        windows=(None,) * len(kinds),
         theta=_THETA,
         norm_eps=eps,
         tied=True,
@@ -159,12 +150,7 @@ def _conv_specs(
     )
     weights, biases = linear_specs(path, own, linears)
     yield from (*weights, *biases)
-    taps = (Source(f"{own}conv.weight", (channels, 1, c.conv_width)),)
-    array = ArraySpec((c.conv_width, channels), (None, "heads"))
-    yield ParamSpec(f"{path}conv", array, taps, conv_taps)
-    if c.bias:
-        bias = (Source(f"{own}conv.bias", (channels,)),)
-        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), ("heads",)), bias, as_is)
+    yield from conv_specs(path, f"{own}conv", (c.conv_width, channels), "heads", bias=c.bias)
 
 
 FAMILY = ModelFamily(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxinfer.models.names import TensorNames
-from jaxinfer.models.params import ParamSpec, join, join_outputs
+from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join, join_outputs
 from jaxinfer.models.sources import ArraySpec, RowOrder, Shape, Source
 from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.placement import Axes, Fused
@@ -58,6 +58,21 @@ def linear_specs(
             array, stored = ArraySpec((outputs,), axes[1:]), _sources(linear, source, "bias")
             biases.append(ParamSpec(f"{path}{linear.name}_bias", array, stored, join))
     return weights, biases
+
+
+def conv_specs(
+    path: str, tensor: str, shape: Shape, axis: str | Fused, *, bias: bool
+) -> Iterator[ParamSpec]:
+    """The taps [W, C] of a causal convolution of each channel, and its bias if it has one.
+
+    The channels lie on ``axis``.
+    """
+    width, channels = shape
+    taps = (Source(f"{tensor}.weight", (channels, 1, width)),)
+    yield ParamSpec(f"{path}conv", ArraySpec(shape, (None, axis)), taps, conv_taps)
+    if bias:
+        own = (Source(f"{tensor}.bias", (channels,)),)
+        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), (axis,)), own, as_is)
 
 
 def _sources(linear: Linear, source: str, kind: str, *inputs: int) -> tuple[Source, ...]:

@@ -32,7 +32,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
         windows=windows_by_layer(config, window),
     )
 

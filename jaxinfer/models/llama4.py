@@ -18,12 +18,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_axes,
-    experts_config,
-    router_specs,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_axes, experts_config, router_specs
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import rotating_layers
 from jaxinfer.models.linears import dense_linears, linear_specs
@@ -66,7 +61,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm="rotated_plain" if hf.flag(config, "use_qk_norm", True) else None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,
-        windows=(None,) * len(rotates),
         rotates=rotates,
         ffns=_networks(config, len(rotates)),
     )

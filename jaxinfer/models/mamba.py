@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
-from jaxinfer.models.linears import Linear, linear_specs
-from jaxinfer.models.params import ParamSpec, as_is, conv_taps, join, stack
+from jaxinfer.models.linears import Linear, conv_specs, linear_specs
+from jaxinfer.models.params import ParamSpec, as_is, join, stack
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.mixers.mamba2_spec import Mamba2Config
 from jaxinfer.nn.mixers.mamba_spec import MambaConfig
@@ -25,28 +25,48 @@ ATTENTION, MAMBA = ("full_attention", "attention"), ("linear_attention", "mamba"
 _DEFAULT_LIMIT = (0.0, math.inf)
 
 
-class Mamba2Keys(NamedTuple):
-    """The keys of a mixer's sizes, and the values that count where they are absent."""
+class MambaKeys(NamedTuple):
+    """The keys of a mixer's sizes, by default those of Mamba and Mamba-2."""
 
+    state: str = "state_size"
+    taps: str = "conv_kernel"
+    expand: str = "expand"
+    bias: str = "use_bias"
+    conv_bias: str = "use_conv_bias"
+
+
+# the keys of decoders that have attention, too
+HYBRID_KEYS = MambaKeys(
+    "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_proj_bias", "mamba_conv_bias"
+)
+
+
+class Mamba2Keys(NamedTuple):
+    """The further keys of Mamba-2, by default those of decoders that have attention, too."""
+
+    sizes: MambaKeys = HYBRID_KEYS
     heads: str = "mamba_n_heads"
     head_dim: str = "mamba_d_head"
-    state: str = "mamba_d_state"
     groups: str = "mamba_n_groups"
-    taps: str = "mamba_d_conv"
-    expand: str = "mamba_expand"
-    conv_bias: str = "mamba_conv_bias"
-    bias: str = "mamba_proj_bias"
     limit: str = "time_step_limit"
     norm_eps: str = "rms_norm_eps"
     chunk: str = "mamba_chunk_size"  # how many tokens other programs compute at a time
 
 
-_KEYS = Mamba2Keys()
+MAMBA2_KEYS = Mamba2Keys(
+    sizes=MambaKeys(),
+    heads="num_heads",
+    head_dim="head_dim",
+    groups="n_groups",
+    norm_eps="layer_norm_epsilon",
+    chunk="chunk_size",
+)
+_MAMBA_KEYS, _HYBRID_MAMBA2 = MambaKeys(), Mamba2Keys()
 
 
 def mamba2_config(
     config: Mapping[str, Any],
-    keys: Mamba2Keys = _KEYS,
+    keys: Mamba2Keys = _HYBRID_MAMBA2,
     *,
     inner: int | None = None,
     heads: int = 128,
@@ -60,10 +80,8 @@ def mamba2_config(
     sizes that do not fit together.
     """
     num_heads = hf.positive_int(config, keys.heads, heads)
-    expanded = int(
-        hf.positive_float(config, keys.expand, 2) * hf.positive_int(config, "hidden_size")
-    )
-    width, given = inner or expanded, config.get(keys.head_dim)
+    expanded, given = _expanded(config, keys.sizes), config.get(keys.head_dim)
+    width = inner or expanded
     head_dim = width // num_heads if given in (None, "auto") else 0
     head_dim = head_dim or hf.positive_int(config, keys.head_dim)
     if num_heads * head_dim != width:
@@ -78,19 +96,32 @@ def mamba2_config(
             f"{num_groups}"
         )
     config.get(keys.chunk)
-    bias = hf.flag(config, keys.bias, False)
+    bias = hf.flag(config, keys.sizes.bias, False)
     fields: dict[str, Any] = {"into_bias": bias, "o_bias": bias, "norm_groups": num_groups}
     fields |= {"step_limit": _limit(config, keys.limit), **more}
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=head_dim,
-        state_dim=hf.positive_int(config, keys.state, state),
         num_groups=num_groups,
-        conv_width=hf.positive_int(config, keys.taps, 4),
         norm_eps=hf.positive_float(config, keys.norm_eps, 1e-5),
-        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
+        **_states_and_taps(config, keys.sizes, state),
         **fields,
     )
+
+
+def _expanded(config: Mapping[str, Any], keys: MambaKeys) -> int:
+    """The width of a mixer that is a multiple of the stream's."""
+    factor = hf.positive_float(config, keys.expand, 2)
+    return int(factor * hf.positive_int(config, "hidden_size"))
+
+
+def _states_and_taps(config: Mapping[str, Any], keys: MambaKeys, state: int) -> dict[str, Any]:
+    """The fields of states and of the convolution; ``state`` is the default of their width."""
+    return {
+        "state_dim": hf.positive_int(config, keys.state, state),
+        "conv_width": hf.positive_int(config, keys.taps, 4),
+        "conv_bias": hf.flag(config, keys.conv_bias, True),
+    }
 
 
 def _limit(config: Mapping[str, Any], key: str) -> tuple[float, float]:
@@ -146,7 +177,7 @@ def mamba2_specs(
     name: str = "mamba.",
 ) -> Iterator[ParamSpec]:
     """The parameters of ``nn.mixers.mamba2``; ``name`` is that of the mixer in tensors' names."""
-    own, channels = source + name, sum(c.channels.widths)
+    own = source + name
     linears = (
         Linear(
             "into", ("in_proj",), (width, sum(c.projected.widths)), (None, c.projected), c.into_bias
@@ -155,12 +186,8 @@ def mamba2_specs(
     )
     weights, biases = linear_specs(path, own, linears)
     yield from (*weights, *biases)
-    taps = (Source(f"{own}conv1d.weight", (channels, 1, c.conv_width)),)
-    array = ArraySpec((c.conv_width, channels), (None, c.channels))
-    yield ParamSpec(f"{path}conv", array, taps, conv_taps)
-    if c.conv_bias:
-        bias = (Source(f"{own}conv1d.bias", (channels,)),)
-        yield ParamSpec(f"{path}conv_bias", ArraySpec((channels,), (c.channels,)), bias, as_is)
+    taps = (c.conv_width, sum(c.channels.widths))
+    yield from conv_specs(path, f"{own}conv1d", taps, c.channels, bias=c.conv_bias)
     decay = tuple(Source(f"{own}{one}", (c.num_heads,)) for one in ("A_log", "dt_bias", "D"))
     array = ArraySpec((3, c.num_heads), (None, "heads"), _FLOAT32)
     yield ParamSpec(f"{path}decay", array, decay, stack)
@@ -170,37 +197,23 @@ def mamba2_specs(
         yield ParamSpec(f"{path}inner_norm", array, norm, as_is)
 
 
-class MambaKeys(NamedTuple):
-    """The keys of a mixer of Mamba."""
-
-    state: str = "state_size"
-    taps: str = "conv_kernel"
-    expand: str = "expand"
-    rank: str = "time_step_rank"
-    bias: str = "use_bias"
-    conv_bias: str = "use_conv_bias"
-    inner: str | None = "intermediate_size"
-
-
-_MAMBA_KEYS = MambaKeys()
-
-
 def mamba_config(
-    config: Mapping[str, Any], keys: MambaKeys = _MAMBA_KEYS, **more: Any
+    config: Mapping[str, Any],
+    keys: MambaKeys = _MAMBA_KEYS,
+    *,
+    rank: str = "time_step_rank",
+    inner: str | None = "intermediate_size",
+    **more: Any,
 ) -> MambaConfig:
-    """The mixer of a config; ``more`` are further fields."""
+    """The mixer of a config; ``rank`` and ``inner`` are keys of widths, ``more`` further fields."""
     hf.supported_only(config, "hidden_act", "silu", "swish")
-    width = hf.positive_int(config, "hidden_size")
-    rank, inner = -(-width // 16), int(hf.positive_float(config, keys.expand, 2) * width)
-    if config.get(keys.rank) not in (None, "auto"):
-        rank = hf.positive_int(config, keys.rank)
+    width, expanded = hf.positive_int(config, "hidden_size"), _expanded(config, keys)
+    is_derived = config.get(rank) in (None, "auto")
     return MambaConfig(
-        inner=inner if keys.inner is None else hf.positive_int(config, keys.inner, inner),
-        state_dim=hf.positive_int(config, keys.state, 16),
-        rank=rank,
-        conv_width=hf.positive_int(config, keys.taps, 4),
+        inner=expanded if inner is None else hf.positive_int(config, inner, expanded),
+        rank=-(-width // 16) if is_derived else hf.positive_int(config, rank),
         bias=hf.flag(config, keys.bias, False),
-        conv_bias=hf.flag_or_null(config, keys.conv_bias, True),
+        **_states_and_taps(config, keys, 16),
         **more,
     )
 
@@ -228,13 +241,8 @@ def mamba_specs(
     )
     # a decay to the power of the tokens is sensitive, so that steps are never quantised
     yield from (replace(spec, matrix=None) for spec in linear_specs(path, own, steps)[0])
-    taps = (Source(f"{own}conv1d.weight", (inner, 1, c.conv_width)),)
-    yield ParamSpec(
-        f"{path}conv", ArraySpec((c.conv_width, inner), (None, "heads")), taps, conv_taps
-    )
-    if c.conv_bias:
-        bias = (Source(f"{own}conv1d.bias", (inner,)),)
-        yield ParamSpec(f"{path}conv_bias", ArraySpec((inner,), ("heads",)), bias, as_is)
+    taps = (c.conv_width, inner)
+    yield from conv_specs(path, f"{own}conv1d", taps, "heads", bias=c.conv_bias)
     rates = (Source(f"{own}A_log", (inner, c.state_dim)),)
     array = ArraySpec((inner, c.state_dim), ("heads", None), _FLOAT32)
     yield ParamSpec(f"{path}rates", array, rates, as_is)

@@ -14,28 +14,15 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_param_specs
-from jaxinfer.models.mamba import Mamba2Keys, mamba2_config, mamba2_specs
+from jaxinfer.models.mamba import MAMBA2_KEYS, mamba2_config, mamba2_specs
 from jaxinfer.models.state_space import NAMES, state_space_decoder
 from jaxinfer.nn.decoder_config import DecoderSpec
-
-_KEYS = Mamba2Keys(
-    heads="num_heads",
-    head_dim="head_dim",
-    state="state_size",
-    groups="n_groups",
-    taps="conv_kernel",
-    expand="expand",
-    conv_bias="use_conv_bias",
-    bias="use_bias",
-    norm_eps="layer_norm_epsilon",
-    chunk="chunk_size",
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.supported_only(config, "hidden_act", "silu", "swish")
-    mamba = mamba2_config(config, _KEYS, heads=128, state=128, groups=8)
+    mamba = mamba2_config(config, MAMBA2_KEYS, heads=128, state=128, groups=8)
     return state_space_decoder(config, dtype, mamba, tied=False)
 
 

@@ -63,8 +63,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", False),
-        o_bias=False,
-        qk_norm=None,
         head_dim=head_dim,
         windows=tuple(window if kind == _SLIDING else None for kind in kinds),
         rope=rope,

@@ -20,12 +20,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    MIXTRAL_TENSORS,
-    expert_specs,
-    experts_config,
-    experts_per_token,
-)
+from jaxinfer.models.experts import MIXTRAL_TENSORS, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hybrid import DELTA, FULL
 from jaxinfer.models.lightning import lightning_specs
@@ -63,9 +58,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
         head_dim=head_dim,
         theta=_THETA,
         partial_rotary=hf.positive_int(config, "rotary_dim", head_dim) / head_dim,

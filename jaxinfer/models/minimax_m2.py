@@ -15,12 +15,7 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    MIXTRAL_TENSORS,
-    expert_specs,
-    experts_config,
-    experts_per_token,
-)
+from jaxinfer.models.experts import MIXTRAL_TENSORS, expert_specs, experts_config, experts_per_token
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -62,8 +57,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
         qk_norm="all_heads",
         head_dim=head_dim,
         theta=_THETA,

@@ -44,9 +44,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         own,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
         windows=windows_by_layer(config, window),
         attention={"growth": growth},
     )

@@ -46,14 +46,14 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         "topk_method": "noaux_tc" if groups else "greedy",
         "head_dim": rope_dim,
         "q_lora_rank": config.get("q_lora_rank", _QUERY_RANK),
-        "norm_topk_prob": hf.flag_or_null(config, "norm_topk_prob", True),
+        "norm_topk_prob": hf.flag(config, "norm_topk_prob", True),
     }
     own, growth = query_growth(with_rope(hf.with_values(config, method), _ROPE))
     experts = biased_experts(own, scores="softmax", choice_bias=False)
     return latent_config(
         without_partial(own, rope_dim / (nope + rope_dim)),
         dtype,
-        interleaved=hf.flag_or_null(config, "rope_interleave", True),
+        interleaved=hf.flag(config, "rope_interleave", True),
         ffns=networks_by_layer(config, experts, first=0),
         growth=growth,
     )

@@ -17,16 +17,12 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.hf_keys import KeysRead, refuse_unread
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.positions import Alibi
-from jaxinfer.nn.rope import RopeConfig
 
 _NORMS = NormSources(names=("norm_1", "norm_2"))
 _NAMES = TensorNames(
@@ -76,22 +72,17 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         None if section.get(key) is None else hf.positive_float(section, key)
         for key in ("clip_qkv", "softmax_scale")
     )
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
-        windows=(None,) * layers,
-        scale=scale,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        attention={"alibi": Alibi(heads), "clip": clip},
-        gated=False,
+        sizes=sizes,
+        num_layers=layers,
         activation="gelu",
-        norm="layer_weight",
         norm_eps=hf.positive_float(config, "layer_norm_epsilon", 1e-5),
-        tied=True,
+        bias=False,
+        norm="layer_weight",
+        scale=scale,
+        attention={"alibi": Alibi(heads), "clip": clip},
     )
 
 

@@ -18,14 +18,9 @@ from jaxinfer.core.checks import short
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    expert_specs,
-    experts_config,
-    grouped_routing,
-)
+from jaxinfer.models.experts import ExpertTensors, expert_specs, experts_config, grouped_routing
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_param_specs
-from jaxinfer.models.mamba import Mamba2Keys, mamba2_config, mamba2_specs
+from jaxinfer.models.mamba import MAMBA2_KEYS, MambaKeys, mamba2_config, mamba2_specs
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.absent import NoMixer, NoNetwork
 from jaxinfer.nn.decoder_config import (
@@ -47,17 +42,8 @@ _NAMES = TensorNames(
     into=("mixer.up_proj",),
     down="mixer.down_proj",
 )
-_KEYS = Mamba2Keys(
-    heads="mamba_num_heads",
-    head_dim="mamba_head_dim",
-    state="ssm_state_size",
-    groups="n_groups",
-    taps="conv_kernel",
-    expand="expand",
-    conv_bias="use_conv_bias",
-    bias="use_bias",
-    norm_eps="layer_norm_epsilon",
-    chunk="chunk_size",
+_KEYS = MAMBA2_KEYS._replace(
+    sizes=MambaKeys(state="ssm_state_size"), heads="mamba_num_heads", head_dim="mamba_head_dim"
 )
 # names of these keys in older files
 _OLDER = MappingProxyType(

@@ -29,7 +29,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        qk_norm=None,
         windows=windows_by_layer(config, None),
         norm="layer_plain",
         norm_eps=_EPS,

@@ -45,7 +45,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=bias,
         qk_norm="all_heads",
         norms="after",
-        windows=(None,) * num_layers,
         rotates=[rotates] * num_layers,
     )
     layers, delta = list(decoder.layers), _delta(config)

@@ -16,14 +16,10 @@ import jax.numpy as jnp
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
-from jaxinfer.nn.rope import RopeConfig
 
 _EPS, _FIRST_POSITION = 1e-5, 2  # not keys of config.json
 _NORMS = NormSources(names=("self_attn_layer_norm", "final_layer_norm"))
@@ -43,33 +39,21 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     hf.supported_only(config, "do_layer_norm_before", True)
     hf.supported_only(config, "_remove_final_layer_norm", False)
     hf.supported_only(config, "layer_norm_elementwise_affine", True)
-    width, heads = (hf.positive_int(config, key) for key in ("hidden_size", "num_attention_heads"))
+    width = hf.positive_int(config, "hidden_size")
     if (narrow := hf.positive_int(config, "word_embed_proj_dim", width)) != width:
         raise ConfigError(
             f"config key 'word_embed_proj_dim' is {narrow}, and projections of embeddings are not "
             "supported; use another checkpoint"
         )
-    bias, positions = (
-        hf.flag(config, "enable_bias", True),
-        hf.positive_int(config, "max_position_embeddings"),
-    )
-    num_layers = hf.positive_int(config, "num_hidden_layers")
-    return gqa_config(
-        hf.with_values(config, {"intermediate_size": hf.positive_int(config, "ffn_dim")}),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bias,
-        qk_norm=None,
-        windows=(None,) * num_layers,
-        rope=RopeConfig(width // heads, 10000.0, None, None),  # which no layer has
-        rotates=(False,) * num_layers,
-        gated=False,
+        sizes={"intermediate_size": hf.positive_int(config, "ffn_dim")},
+        num_layers=hf.positive_int(config, "num_hidden_layers"),
         activation=hf.activation(config, "activation_function", "relu"),
-        norm="layer",
         norm_eps=_EPS,
-        tied=True,
-        num_positions=positions,
+        bias=hf.flag(config, "enable_bias", True),
+        num_positions=hf.positive_int(config, "max_position_embeddings"),
         first_position=_FIRST_POSITION,
     )
 

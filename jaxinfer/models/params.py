@@ -17,10 +17,7 @@ import numpy as np
 
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models.division import SourceShare, on_devices, own_part, source_shares
-from jaxinfer.models.sources import (
-    ArraySpec,
-    Source,
-)
+from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.placement import Axis, is_divided
 from pallas_kernels.lib.quantised import Form
 

@@ -34,9 +34,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return gqa_config(
         _with_original(config),
         dtype,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
         windows=windows_by_layer(config, window),
         partial_rotary=1.0,
     )

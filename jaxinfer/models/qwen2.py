@@ -21,7 +21,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
     hf.flag(config, "attention_bias", True)  # in some exports; qkv always has biases
     windows = upper_layer_windows(config)
-    return gqa_config(config, dtype, qkv_bias=True, o_bias=False, qk_norm=None, windows=windows)
+    return gqa_config(config, dtype, qkv_bias=True, windows=windows)
 
 
 FAMILY = ModelFamily(

@@ -30,8 +30,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "qkv_bias", True),
-        o_bias=False,
-        qk_norm=None,
         windows=upper_layer_windows(config),
         ffns=sparse_layers(config, experts),
     )

@@ -42,12 +42,12 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         values[name] = config.get(name) if config.get(other) is None else config.get(other)
     shared = config.get("num_shared_experts")
     values["n_shared_experts"] = config.get("n_shared_experts") if shared is None else shared
-    values["norm_topk_prob"] = hf.flag_or_null(config, "norm_topk_prob", True)
+    values["norm_topk_prob"] = hf.flag(config, "norm_topk_prob", True)
     own = hf.with_values(config, values)
     return latent_config(
         own,
         dtype,
-        interleaved=hf.flag_or_null(config, "rope_interleave", True),
+        interleaved=hf.flag(config, "rope_interleave", True),
         ffns=networks_by_layer(config, biased_experts(own), first=1),
     )
 

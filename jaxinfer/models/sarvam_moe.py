@@ -14,12 +14,7 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.experts import (
-    ExpertTensors,
-    biased_experts,
-    expert_specs,
-    networks_by_layer,
-)
+from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
@@ -56,7 +51,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(own, "attention_bias", False),
-        o_bias=False,
         qk_norm="head" if hf.flag(config, "use_qk_norm", True) else None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,

@@ -27,7 +27,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=hf.flag(config, "attention_bias", True),
         o_bias=hf.flag(config, "attention_out_bias", False),
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         windows=windows_by_layer(config, None),
     )

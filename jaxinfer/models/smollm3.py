@@ -34,7 +34,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        qk_norm=None,
         windows=windows,
         theta=_THETA,
         rotates=rotates,

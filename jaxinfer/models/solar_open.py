@@ -30,8 +30,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", False),
-        o_bias=False,
-        qk_norm=None,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,
         windows=windows,

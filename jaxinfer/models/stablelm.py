@@ -38,7 +38,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         config,
         dtype,
         qkv_bias=hf.flag(config, "use_qkv_bias", False),
-        o_bias=False,
         qk_norm="layers" if hf.flag(config, "qk_layernorm", False) else None,
         windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,

@@ -38,7 +38,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        qk_norm=None,
         windows=windows_by_layer(config, sliding_window(config, None)),
         gated=False,
         activation=hf.activation(config, "hidden_act", "gelu_pytorch_tanh"),

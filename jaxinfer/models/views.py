@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.base import Model, Params
-from jaxinfer.nn.decoder_config import (
-    AttentionConfig,
-    FeedForwardConfig,
-    MixerSpec,
-)
+from jaxinfer.nn.decoder_config import AttentionConfig, FeedForwardConfig, MixerSpec
 from jaxinfer.nn.mixers.latent_spec import LatentAttentionConfig
 from jaxinfer.nn.mixers.side_by_side_spec import SideBySideConfig
 from jaxinfer.nn.weight import stored

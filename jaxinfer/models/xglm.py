@@ -13,15 +13,11 @@ import jax.numpy as jnp
 
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
-from jaxinfer.models.gqa import (
-    NormSources,
-    gqa_config,
-    gqa_param_specs,
-)
+from jaxinfer.models.gqa import NormSources, gqa_param_specs
 from jaxinfer.models.names import TensorNames
+from jaxinfer.models.plain import plain_config
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.positions import Sinusoids
-from jaxinfer.nn.rope import RopeConfig
 
 _NORM_EPS, _FIRST_POSITION = 1e-5, 2  # not keys of config.json
 _NORMS = NormSources(names=("self_attn_layer_norm", "final_layer_norm"))
@@ -41,21 +37,13 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         for key in ("d_model", "attention_heads", "num_layers", "ffn_dim")
     )
     sizes = {"hidden_size": width, "num_attention_heads": heads, "intermediate_size": inner}
-    return gqa_config(
-        hf.with_values(config, sizes),
+    return plain_config(
+        config,
         dtype,
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        qk_norm=None,
-        windows=(None,) * layers,
-        rope=RopeConfig(width // heads, 10000.0),  # which no layer has
-        rotates=(False,) * layers,
-        gated=False,
+        sizes=sizes,
+        num_layers=layers,
         activation=hf.activation(config, "activation_function", "gelu"),
-        norm="layer",
         norm_eps=_NORM_EPS,
-        tied=True,
         embed_scale=width**0.5 if hf.flag(config, "scale_embedding", True) else None,
         sinusoids=Sinusoids(),
         first_position=_FIRST_POSITION,

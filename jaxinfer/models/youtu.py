@@ -28,7 +28,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     return latent_config(
         config,
         dtype,
-        interleaved=hf.flag_or_null(config, "rope_interleave", True),
+        interleaved=hf.flag(config, "rope_interleave", True),
         ffns=[dense_network(config, bias=False)] * num_layers,
         tie_word_embeddings=hf.flag(config, "tie_word_embeddings", True),
     )

@@ -33,6 +33,15 @@ def kv_part(count: int, devices: int) -> int:
     return 1 if devices % count == 0 else part(count, devices, "KV heads")
 
 
+class StepShape(NamedTuple):
+    """What a block's workspace depends on, besides its spec and its parameters."""
+
+    x: jax.ShapeDtypeStruct  # [T, D]
+    num_prompts: int  # prefill rows
+    platform: str
+    pins: Pins
+
+
 class QueryGrowth(NamedTuple):
     """Queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / original)).
 
@@ -52,9 +61,11 @@ class BlockSpec(Protocol):
 
     ``is_invariant``: with ``Pins.invariant`` the module's output for a token has the same bits
     whatever else is in the step and however the tokens before it were divided among steps.
+    ``is_invariant_on_gpu`` says so of GPUs, the other one of CPUs.
     """
 
     is_invariant: ClassVar[bool] = False
+    is_invariant_on_gpu: ClassVar[bool] = False
 
     def module(self) -> nn.Module:
         """The module; its parameters are part of the layer's."""
@@ -85,18 +96,11 @@ class BlockSpec(Protocol):
         """The sizes of the block, in a description of a model. The default is no words."""
         return ""
 
-    def workspace(
-        self,
-        params: Mapping[str, Any],
-        x: jax.ShapeDtypeStruct,  # [T, D]
-        num_prompts: int,
-        platform: str,
-        pins: Pins,
-    ) -> int:
-        """A bound on the bytes that a step with tokens ``x`` needs in this block, in addition to
-        the inputs and outputs of its matrices. The default is 0.
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
+        """A bound on the bytes that a step needs in this block, in addition to the inputs and
+        outputs of its matrices. The default is 0.
 
-        ``params`` are the abstract parameters of the layer, ``num_prompts`` the prefill rows.
+        ``params`` are the abstract parameters of the layer.
         """
-        del params, x, num_prompts, platform, pins
+        del params, step
         return 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import BlockSpec, QueryGrowth, kv_part, part
+from jaxinfer.nn.block import BlockSpec, QueryGrowth, StepShape, kv_part, part
 from jaxinfer.nn.layer_spec import (
     BlockFactors,
     LayerEndConfig,
@@ -102,6 +102,7 @@ class AttentionConfig(BlockSpec):
     """
 
     is_invariant: ClassVar[bool] = True
+    is_invariant_on_gpu: ClassVar[bool] = True
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -152,6 +153,11 @@ class AttentionConfig(BlockSpec):
         """See ``MixerSpec``."""
         return {"z": (self.num_heads, self.value_dim)}
 
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
+        """See ``MixerSpec``."""
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").attention_bytes(self, step)
+
     def words(self) -> str:
         """See ``MixerSpec``."""
         return f"{self.num_heads} query heads and {self.num_kv_heads} kv heads of {self.head_dim}"
@@ -169,6 +175,7 @@ class FeedForwardConfig(FeedForwardSpec):
     ``gate_cutoff`` a gate is what exceeds its mean by so many standard deviations, and else 0.
     """
 
+    is_invariant_on_gpu: ClassVar[bool] = True
     width: int
     activation: str
     gated: bool
@@ -212,6 +219,7 @@ class ExpertsConfig(FeedForwardSpec):
     whole experts.
     """
 
+    is_invariant_on_gpu: ClassVar[bool] = True
     count: int
     width: int
     routing: Routing
@@ -251,9 +259,9 @@ class ExpertsConfig(FeedForwardSpec):
         """See ``FeedForwardSpec``."""
         return f"{self.routing.chosen} of {self.count} experts of {self.width}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``FeedForwardSpec``."""
-        return import_module("jaxinfer.nn.ffn.bounds").experts_bytes(self, *call)
+        return import_module("jaxinfer.nn.ffn.bounds").experts_bytes(self, params, step)
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from immutables import Map
 
 from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierUnit, key_in
 
 
-class Moves:
-    """The orders of one call while it builds them; and the keys that tiers have."""
+class Evicted(NamedTuple):
+    """A page that lost its prefix before a tier had it, and still holds it."""
 
-    def __init__(self, keys: Map[bytes, None]) -> None:
+    pool: int
+    unit: TierUnit
+
+
+class Moves:
+    """The orders of one call while it builds them; and the keys that tiers have.
+
+    ``evicted``: pages that are saved before a step or a load writes to them, the first one first.
+    A prompt takes all of its pages when it is admitted, so this may be long before.
+    """
+
+    def __init__(self, keys: Map[bytes, None], evicted: tuple[Evicted, ...]) -> None:
         self.keys: Map[bytes, None] = keys
+        self.evicted = evicted
         self.saves: list[TierUnit] = []
         self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
@@ -43,16 +56,15 @@ class Moves:
 
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
+        self.evicted = ()
         self.saves.clear()
         self.offloads.clear()
         self.loads.clear()
         if not keeps_keys:
             self.keys = Map()
 
-    def orders(self, most_saves: int) -> TierOrders:
-        """The orders: all offloads, and up to ``most_saves`` of the other saves."""
-        return TierOrders(
-            (*self.offloads.values(), *self.saves[:most_saves]),
-            tuple(self.loads),
-            tuple(self.dropped),
-        )
+    @property
+    def orders(self) -> TierOrders:
+        """The orders of this call."""
+        saves = (*self.offloads.values(), *self.saves)
+        return TierOrders(saves, tuple(self.loads), tuple(self.dropped))

@@ -26,7 +26,34 @@ class _Place(NamedTuple):
     rows: slice
 
 
-class UnstackedExperts:
+class _OtherTensors:
+    """A ``Checkpoint`` whose tensors of floats are other ones than those of ``checkpoint``."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tensors: dict[str, TensorInfo] = {}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See ``Checkpoint``."""
+        return self._tensors
+
+    @property
+    def unneeded(self) -> Set[str]:
+        """See ``Checkpoint``."""
+        return self._checkpoint.unneeded
+
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        """See ``Checkpoint``."""
+        return self._checkpoint.forms
+
+    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
+        """See ``Checkpoint``."""
+        return self._checkpoint.read_quantised(name, part)
+
+
+class UnstackedExperts(_OtherTensors):
     """A ``Checkpoint`` with tensors of its own for each expert, as older files have them.
 
     A stack is gate_up_proj [E, 2F, D], gates first, or down_proj [E, D, F], and is of floats. Other
@@ -34,8 +61,7 @@ class UnstackedExperts:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._tensors: dict[str, TensorInfo] = {}
+        super().__init__(checkpoint)
         self._places: dict[str, _Place] = {}
         self._last: tuple[tuple[str, int], np.ndarray] | None = None
         for name, info in checkpoint.tensors.items():
@@ -55,21 +81,6 @@ class UnstackedExperts:
                     self._tensors[single] = own
                     self._places[single] = _Place(name, part, rows)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """See ``Checkpoint``."""
-        return self._tensors
-
-    @property
-    def unneeded(self) -> Set[str]:
-        """See ``Checkpoint``."""
-        return self._checkpoint.unneeded
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """See ``Checkpoint``."""
-        return self._checkpoint.forms
-
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``. A gate and its up, which are read in turn, are read once."""
         place = self._places.get(name)
@@ -80,12 +91,8 @@ class UnstackedExperts:
             last = self._last = key, self._checkpoint.read(*key)
         return last[1][place.rows]
 
-    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
-        """See ``Checkpoint``."""
-        return self._checkpoint.read_quantised(name, part)
 
-
-class StackedExperts:
+class StackedExperts(_OtherTensors):
     """A ``Checkpoint`` of floats whose single experts are stacked as in ``UnstackedExperts``.
 
     Experts are read in order, each once, and host memory holds one stack. Other tensors are
@@ -93,8 +100,7 @@ class StackedExperts:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._tensors: dict[str, TensorInfo] = {}
+        super().__init__(checkpoint)
         self._members: dict[str, list[list[str]]] = {}  # by expert the names, gates first
         for name, info in checkpoint.tensors.items():
             match = _SINGLE.fullmatch(name)
@@ -112,21 +118,6 @@ class StackedExperts:
             nbytes = info.nbytes * sizes[0] * len(members[0])
             self._tensors[stack] = replace(info, shape=sizes, nbytes=nbytes)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """See ``Checkpoint``."""
-        return self._tensors
-
-    @property
-    def unneeded(self) -> Set[str]:
-        """See ``Checkpoint``."""
-        return self._checkpoint.unneeded
-
-    @property
-    def forms(self) -> Mapping[str, Form]:
-        """See ``Checkpoint``."""
-        return self._checkpoint.forms
-
     def read(self, name: str, part: int | None = None) -> np.ndarray:
         """See ``Checkpoint``."""
         members = self._members.get(name)
@@ -135,7 +126,3 @@ class StackedExperts:
         if part is not None:
             return np.concatenate([self._checkpoint.read(one) for one in members[part]])
         return np.stack([self.read(name, expert) for expert in range(len(members))])
-
-    def read_quantised(self, name: str, part: int | None = None) -> Quantised:
-        """See ``Checkpoint``."""
-        return self._checkpoint.read_quantised(name, part)

@@ -10,9 +10,6 @@ from __future__ import annotations
 import re
 from functools import cache
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -24,9 +21,10 @@ from jaxinfer.exec.compile.memory_plan import step_bound, workspace_bytes
 from jaxinfer.exec.compile.program import FIRST, Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.models import Model, Params, build_model, forward
+from jaxinfer.models import Model, Params, build_model
+from kit.dense import check_tokens, prompt_of
 from kit.engines import compiled_for, dense_greedy, engine_of, run, tiny_limits
-from kit.tiny_models import VOCAB_SIZE, random_params, tiny_config, tiny_model
+from kit.tiny_models import random_params, tiny_config, tiny_model
 
 LENGTHS = (1, 3, 4, 7, 8, 31, 32, 33, 64, 100)
 LONGEST = 160
@@ -34,28 +32,6 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 NAMES = ("gemma4", "gemma4_all")
 PREFIX = 32  # tokens: the end of a chunk, where the pages of windows are held
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    """Prompts of one seed share a beginning."""
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
-
-
-@cache
-def expected(name: str, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Greedy tokens of the dense form."""
-    _, params = tiny_model(name)
-    ids = np.zeros(LONGEST, np.int32)
-    ids[: len(prompt)] = prompt
-    for end in range(len(prompt), len(prompt) + max_tokens):
-        ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
-    return tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist())
-
-
-@cache
-def _logits(name: str) -> jax.stages.Wrapped:
-    model, _ = tiny_model(name)
-    return jax.jit(lambda params, ids: forward(model, params, ids))
 
 
 @cache
@@ -81,12 +57,7 @@ def engine(name: str, pages: tuple[int, ...] | None = None, *, overlap: bool = T
 
 
 def check(name: str, served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
-    """The tokens are those of the dense form; returns how many of each prompt were reused."""
-    outputs = run(served, prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        found = tuple(output.outputs[0].token_ids)
-        assert found == expected(name, tuple(prompt), params.max_tokens or 0), len(prompt)
-    return [output.num_cached_tokens for output in outputs]
+    return check_tokens(name, served, prompts, params, LONGEST)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])

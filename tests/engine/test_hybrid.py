@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -21,9 +19,9 @@ from jaxinfer.exec.compile.build import Executables
 from jaxinfer.exec.compile.program import Program
 from jaxinfer.exec.run.device_memory import init_state
 from jaxinfer.exec.run.executor import Executor
-from jaxinfer.models import forward
+from kit.dense import check_tokens, dense_tokens, prompt_of
 from kit.engines import compiled_for, engine_of, run, tiny_limits
-from kit.tiny_models import VOCAB_SIZE, tiny_model
+from kit.tiny_models import tiny_model
 
 LENGTHS = (1, 3, 4, 63, 64, 65, 127, 128, 129, 200, 513)
 SNAPSHOTS, ANSWER = 8, 6
@@ -37,28 +35,6 @@ SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybr
 EACH = pytest.mark.parametrize(
     "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS]
 )
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    """Prompts of one seed share a beginning."""
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE - 2, length).tolist()
-
-
-@cache
-def expected(name: str, prompt: tuple[int, ...], max_tokens: int = ANSWER) -> tuple[int, ...]:
-    """Greedy tokens of the dense form."""
-    model, params = tiny_model(name)
-    ids = np.zeros(256 if len(prompt) < 180 else 576, np.int32)  # a trace for each length
-    ids[: len(prompt)] = prompt
-    for end in range(len(prompt), len(prompt) + max_tokens):
-        ids[end] = jnp.argmax(_logits(name)(params, ids)[end - 1])
-    return tuple(ids[len(prompt) : len(prompt) + max_tokens].tolist())
-
-
-@cache
-def _logits(name: str) -> jax.stages.Wrapped:
-    model, _ = tiny_model(name)
-    return jax.jit(lambda params, ids: forward(model, params, ids))
 
 
 @cache
@@ -85,12 +61,7 @@ def engine(name: str, num_pages: int | None = None, *, overlap: bool = True) -> 
 
 
 def check(name: str, served: Engine, prompts: list[list[int]], params: SamplingParams) -> list[int]:
-    """The tokens are those of the dense form; returns how many of each prompt were reused."""
-    outputs = run(served, prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        found = tuple(output.outputs[0].token_ids)
-        assert found == expected(name, tuple(prompt), params.max_tokens), len(prompt)
-    return [output.num_cached_tokens for output in outputs]
+    return check_tokens(name, served, prompts, params, 256, 576)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one by one"])
@@ -129,7 +100,7 @@ def test_the_next_turn_starts_near_the_end_of_the_answer(name: str) -> None:
     turns = [prompt_of(60, 21), prompt_of(100, 22)]
     check(name, served, turns, LONG)
     following = [
-        [*turn, *expected(name, tuple(turn), LONG.max_tokens or 0), *prompt_of(20, 30 + i)]
+        [*turn, *dense_tokens(name, tuple(turn), LONG.max_tokens or 0, 256), *prompt_of(20, 30 + i)]
         for i, turn in enumerate(turns)
     ]
     assert check(name, served, following, GREEDY) == [128, 128]

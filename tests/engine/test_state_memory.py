@@ -134,6 +134,18 @@ def test_a_model_without_attention_has_pages_of_no_bytes(tmp_path: Path) -> None
     assert plan.memory.kv_bytes == 0 < plan.memory.state_bytes
 
 
+def test_pages_that_no_sequence_can_fill_are_not_made(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path, tiny_llama_config())
+    settings = {"max_num_seqs": 2, "max_model_len": 64, "page_size": 16}
+    plan, said = planned(tmp_path, num_pages=10, **settings)
+    assert plan.program.limits.num_pages == (9,)
+    assert said == [
+        "num_pages is 10, and 2 sequences of 64 tokens fill 9 (the padding page included), which "
+        "are made; raise max_num_seqs or max_model_len to use more"
+    ]
+    assert planned(tmp_path, num_pages=9, **settings)[1] == []
+
+
 def test_layers_without_state_are_refused(tmp_path: Path) -> None:
     write_hf_folder(tmp_path, {**tiny_config("nemotron_h"), "hybrid_override_pattern": "--"})
     with pytest.raises(ConfigError, match="no layer of this NemotronHForCausalLM reads other"):

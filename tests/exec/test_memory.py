@@ -179,7 +179,7 @@ def test_a_mixer_may_need_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(model, msgspec.structs.replace(limits, buckets=(bucket,)))
     without = step_bound(program, bucket)
     monkeypatch.setattr(
-        RecurrentSpec, "workspace", lambda _, params, x, *__: params["into"].size * x.shape[0]
+        RecurrentSpec, "workspace", lambda _, params, step: params["into"].size * step.x.shape[0]
     )
     assert block_bytes(model, bucket, "gpu", NO_PINS) == model.config.hidden_size**2 * 8
     assert step_bound(program, bucket) == without + model.config.hidden_size**2 * 8

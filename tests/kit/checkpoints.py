@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import batched
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -192,6 +193,27 @@ def tiny_gpt2_config(**changes: Any) -> HFConfig:
         "eos_token_id": 2,
     }
     return config | changes
+
+
+DENSE_CONFIGS: Mapping[str, HFConfig] = MappingProxyType(
+    {
+        "llama": tiny_llama_config(),
+        "qwen2": tiny_qwen2_config(),
+        "qwen3": tiny_qwen3_config(),
+        "olmo2": tiny_olmo2_config(),
+        "phi3": tiny_phi3_config(),
+        "glm4": tiny_glm4_config(),
+        "gpt2": tiny_gpt2_config(),
+        "granite": tiny_granite_config(),
+        "smollm3": tiny_smollm3_config(),
+        "arcee": tiny_arcee_config(),
+        "exaone": tiny_exaone_config(),
+        "seed_oss": tiny_seed_oss_config(),
+        "starcoder2": tiny_starcoder2_config(),
+        "starcoder": tiny_starcoder_config(),
+        "ernie4_5": tiny_ernie4_5_config(),
+    }
+)
 
 
 def random_hf_tensors(model: Model, seed: int = 0) -> Tensors:

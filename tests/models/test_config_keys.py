@@ -283,10 +283,17 @@ def shapes(model: Model) -> list[tuple[str, tuple[int, ...]]]:
     return [(source.name, source.shape) for spec in model.param_specs for source in spec.sources]
 
 
+def is_plain(config: dict[str, Any], name: str) -> bool:
+    """True for a key that is missing, and for the null of one that is true or false."""
+    key = name.removesuffix("=None")
+    return name.endswith(" missing") or (key != name and isinstance(config.get(key), bool))
+
+
 @pytest.mark.parametrize("case", KEYS)
 def test_a_changed_key_is_honoured_or_refused(case: str) -> None:
     """No change that has an effect in transformers is ignored; a missing key has the default of
-    transformers, unless files would need tensors of other shapes; a refusal names a key.
+    transformers, unless files would need tensors of other shapes, and the null of a flag is what it
+    is in transformers; a refusal names a key.
     """
     config = golden_config(case)
     plain = build_model(config, "float32")
@@ -302,7 +309,7 @@ def test_a_changed_key_is_honoured_or_refused(case: str) -> None:
             continue
         if name in changed - ROUNDING and (case, name) not in OF_SECTION:
             assert model != plain, f"{name} changes what transformers computes"
-        elif name in refused or not name.endswith(" missing") or NOT_FELT.fullmatch(name):
+        elif name in refused or not is_plain(config, name) or NOT_FELT.fullmatch(name):
             continue  # others may change sizes that a short sequence does not feel
         elif shapes(model) == shapes(plain):
             lengths = replace(model.config, lengths=plain.config.lengths)

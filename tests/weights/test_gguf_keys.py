@@ -21,22 +21,9 @@ from jaxinfer.weights.gguf.config import hf_config_from_gguf
 from jaxinfer.weights.gguf.header import GGUFHeader, read_header
 from jaxinfer.weights.load import load_params
 from kit.checkpoints import (
+    DENSE_CONFIGS,
     random_hf_tensors,
-    tiny_arcee_config,
-    tiny_ernie4_5_config,
-    tiny_exaone_config,
-    tiny_glm4_config,
-    tiny_gpt2_config,
-    tiny_granite_config,
-    tiny_llama_config,
-    tiny_olmo2_config,
     tiny_phi3_config,
-    tiny_qwen2_config,
-    tiny_qwen3_config,
-    tiny_seed_oss_config,
-    tiny_smollm3_config,
-    tiny_starcoder2_config,
-    tiny_starcoder_config,
     write_gguf,
 )
 from kit.gguf_hybrid import tiny_qwen3_5_config
@@ -44,21 +31,8 @@ from kit.gguf_rope import CASES, TOKEN_IDS, write_case
 from kit.model_sources import resolve
 
 CONFIGS = {
-    "llama": tiny_llama_config(),
-    "qwen2": tiny_qwen2_config(),
-    "qwen3": tiny_qwen3_config(),
-    "olmo2": tiny_olmo2_config(),
+    **DENSE_CONFIGS,
     "phi3": tiny_phi3_config(rope_scaling=None),
-    "glm4": tiny_glm4_config(),
-    "gpt2": tiny_gpt2_config(),
-    "granite": tiny_granite_config(),
-    "smollm3": tiny_smollm3_config(),
-    "arcee": tiny_arcee_config(),
-    "exaone": tiny_exaone_config(),
-    "seed_oss": tiny_seed_oss_config(),
-    "starcoder2": tiny_starcoder2_config(),
-    "starcoder": tiny_starcoder_config(),
-    "ernie4_5": tiny_ernie4_5_config(),
     "qwen35": tiny_qwen3_5_config(),
 }
 READ_BY = {

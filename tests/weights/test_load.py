@@ -24,46 +24,19 @@ from jaxinfer.weights.dummy import dummy_params
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.sources import ModelSource, resolve_source
 from kit.checkpoints import (
+    DENSE_CONFIGS,
     built_arrays,
     random_hf_tensors,
-    tiny_arcee_config,
-    tiny_ernie4_5_config,
-    tiny_exaone_config,
-    tiny_glm4_config,
-    tiny_gpt2_config,
-    tiny_granite_config,
     tiny_llama_config,
-    tiny_olmo2_config,
-    tiny_phi3_config,
-    tiny_qwen2_config,
-    tiny_qwen3_config,
     tiny_qwen3_moe_config,
-    tiny_seed_oss_config,
-    tiny_smollm3_config,
-    tiny_starcoder2_config,
-    tiny_starcoder_config,
     write_gguf,
     write_hf_folder,
 )
 from kit.gguf_hybrid import tiny_qwen3_5_config, tiny_qwen3_5_moe_config
 
 CONFIGS = {
-    "llama": tiny_llama_config(),
+    **DENSE_CONFIGS,
     "llama-untied-biased": tiny_llama_config(tie_word_embeddings=False, attention_bias=True),
-    "qwen2": tiny_qwen2_config(),
-    "qwen3": tiny_qwen3_config(),
-    "olmo2": tiny_olmo2_config(),
-    "phi3": tiny_phi3_config(),
-    "glm4": tiny_glm4_config(),
-    "gpt2": tiny_gpt2_config(),
-    "granite": tiny_granite_config(),
-    "smollm3": tiny_smollm3_config(),
-    "arcee": tiny_arcee_config(),
-    "exaone": tiny_exaone_config(),
-    "seed_oss": tiny_seed_oss_config(),
-    "starcoder2": tiny_starcoder2_config(),
-    "starcoder": tiny_starcoder_config(),
-    "ernie4_5": tiny_ernie4_5_config(),
     "qwen3moe": tiny_qwen3_moe_config(),
 }
 ALL = CONFIGS | {"qwen35": tiny_qwen3_5_config(), "qwen35moe": tiny_qwen3_5_moe_config()}

@@ -153,8 +153,8 @@ def _plan_on(
         bundle.check_model(model)
     spec = None if config.skip_tokenizer_init else source.tokenizer_spec()
     sizes = resolve(config, given, model, device, pins, placement)
-    if sizes.note:
-        progress.note(sizes.note)
+    for note in sizes.notes:
+        progress.note(note)
     program = Program(model, sizes.limits, platform, pins, placement)
     check_invariant(program)
     if bundle is not None:

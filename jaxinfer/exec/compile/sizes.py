@@ -38,7 +38,7 @@ class Sizes:
 
     config: EngineConfig  # with numbers in place of None
     limits: Limits
-    note: str = ""  # for the user: what does not fit, and is smaller
+    notes: tuple[str, ...] = ()  # for the user: what is smaller than it was set or planned
 
 
 def resolve(
@@ -62,7 +62,8 @@ def resolve(
     if fitting != limits.max_num_seqs:
         config = replace(config, max_num_seqs=fitting)
         program = replace(program, limits=_limits(config, model))
-    return Sizes(config, _with_pages(config, program, device), note)
+    limits = _with_pages(config, program, device)
+    return Sizes(config, limits, tuple(filter(None, (note, _unused_pages(config, limits)))))
 
 
 def with_device_defaults(config: EngineConfig, platform: str) -> EngineConfig:
@@ -124,6 +125,18 @@ def _with_pages(config: EngineConfig, program: Program, device: DeviceMemory | N
     if config.max_model_len is None:  # derived: as much of the model's context as fits
         limits = msgspec.structs.replace(limits, max_model_len=limits.longest_context())
     return limits
+
+
+def _unused_pages(config: EngineConfig, limits: Limits) -> str:
+    """A note if the pages that the user has set are more than all sequences can fill."""
+    made = sum(limits.num_pages)
+    if config.num_pages is None or config.num_pages <= made:
+        return ""
+    return (
+        f"num_pages is {config.num_pages}, and {limits.max_num_seqs} sequences of "
+        f"{limits.max_model_len} tokens fill {made} (the padding page included), which are made; "
+        "raise max_num_seqs or max_model_len to use more"
+    )
 
 
 def _limits(config: EngineConfig, model: Model) -> Limits:

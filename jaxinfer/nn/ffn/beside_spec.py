@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import ExpertsConfig, FeedForwardConfig, FeedForwardSpec
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class DenseAndExpertsConfig(FeedForwardSpec):
         """See ``FeedForwardSpec``."""
         return f"{self.dense.words()} and {self.mixture.words()}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``FeedForwardSpec``."""
-        return self.mixture.workspace(*call)
+        return self.mixture.workspace(params, step)
 
     def module(self) -> nn.Module:
         """See ``FeedForwardSpec``."""

@@ -8,24 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import ExpertsConfig
 from jaxinfer.nn.weight import stored
 from pallas_kernels.experts.api import OP, ExpertsArgs
-from pallas_kernels.harness.pins import Pins
 from pallas_kernels.harness.registry import workspace_of
 
 
-def experts_bytes(
-    config: ExpertsConfig,
-    params: Mapping[str, Any],
-    x: jax.ShapeDtypeStruct,  # [T, D]
-    num_prompts: int,
-    platform: str,
-    pins: Pins,
-) -> int:
+def experts_bytes(config: ExpertsConfig, params: Mapping[str, Any], step: StepShape) -> int:
     """See ``BlockSpec.workspace``: the bound of the implementation that runs these tokens."""
-    del num_prompts
-    around = 0  # the latent, and the experts' sum
+    x, around = step.x, 0  # the latent, and the experts' sum
     if config.latent is not None:
         around = 2 * x.shape[0] * config.latent * x.dtype.itemsize
         x = jax.ShapeDtypeStruct((x.shape[0], config.latent), x.dtype)
@@ -40,4 +32,4 @@ def experts_bytes(
         "down_bias": params.get("down_bias"),
     }
     args = ExpertsArgs(**abstract, activation=config.activation, split=True)
-    return around + workspace_of(OP, platform, args, pins.of(OP.name))
+    return around + workspace_of(OP, step.platform, args, step.pins.of(OP.name))

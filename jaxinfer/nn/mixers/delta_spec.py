@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import part
+from jaxinfer.nn.block import StepShape, part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import Entry, LayerState
@@ -97,9 +97,10 @@ class DeltaConfig(MixerSpec):
         rule = "the gated delta rule" + " by channel" * (self.decay == "channel")
         return f"{rule}, {keys} and {self.num_v_heads} value heads {values}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").delta_bytes(self, *call)
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").delta_bytes(self, step)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import part
+from jaxinfer.nn.block import StepShape, part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.state import Entry, LayerState
 
@@ -47,9 +47,10 @@ class GatedConvConfig(MixerSpec):
         """See ``MixerSpec``."""
         return f"a gated convolution of {self.conv_width} tokens and {self.width} channels"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").gated_conv_bytes(self, *call)
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").gated_conv_bytes(self, step)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import BlockSpec, part
+from jaxinfer.nn.block import BlockSpec, StepShape, part
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.positions import Alibi
 from jaxinfer.nn.rope import RopeConfig
@@ -92,9 +92,10 @@ class LightningConfig(BlockSpec):
         """See ``MixerSpec``."""
         return f"lightning attention, {self.num_heads} heads of {self.head_dim}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").lightning_bytes(self, *call)
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").lightning_bytes(self, step)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax.numpy as jnp
 
 from jaxinfer.core.errors import ConfigError
-from jaxinfer.nn.block import kv_part, part
+from jaxinfer.nn.block import StepShape, kv_part, part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.placement import Fused
 from jaxinfer.nn.state import Entry, LayerState
@@ -114,9 +114,10 @@ class Mamba2Config(MixerSpec):
         heads = f"{self.num_heads} heads of {self.head_dim}"
         return f"Mamba-2, {heads} with states of {self.state_dim}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").mamba2_bytes(self, *call)
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").mamba2_bytes(self, step)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
-from jaxinfer.nn.block import part
+from jaxinfer.nn.block import StepShape, part
 from jaxinfer.nn.decoder_config import MixerSpec
 from jaxinfer.nn.state import Entry, LayerState
 from pallas_kernels.lib.chunk_scan import CHUNK
@@ -63,9 +63,10 @@ class MambaConfig(MixerSpec):
         """See ``MixerSpec``."""
         return f"Mamba, {self.inner} channels with states of {self.state_dim}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``."""
-        return import_module("jaxinfer.nn.mixers.bounds").mamba_bytes(self, *call)
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").mamba_bytes(self, step)
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig, MixerSpec
 from jaxinfer.nn.rope import RopeConfig
 from jaxinfer.nn.state import LayerState
@@ -62,10 +63,10 @@ class SideBySideConfig(MixerSpec):
         """See ``MixerSpec``."""
         return f"{self.attention.words()} beside {self.other.words()}"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``: that of the other mixer, and the scaled inputs and outputs of both."""
-        _, x, *_ = call
-        return self.other.workspace(*call) + 4 * x.size * x.dtype.itemsize
+        own = 4 * step.x.size * step.x.dtype.itemsize
+        return self.other.workspace(params, step) + own
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -29,6 +29,7 @@ from jaxinfer.weights.gguf.metadata import ArchitectureMetadata
 _COUNT, _USED, _WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _SHARED_WIDTH, _DENSE = "expert_shared_feed_forward_length", "leading_dense_block_count"
 _MAVERICKS_EXPERTS = 128
+_SIZES = counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH)
 _SOFTMAX, _SIGMOID = constant("expert_gating_func", 0, 1), constant("expert_gating_func", 2)
 
 
@@ -101,7 +102,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             options={"dense": False},
             present={"qkv_bias": "attn_q.bias"},
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 counts(shared_expert_intermediate_size=_SHARED_WIDTH),
                 _SOFTMAX,
             ),
@@ -114,7 +115,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             options={"dense": False},
             present=QKV_BIAS,
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 _SOFTMAX,
                 image_positions,
                 ignored("n_deepstack_layers"),
@@ -148,7 +149,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             options={"dense": False},
             present=QKV_BIAS,
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 _SOFTMAX,
                 windows(4),
             ),
@@ -158,7 +159,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             "hy_v3",
             present=QKV_BIAS,
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 constant("expert_gating_func", 0, 2),
                 constant("expert_weights_norm", True),
                 _without_groups,
@@ -172,7 +173,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             "ExaoneMoeForCausalLM",
             "exaone_moe",
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 constant("expert_gating_func", 0, 2),
                 _without_groups,
                 _set_count("num_shared_experts", "expert_shared_count"),
@@ -269,7 +270,7 @@ EXPERTS_FAMILIES: Mapping[str, Any] = MappingProxyType(
             fixed={"mup_enabled": True},
             present=QKV_BIAS,
             readers=(
-                counts(num_experts=_COUNT, num_experts_per_tok=_USED, moe_intermediate_size=_WIDTH),
+                _SIZES,
                 _SIGMOID,
                 constant("expert_weights_norm", True),
                 number("route_scale", "expert_weights_scale", 1.0),
