@@ -42,7 +42,7 @@ class _Spec(Spec):
 
     @property
     def step(self) -> tiled.Spec:
-        """Those of a K step."""
+        """The constants of one K step."""
         sizes = self.sizes.tiled
         return tiled.Spec(sizes, self.config.step, sums_given=sizes.offsets)
 
