@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from jaxinfer.cli.command import SettingsCommand
-from jaxinfer.cli.options import GENERATING_MODEL, MEMORY
+from jaxinfer.cli.options import MEASURED_MODEL, MEMORY
 from jaxinfer.cli.serve_options import EVERY
 
 
@@ -51,7 +51,7 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
 
 def engine_settings(arguments: list[str]) -> dict[str, Any]:
     """The settings of an engine from flags, variables and a file, as of ``jaxinfer generate``."""
-    command = SettingsCommand("bench", groups=(GENERATING_MODEL, MEMORY))
+    command = SettingsCommand("bench", groups=(MEASURED_MODEL, MEMORY))
     with command.make_context("jaxinfer bench", arguments) as context:
         resolved = command.resolved(context.params, EVERY)
     return {name: value.value for name, value in resolved.items()}

@@ -120,6 +120,7 @@ SAMPLING = Group(
     ),
 )
 GENERATING_MODEL = MODEL.without("skip_tokenizer_init", "pooling", "score_tokens")
+MEASURED_MODEL = MODEL.without("pooling", "score_tokens")  # token ids are enough
 # of commands that only plan an engine
 PLANNED_MODEL = MODEL.without("tokenizer", "skip_tokenizer_init", "score_tokens")
 PLANNED_MEMORY = MEMORY.without(

@@ -89,7 +89,7 @@ class TierPolicy(msgspec.Struct, frozen=True):
     cost: CostModel = CostModel()
     unit_bytes: tuple[int, ...] = ()  # of a page of each group
     state_bytes: int = 0  # of a saved state
-    most_saves: int = 256  # units that one call of the scheduler saves
+    most_save_bytes: int = 1 << 62  # of one call of the scheduler, without offloads
     # pages are saved while less than this share of a pool is free without losing a prefix
     watermark: float = 0.25
     # whether all units of a preempted sequence are saved before their places are returned, and

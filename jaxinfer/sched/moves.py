@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 
 from immutables import Map
 
-from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierUnit, key_in
+from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierPolicy, TierUnit, key_in
 
 
 class Moves:
@@ -49,10 +51,12 @@ class Moves:
         if not keeps_keys:
             self.keys = Map()
 
-    def orders(self, most_saves: int) -> TierOrders:
-        """The orders: all offloads, and up to ``most_saves`` of the other saves."""
+    def orders(self, policy: TierPolicy) -> TierOrders:
+        """The orders: all offloads, and as many of the other saves as the policy allows."""
+        ends = list(accumulate(policy.num_bytes((unit.key,)) for unit in self.saves))
+        count = bisect_right(ends, policy.most_save_bytes)
         return TierOrders(
-            (*self.offloads.values(), *self.saves[:most_saves]),
+            (*self.offloads.values(), *self.saves[:count]),
             tuple(self.loads),
             tuple(self.dropped),
         )

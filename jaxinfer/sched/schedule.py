@@ -90,7 +90,7 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
     step = choose_step(draft) if plans else None
     if policy is not None:
         save_evicted(draft)
-        orders = draft.moves.orders(policy.most_saves)
+        orders = draft.moves.orders(policy)
     changes = tuple([pool.index_changes for pool in draft.pools])
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes, orders)
     return draft.finish(), output

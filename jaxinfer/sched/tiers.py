@@ -198,13 +198,19 @@ def offer_units(draft: Draft) -> None:
     if (policy := draft.tiers) is None or not draft.limits.enable_prefix_caching:
         return
     moves, limits = draft.moves, draft.limits
-    for pool, size in zip(draft.pools, limits.num_pages, strict=True):
+    page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
+
+    def most(num_bytes: int) -> int:
+        """The units of this size that may still be saved."""
+        left = policy.most_save_bytes - policy.num_bytes(unit.key for unit in moves.saves)
+        return max(0, left) // max(1, num_bytes)
+
+    for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
         least = int(size * policy.watermark)
-        moves.save(pool.offer(least, policy.most_saves - len(moves.saves)))
+        moves.save(pool.offer(least, most(page_bytes[i])))
     if limits.num_snapshots:
         least = int(limits.num_snapshots * policy.watermark)
-        left = policy.most_saves - len(moves.saves)
-        found, draft.snapshots = draft.snapshots.offer(least, left)
+        found, draft.snapshots = draft.snapshots.offer(least, most(policy.state_bytes))
         for page_hash, row in found:
             moves.save_snapshot(page_hash, row)
 

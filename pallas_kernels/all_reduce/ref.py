@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.harness.registry import STATIC
 
@@ -12,10 +13,28 @@ from pallas_kernels.harness.registry import STATIC
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Where the devices of a mesh axis exchange data: see ``launch``."""
+    """Where the devices of a mesh axis exchange data: see ``launch``.
+
+    Two calls that use this memory must not run at the same time, and all devices make them in one
+    order. XLA runs kernels of a CUDA graph that do not depend on each other at the same time, so
+    each call takes ``order`` as if it would write it.
+    """
 
     rank: jax.Array  # int32[1]: this device's number on the axis
     addresses: jax.Array  # int32[2 * N]: low and high half of each device's exchange memory
+    order: jax.Ref | None = None  # int32[1]; None if each call depends on the one before it
+
+    def ordered(self) -> Peers:
+        """The same with ``order``."""
+        made = self.order is None
+        return replace(self, order=jax.new_ref(jnp.zeros(1, jnp.int32))) if made else self
+
+
+def peers_of_call(peers: Peers | None, axis: str | None) -> Peers:
+    """The arguments of a kernel; of one device their values are not used."""
+    if peers is None or axis is None:
+        peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
+    return peers.ordered()
 
 
 @jax.tree_util.register_dataclass

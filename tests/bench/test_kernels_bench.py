@@ -140,7 +140,7 @@ def test_a_device_has_all_its_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["--op", "kv_append,attention"],
-            "--op attention: not one of all_reduce, all_",
+            "--op attention: not one of all_gather, all_",
         ),
         (["--op", "publish", "--impl", "xla,mosaic"], "--impl mosaic: not one of triton, xla"),
     ],

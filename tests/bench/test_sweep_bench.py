@@ -17,6 +17,7 @@ from jaxinfer.bench import compare, plan, serve, sweep, verify
 from jaxinfer.bench.main import preset_arguments, presets
 from jaxinfer.bench.traces import queries_of, read_trace
 from jaxinfer.bench.workload import Prefixes, prefix_queries, read_queries
+from jaxinfer.cli.bench import engine_settings
 from jaxinfer.cli.main import cli
 from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import BenchError, ConfigError
@@ -278,3 +279,9 @@ def test_wrong_usage(words: list[str], code: int, says: str) -> None:
 def test_help(name: str) -> None:
     result = CliRunner().invoke(cli, ["bench", name, *([] if name == "--help" else ["--help"])])
     assert result.exit_code == 0 and re.search("usage:", result.output, re.IGNORECASE)
+
+
+def test_an_engine_that_is_measured_needs_no_tokenizer() -> None:
+    """Random prompts are token ids, and folders of random weights often hold none."""
+    settings = engine_settings(["--model", "folder", "--skip-tokenizer-init"])
+    assert settings["skip_tokenizer_init"] is True

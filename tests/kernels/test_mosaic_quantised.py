@@ -89,6 +89,8 @@ def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
     assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
     # Weights are exact, so only sums and the result are rounded.
     bound = 1e-5 if case.wide else 8e-3
+    if config is not None and config.integers:
+        bound = max(bound, 3e-4)  # 16 bits of tokens
     result, expected = (np.asarray(x, np.float64) for x in (result, expected))
     np.testing.assert_allclose(result, expected, rtol=bound, atol=bound)
 
@@ -164,6 +166,36 @@ LAUNCHES = {
 @pytest.mark.parametrize(("case", "config"), LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.usefixtures("replaced")
 def test_all_configs_agree_with_the_definition(case: QuantisedCase, config: TiledConfig) -> None:
+    _check(case, config)
+
+
+BIASED = replace(_case("q4_k", 32, 3), bias=True)
+INTEGERS = {
+    "one_token": (_case("q4_k", 32, 1), TiledConfig(8, 128, 2, 2, integers=True)),
+    "bias": (BIASED, TiledConfig(8, 128, 1, 2, integers=True)),
+    "eight_tokens": (_case("q4_k", 32, 8), TiledConfig(8, 64, 2, 2, integers=True)),
+    "swiglu": (
+        _case("q4_k", 32, 5, swiglu=True),
+        TiledConfig(8, 128, 2, 2, 1, True, integers=True),
+    ),
+    "split": (
+        replace(_case("q6_k", 16, 2), inner=1280, split=True),
+        TiledConfig(8, 64, 2, 2, split_k=2, integers=True),
+    ),
+    "wide": (_case("q6_k", 16, 4, wide=True), TiledConfig(8, 128, 1, 2, integers=True)),
+    "supers_of_128": (
+        replace(_case("q4_k", 32, 2), super_group=128),
+        TiledConfig(8, 128, 2, 2, integers=True),
+    ),
+    "zeros": (_case("int4_zeros", 128, 2), TiledConfig(8, 64, 2, 2, integers=True)),
+    "int4": (_case("int4", 128, 2), TiledConfig(8, 128, 2, 2, integers=True)),
+    "int8_offsets": (_case("int8_offsets", 32, 2), TiledConfig(8, 128, 1, 2, integers=True)),
+}
+
+
+@pytest.mark.parametrize(("case", "config"), INTEGERS.values(), ids=INTEGERS)
+@pytest.mark.usefixtures("replaced")
+def test_tokens_as_integers(case: QuantisedCase, config: TiledConfig) -> None:
     _check(case, config)
 
 
@@ -285,8 +317,10 @@ def test_weights_that_are_not_arranged_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "swiglu", "config"),
     [
-        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="four_warpgroups"),
-        pytest.param(8, True, TiledConfig(8, 128, 2, 6, 1, True), id="gates_and_ups"),
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
+        pytest.param(8, True, TiledConfig(8, 128, 2, 8, 1, True, integers=True), id="gates"),
+        pytest.param(16, False, TiledConfig(16, 128, 4, 4), id="four_warpgroups"),
+        pytest.param(16, True, TiledConfig(16, 128, 2, 6, 1, True), id="gates_and_ups"),
         pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),
         pytest.param(64, False, TiledConfig(64, 128, 2, 4), id="many_tokens"),
     ],

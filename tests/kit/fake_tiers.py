@@ -22,8 +22,6 @@ from kit.fake_executor import FakeExecutor
 class FakeMover:
     """A ``PageMover``: a copy is made when it is queued, as steps run when they are launched."""
 
-    most_saves = 256
-
     def __init__(self, limits: Limits, executor: Callable[[], FakeExecutor]) -> None:
         self._limits, self._executor = limits, executor
         page = UnitForm((((limits.page_size,), np.dtype(np.int64)),))

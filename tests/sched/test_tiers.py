@@ -214,7 +214,7 @@ def test_every_page_of_a_preempted_sequence_is_saved() -> None:
     """However few units one call saves besides."""
     one = drive(num_pages=14, cost=COMPUTES, offloads=True)
     assert (policy := one.state.tiers) is not None
-    policy = msgspec.structs.replace(policy, most_saves=0)
+    policy = msgspec.structs.replace(policy, most_save_bytes=0)
     one.state = msgspec.structs.replace(one.state, tiers=policy)
     one.arrive(
         make_request("first", PROMPT[:20], arrival=0, max_tokens=28),

@@ -183,18 +183,20 @@ class EngineClient:
         checked: bool = False,
         client: str = "",
         name: str = "",
+        is_whole: bool = False,
     ) -> Stream:
         """Submit a request; raises ``RequestError``, or ``EngineError`` if the engine has ended.
 
-        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``client``:
-        as in ``Submission``. ``name``: the user's id, which a profile shows if it has been started.
+        ``checked``: it has passed ``check``, which reads every token id of the prompt. ``client``
+        and ``is_whole``: as in ``Submission``. ``name``: the user's id, which a profile
+        shows if it has been started.
         """
         if not checked:
             self.check(spec)
         self._opened += 1
         # unique, since users may repeat their request ids; short, as it comes with every token
         key = f"{name if name and self._shows_names else 'stream'}-{self._opened}"
-        self._submit(Submission(key, spec, client))
+        self._submit(Submission(key, spec, client, is_whole=is_whole))
         counts = len(spec.prompt_token_ids), spec.sampling.n
         stream = Stream(self, key, *counts, wake or asyncio.Event())
         self._streams[key] = stream

@@ -19,6 +19,7 @@ from jaxinfer.core.constraint import Constraint
 from jaxinfer.core.errors import EngineError, JaxinferError, RequestError
 from jaxinfer.core.structured import StructuredOutputsParams
 from jaxinfer.engine.link.link import Link
+from jaxinfer.engine.link.whole import WholeAnswers
 from jaxinfer.engine.link.wire import (
     AbortRequest,
     Command,
@@ -85,6 +86,7 @@ class EngineThread(Link):
         self._changes: list[_Change] = []  # that wait for the engine to become idle
         # that arrived after the first of these, in a pause, or while the engine sleeps
         self._held: list[_Ready] = []
+        self._whole = WholeAnswers()
         self._paused = False
         self._idle_seconds: float | None = IDLE_SECONDS  # None: it has been idle for so long
         # when the loop last finished a part of its work, while it has some; read by other threads
@@ -142,7 +144,7 @@ class EngineThread(Link):
         try:
             while self._take_commands(listener):
                 if self._can_step:
-                    listener(self._engine.step())
+                    listener(self._whole.passed(self._engine.step()))
                     self._progress = time.monotonic()
                     self._engine.wait_until_launchable()  # requests that arrive now join it
         except EngineError as failure:  # the engine failed, not one request
@@ -189,6 +191,7 @@ class EngineThread(Link):
                         one for one in self._held if one.submission.request_id != command.request_id
                     ]
                     self._engine.abort(command.request_id)
+                    self._whole.forget(command.request_id)
                 case Control():
                     self._control(command, listener)
                 case SetSteering():
@@ -212,7 +215,7 @@ class EngineThread(Link):
         if self._engine.has_work:
             if not self._holds and all(change.mode == "wait" for change in self._changes):
                 return
-            listener(self._engine.drain())
+            listener(self._whole.passed(self._engine.drain()))
         changes, self._changes = self._changes, []
         for change in changes:
             _run(change)
@@ -339,6 +342,9 @@ class EngineThread(Link):
             self._engine.add_request(submission.request_id, submission.spec, ready.constraint)
         except Exception as error:  # an error of one request must not stop the others
             listener(Refused(submission.request_id, Failed.of(_refusal(error))))
+            return
+        if submission.is_whole:
+            self._whole.add(submission.request_id, submission.spec.sampling.n)
 
 
 def _refusal(error: BaseException) -> JaxinferError:

@@ -27,6 +27,7 @@ from jaxinfer.core.tiers import SNAPSHOTS, CostModel
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.tier_memory import tier_save_bytes
 from jaxinfer.exec.run.copy_stream import CudaCopyStream
 from jaxinfer.exec.run.cuda_driver import registered_memory
 from jaxinfer.exec.run.executor import Executor
@@ -203,7 +204,7 @@ def begin_tiers(
         }
 
     policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
-    policy = replace(policy, most_saves=mover.most_saves)
+    policy = replace(policy, most_save_bytes=tier_save_bytes(plan.program))
     return TierRunner(mover, connector, policy, sizes)
 
 

@@ -23,6 +23,7 @@ from jaxinfer.core.shapes import round_up
 from jaxinfer.core.step import TAPS, Bucket
 from jaxinfer.exec.compile.page_pools import fewest_pages, most_pages, split_pages
 from jaxinfer.exec.compile.program import Program
+from jaxinfer.exec.compile.tier_memory import tier_memory
 from jaxinfer.exec.step.sampling import SAMPLING_COPIES
 from jaxinfer.models.base import Model, abstract_params, layer_of
 from jaxinfer.models.quantised import sizes_by_form
@@ -48,10 +49,6 @@ MIN_SNAPSHOTS = 4  # also for an engine with fewer sequences
 # Staging buffers of each size. Two steps are in flight, and the result of a step may be reported
 # ready up to 1 ms after its end.
 NUM_BUFFERS = 3
-# Units of tiers are copied in blocks of so many bytes, or of one unit: four for loads, two of saves
-# under way, and what XLA needs to pack or unpack one (``exec.tiers.device_mover``).
-TIER_BLOCK_BYTES = 64 << 20
-NUM_TIER_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -238,7 +235,7 @@ def program_memory(
     page_bytes = tuple(limits.page_size * each for each in state.bytes_per_entry)
     staging = NUM_BUFFERS * sum(round_up(size, MAPPED_BYTES) for size in batches)
     if has_tiers and device is not None:
-        staging += NUM_TIER_BLOCKS * max(TIER_BLOCK_BYTES, *page_bytes, state.bytes_per_slot)
+        staging += tier_memory(program)
     return MemoryPlan(
         weights=weights,
         page_bytes=page_bytes,

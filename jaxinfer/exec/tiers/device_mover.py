@@ -21,8 +21,8 @@ from jax import lax
 
 from jaxinfer.core.connector import Content, Forms, Unit
 from jaxinfer.core.tiers import DIGEST_SIZE, TierUnit
-from jaxinfer.exec.compile.memory_plan import TIER_BLOCK_BYTES
 from jaxinfer.exec.compile.program import NO_GRAPH, Program
+from jaxinfer.exec.compile.tier_memory import TIER_BLOCK_BYTES
 from jaxinfer.exec.run.copy_stream import CopyEvent, CopyStream, HostCopy
 from jaxinfer.exec.run.device_arrays import DeviceArrays
 from jaxinfer.exec.tiers.locked_memory import Allocate
@@ -73,11 +73,6 @@ class DeviceMover:
                 unpack = jax.jit(_unpacked, donate_argnums=(0,)).lower(given, both, block)
                 self._unpacks[pool] = unpack.compile(options)
         self._ring: list[Block] = []
-
-    @property
-    def most_saves(self) -> int:
-        """See ``PageMover``: the memory plan has two blocks for saves."""
-        return 2 * min(width for pool, width in self.widths.items() if pool is not None)
 
     def gather(self, units: Sequence[TierUnit]) -> DeviceSaving:
         """See ``PageMover``."""
@@ -140,7 +135,7 @@ class DeviceMover:
 
     @property
     def sink_bytes(self) -> int:
-        """The bytes that ``copy_to_sink`` copies: those of two blocks."""
+        """The bytes that ``copy_to_sink`` copies: those of eight blocks."""
         return len(self._sunk()) * self.forms[0].num_bytes
 
     def copy_to_sink(self) -> None:
@@ -156,7 +151,7 @@ class DeviceMover:
     def _sunk(self) -> list[TierUnit]:
         sink = TierUnit(bytes(DIGEST_SIZE), SINK)
         (pool,) = self.pools.split([sink])
-        return [sink] * (2 * self.widths[pool])
+        return [sink] * (8 * self.widths[pool])  # as a long prefix: copies overlap with unpacking
 
 
 class Part(NamedTuple):

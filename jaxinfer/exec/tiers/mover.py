@@ -74,11 +74,6 @@ class PageMover(Protocol):
         """Begin to copy units to these places; their memory is unchanged until it has ended."""
         ...
 
-    @property
-    def most_saves(self) -> int:
-        """The units that one gather should have, at most."""
-        ...
-
     def settle(self) -> None:
         """Wait for all copies to and from host memory; keep no memory of the device for others."""
         ...
@@ -127,8 +122,6 @@ class ArrayMover:
 
     On several devices a unit has the parts of all of them, as the arrays of the layer state have.
     """
-
-    most_saves = 256
 
     def __init__(self, program: Program, arrays: DeviceArrays) -> None:
         self._arrays, self._pools = arrays, Pools(program)

@@ -27,4 +27,5 @@ def open_stream(
         most = resolved_max_tokens(num_tokens, sampling, client.limits)
         params, listed = request.beam_search(most), sampling.logprobs or 0
         return BeamStream(client, spec, params, num_logprobs=listed, wake=wake)
-    return client.open(spec, wake=wake, checked=True, client=sender, name=name)
+    is_whole = isinstance(request, GenerationFields) and not request.stream
+    return client.open(spec, wake=wake, checked=True, client=sender, name=name, is_whole=is_whole)

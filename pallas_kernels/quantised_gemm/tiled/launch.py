@@ -19,6 +19,11 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 SMALL_SCALE_DTYPES = ("int8", "uint8")  # with supers
 MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
 MMA_INPUTS = 16  # K of a wgmma
+QUAD = 4  # tokens of an integer instruction
+SPAN = 512  # inputs of a token that a warpgroup rounds at once
+ROUNDED = 16, 32  # inputs of a token that share a unit
+INTEGER_KINDS = "int4", "int8"
+FEW_IN_FLIGHT_BYTES = 64 << 10  # of a CTA, so that the next kernel's fits beside it
 MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
@@ -90,7 +95,7 @@ class TiledConfig:
     step each of the compute ``warpgroups`` multiplies ``span`` inputs; with ``by_half`` those with
     an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
     divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
-    warpgroup of its own.
+    warpgroup of its own. With ``integers`` up to 8 tokens are rounded (``integers``).
     """
 
     block_t: int
@@ -100,6 +105,7 @@ class TiledConfig:
     split_k: int = 1
     by_half: bool = False
     own_copies: bool = False
+    integers: bool = False
 
     @property
     def block_k(self) -> int:
@@ -124,6 +130,12 @@ class TiledConfig:
             for size in (self.span, self.block_k)
         )
         split = 1 <= self.split_k <= (steps if sizes.split else 1)
+        if self.integers and (
+            sizes.tokens > MMA_TOKENS
+            or sizes.kind not in INTEGER_KINDS
+            or steps // self.split_k * self.block_k < SPAN
+        ):
+            return False
         halves = not self.by_half or (sizes.swiglu and self.warpgroups % 2 == 0)
         return rest == 0 and nested and split and halves and self.span % TILE == 0
 
@@ -190,7 +202,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
     if sizes.normed:
         in_flight = min(in_flight, SMEM_BYTES // (1 + sizes.swiglu) - sizes.token_bytes)
-    found = []
+    found = _integer_configs(sizes) if sizes.tokens <= MMA_TOKENS else []
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
         one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies)
@@ -203,6 +215,23 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
         most_stages = MAX_STAGES + 2 * one.by_half  # whose steps are half as long
         stages = max(2, min(in_flight // step_bytes, -(-steps // split_k), most_stages))
         config = replace(one, stages=stages, split_k=split_k)
+        if config.fits(sizes):
+            found.append(config)
+    return found
+
+
+def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
+    """The configurations with integers that fit the call, the best first."""
+    found = []
+    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), (2 * TILE, TILE)):
+        one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)
+        steps = sizes.inner // one.block_k
+        if steps == 0:
+            continue
+        split_k = _split_k(sizes, min(steps, sizes.inner // SPAN or 1))
+        step_bytes = sizes.halves * one.block_k // TILE * sizes.tile_bytes
+        most = max(2, min(FEW_IN_FLIGHT_BYTES // step_bytes, -(-steps // split_k)))
+        config = replace(one, stages=most, split_k=split_k)
         if config.fits(sizes):
             found.append(config)
     return found

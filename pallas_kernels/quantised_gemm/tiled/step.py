@@ -30,6 +30,8 @@ from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
     MMA_TOKENS,
+    QUAD,
+    ROUNDED,
     TiledConfig,
     TiledSizes,
 )
@@ -57,7 +59,9 @@ class Spec:
 
     @property
     def chunk(self) -> int:
-        """Inputs of one wgmma call: a swizzled row of tokens."""
+        """Inputs of one wgmma call: a swizzled row of tokens; or those that share a unit."""
+        if self.config.integers:
+            return max(chunk for chunk in ROUNDED if self.sizes.group % chunk == 0)
         return min(self.segment, TILE)
 
     @property
@@ -78,9 +82,10 @@ class Parts(NamedTuple):
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
 
-    x: Ref  # [T, K]; with a norm ``NormRefs``
+    x: Ref  # [T, K]; with integers [T, K / chunk, chunk]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
+    bias: Ref = None  # [O]
     sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
     total: Ref = None  # the sum of a normed token
     out: Ref = None  # [T, O], or float32[S, T, O]
@@ -464,6 +469,9 @@ def write(
     """Write the tile of the result from registers."""
     result = swiglu_of_many(*results) if spec.sizes.swiglu else results[0]
     columns, block_t = pl.ds(index * TILE, TILE), spec.config.block_t
+    if spec.config.integers:
+        places = [2 * (i % QUAD) + i // QUAD for i in range(spec.sizes.tokens)]
+        return write_rows(out, spec.sizes.tokens, columns, result, places)
     if spec.sizes.tokens < MMA_TOKENS:
         return write_rows(out, spec.sizes.tokens, columns, result)
     if spec.sizes.tokens % block_t == 0:
