@@ -172,7 +172,7 @@ class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
-    ``gate_cutoff`` a gate is what exceeds its mean by so many standard deviations, and else 0.
+    ``gate_cutoff`` a gate is what exceeds its mean by so many deviations, or 0.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -211,12 +211,11 @@ class ExpertsConfig(FeedForwardSpec):
     chosen experts are multiplied by a parameter of each expert. ``shared`` is a network that every
     token uses as well; with ``shared_gate`` its output is weighted by the sigmoid of a logit, and
     it is multiplied by ``shared_scale``. With ``weighs_inputs`` a token that chooses one expert is
-    multiplied by its weight before the expert instead of after it (Llama 4).
-    Choices from ``count`` on are of ``zero_experts``, which return the token itself. With
-    ``latent`` experts read a projection of the token to that width, and their sum is projected
-    back. ``dummy_routing`` replaces the router's choices, for benchmarks of random weights: see
-    ``EngineConfig``. ``slices``: several devices have a part of the columns of every expert, not
-    whole experts.
+    multiplied by its weight before the expert instead of after it (Llama 4). Choices from ``count``
+    on are of ``zero_experts``, which return the token itself. With ``latent`` experts read a
+    projection of the token to that width, and their sum is projected back. ``dummy_routing``
+    replaces the router's choices, for benchmarks of random weights: see ``EngineConfig``.
+    ``slices``: several devices have a part of the columns of every expert, not whole experts.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -345,9 +344,8 @@ class DecoderSpec:
         return replace(self, layers=tuple(layers))
 
     def with_pages(self, dtype: jnp.dtype) -> DecoderSpec:
-        """The decoder with pages of ``dtype``.
-
-        Raises ``ConfigError`` if a layer has other pages, or if no layer has any.
+        """The decoder with pages of ``dtype``; raises ``ConfigError`` if a layer has other pages, or
+        if no layer has any.
         """
         layers = tuple(_with_pages(layer, self.dtype, dtype) for layer in self.layers)
         if layers == self.layers:
@@ -355,9 +353,8 @@ class DecoderSpec:
         return replace(self, layers=layers)
 
     def share(self, devices: int) -> DecoderSpec:
-        """One device's part of the decoder: see ``MixerSpec``.
-
-        Embedding and head are divided, too, but their sizes are those of the arrays they are given.
+        """One device's part of the decoder: see ``MixerSpec``. Embedding and head are divided, too,
+        but their sizes are those of the arrays they are given.
         """
         layers = tuple(layer.share(devices) for layer in self.layers)
         return replace(self, layers=layers, own_layout=self.layout)

@@ -30,6 +30,7 @@ CASES = (
     "qwen3",
     "gpt2",
     "gemma3",
+    "gemma3n_active",
     "gemma4",
     "gemma4_unified",
     "olmo2",
@@ -153,6 +154,8 @@ def make(name: str) -> None:
     hidden, embedded = out.hidden_states, model.get_input_embeddings()(ids)
     if model.config.model_type in AFTER:
         hidden = (embedded, *hidden[:-2], hidden[-1])
+    if hidden[0].ndim == 4:  # several streams, of which the first one, and the final norm
+        hidden = (*(streams[0] for streams in hidden[:-1]), model.model(ids).last_hidden_state)
     made = {"hidden": torch.cat(hidden), "patterns": torch.cat(patterns or [torch.zeros(0)])}
     (DATA / "hidden").mkdir(exist_ok=True)
     save_file(made, DATA / "hidden" / f"{name}.safetensors")
