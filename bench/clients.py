@@ -215,8 +215,8 @@ def main() -> None:
     differences = differences_of(rounds, list(clients))
     print(json.dumps(differences, indent=1))
     if given.output:
-        settings = {name: str(value) for name, value in vars(given).items() if value}
-        report = {**host_circumstances("bench", "jaxinfer"), "settings": settings}
+        numbers = {k: v for k, v in vars(given).items() if isinstance(v, int | float)}
+        report = {**host_circumstances("bench", "jaxinfer"), "settings": numbers}
         report |= {"streams": streams, "differences": differences, "rounds": rounds}
         write_report(given.output, report)
     others = [one for name, one in differences.items() if name != "server"]
