@@ -2,7 +2,7 @@
 
 Run from the repository root on a machine with several GPUs:
 ``python -m bench.all_reduce [--devices N] [--rows ...] [--width ...] [--sums N] [--norms |
---gathers] [--output FILE]``.
+--gathers | --decodes] [--output FILE]``.
 One computation has a chain of sums of float32[rows, width], each the argument of the next; the time
 is that of one sum of the chain. A sum of equal values doubles them (of two devices), so the result
 of a chain is known to the bit, and is checked after ``--sums`` sums of the library's kernel. With
@@ -47,12 +47,12 @@ FIRST = 2.0**-100  # whose doubles of a chain on up to 8 devices are finite
 SAMPLES, CALLS = 7, 20
 
 
-def chain_of(impl: str, placement: Placement) -> Callable[..., jax.Array]:
-    """A chain of sums of each device's values [N * rows, width]."""
+def chain_of(impl: str, placement: Placement, *, decodes: bool = False) -> Callable[..., jax.Array]:
+    """A chain of sums of each device's values [N * rows, width]; ``decodes`` is as in ``Peers``."""
 
     def run(x: jax.Array, addresses: jax.Array) -> jax.Array:
         rank = jax.lax.axis_index(TENSOR).reshape(1).astype(jnp.int32)
-        peers = Peers(rank=rank, addresses=addresses)
+        peers = Peers(rank=rank, addresses=addresses, decodes=decodes)
         for i in range(CHAIN):
             x = all_reduce(AllReduceArgs(partials=x, peers=peers, axis=TENSOR), impl)
             if i % 10 == 9:  # of 8 devices, ten sums are 2 ** 30 times as much
@@ -182,7 +182,8 @@ def rows_of(options: argparse.Namespace, placement: Placement) -> list[dict[str,
     """The times of each size, by each way."""
     exchange = Exchange(tuple(d.local_hardware_id for d in placement.devices))
     addresses = placement.put(exchange.words)
-    chains = {impl: chain_of(impl, placement) for impl in ("triton", "xla")}
+    kinds = ("triton", "xla")
+    chains = {impl: chain_of(impl, placement, decodes=options.decodes) for impl in kinds}
     made = []
     for rows in options.rows:
         for width in options.width:
@@ -227,6 +228,7 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--norms", action="store_true", help="with the norm after each sum")
     kinds.add_argument("--gathers", action="store_true", help="of columns, instead of sums")
+    kinds.add_argument("--decodes", action="store_true", help="sums as large as decode steps may")
     parser.add_argument("--commit")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

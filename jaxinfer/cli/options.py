@@ -74,7 +74,7 @@ MEMORY = Group(
         Setting("max_form_seconds", number, "CPU time to compile one structured output."),
         Setting("max_form_bytes", size, "Memory of one structured output."),
         Setting("tap_points", texts, "Points that requests may read and steer: A,B.", ("--taps",)),
-        Setting("batch_invariant", boolean, "The same bits for a request in any batch, on CPUs."),
+        Setting("batch_invariant", boolean, "The same bits for a request in any batch."),
         Setting("kernels", text, "Implementations of kernels: OP=IMPL,..."),
         Setting("bundle", text, "Executables and sizes from `jaxinfer compile`."),
         Setting("cache_dir", text, "Where wheels, conversions and executables go."),

@@ -16,6 +16,7 @@ class NoMixer(MixerSpec):
     """The mixer of a layer that has a network alone."""
 
     is_invariant: ClassVar[bool] = True
+    is_invariant_on_gpu: ClassVar[bool] = True
 
     @property
     def is_absent(self) -> bool:
@@ -40,6 +41,8 @@ class NoMixer(MixerSpec):
 @dataclass(frozen=True)
 class NoNetwork(FeedForwardSpec):
     """The feed-forward network of a layer that has a mixer alone."""
+
+    is_invariant_on_gpu: ClassVar[bool] = True
 
     @property
     def is_absent(self) -> bool:

@@ -61,9 +61,11 @@ class BlockSpec(Protocol):
 
     ``is_invariant``: with ``Pins.invariant`` the module's output for a token has the same bits
     whatever else is in the step and however the tokens before it were divided among steps.
+    ``is_invariant_on_gpu`` says so of GPUs, the other one of CPUs.
     """
 
     is_invariant: ClassVar[bool] = False
+    is_invariant_on_gpu: ClassVar[bool] = False
 
     def module(self) -> nn.Module:
         """The module; its parameters are part of the layer's."""

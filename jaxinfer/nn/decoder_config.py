@@ -102,6 +102,7 @@ class AttentionConfig(BlockSpec):
     """
 
     is_invariant: ClassVar[bool] = True
+    is_invariant_on_gpu: ClassVar[bool] = True
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -173,6 +174,7 @@ class FeedForwardConfig(FeedForwardSpec):
     ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies.
     """
 
+    is_invariant_on_gpu: ClassVar[bool] = True
     width: int
     activation: str
     gated: bool
@@ -215,6 +217,7 @@ class ExpertsConfig(FeedForwardSpec):
     whole experts.
     """
 
+    is_invariant_on_gpu: ClassVar[bool] = True
     count: int
     width: int
     routing: Routing

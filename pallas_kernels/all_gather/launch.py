@@ -1,4 +1,4 @@
-"""Which calls the Triton kernel of all_gather supports, and its CTAs.
+"""Which calls the Triton kernel of all_gather supports.
 
 It uses the counters, flags and data of ``all_reduce``, a tile of which a CTA exchanges at a time,
 so arrays of any size need no more memory. Does not import Triton, so it works where Triton is not
@@ -8,19 +8,10 @@ installed.
 from __future__ import annotations
 
 from pallas_kernels.all_gather.ref import AllGatherArgs
-from pallas_kernels.all_reduce.launch import MAX_CTAS, TILE
+from pallas_kernels.all_reduce.launch import MAX_VALUES
 from pallas_kernels.lib.checks import unfit_for_triton
-from pallas_kernels.lib.device import current_device
 
-# All CTAs of a call must run at the same time, as each waits for the other devices. With up to 128
-# registers a thread an SM has four.
-CTAS_PER_SM = 4
-MAX_INDEX = (1 << 31) - MAX_CTAS * TILE  # indices of values are int32
-
-
-def ctas(values: int) -> int:
-    """The CTAs for so many values of each device: equally many on all, which are of one kind."""
-    return min(MAX_CTAS, CTAS_PER_SM * current_device().num_sms, -(-values // TILE))
+MAX_INDEX = (1 << 31) - MAX_VALUES  # indices of values are int32
 
 
 def supports(args: AllGatherArgs) -> str | None:

@@ -23,6 +23,8 @@ class Peers:
     rank: jax.Array  # int32[1]: this device's number on the axis
     addresses: jax.Array  # int32[2 * N]: low and high half of each device's exchange memory
     order: jax.Ref | None = None  # int32[1]; None if each call depends on the one before it
+    # a step without prompts, in which sums by NCCL would divide a CUDA graph
+    decodes: bool = field(default=False, metadata=STATIC)
 
     def ordered(self) -> Peers:
         """The same with ``order``."""
@@ -30,11 +32,16 @@ class Peers:
         return replace(self, order=jax.new_ref(jnp.zeros(1, jnp.int32))) if made else self
 
 
-def peers_of_call(peers: Peers | None, axis: str | None) -> Peers:
-    """The arguments of a kernel; of one device their values are not used."""
+type PeerArrays = tuple[jax.Array, jax.Array, jax.Ref]
+
+
+def peer_arrays(peers: Peers | None, axis: str | None) -> PeerArrays:
+    """Rank, addresses and order as arguments of a kernel, which on one device uses none of them."""
     if peers is None or axis is None:
         peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
-    return peers.ordered()
+    order = peers.ordered().order
+    assert order is not None
+    return peers.rank, peers.addresses, order
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch
-from pallas_kernels.all_reduce.ref import AllReduceArgs, peers_of_call
+from pallas_kernels.all_reduce.ref import AllReduceArgs, peer_arrays
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 
@@ -33,47 +33,52 @@ def _all_reduce(
     LOST: tl.constexpr,
     DATA: tl.constexpr,
     MAX_READS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     cta = tl.program_id(0)
-    value = cta * TILE + tl.arange(0, TILE)
-    inside = value < count
-    own = tl.zeros((TILE,), tl.float32)
-    for split in tl.static_range(SPLITS):  # type: ignore[misc]
-        own += tl.load(partials + split * count + value, mask=inside, other=0.0).to(tl.float32)
-    sums = own
+    rank = tl.load(rank_at)
+    words = words_of(addresses, rank)
+    place = cta * TILE + tl.arange(0, TILE)
+    number = 0
     if RANKS > 1:
-        rank = tl.load(rank_at)
-        words = words_of(addresses, rank)
-        number = tl.load(words + cta) + 1
-        at = DATA + (number & 1) * RANKS * MAX_VALUES + value
-        send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
-        reads = reads_left(words, LOST, MAX_READS)
-        sums = tl.zeros((TILE,), tl.float32)
-        for peer in tl.static_range(RANKS):  # type: ignore[misc]
-            if peer == rank:
-                sums += own
-            else:
-                theirs = at + peer * MAX_VALUES
-                sums += received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+        number = tl.load(words + cta)
+    for round in range(ROUNDS):
+        value = round * tl.num_programs(0) * TILE + place
+        inside = value < count
+        own = tl.zeros((TILE,), tl.float32)
+        for split in tl.static_range(SPLITS):  # type: ignore[misc]
+            own += tl.load(partials + split * count + value, mask=inside, other=0.0).to(tl.float32)
+        sums = own
+        if RANKS > 1:
+            number += 1
+            at = DATA + (number & 1) * RANKS * MAX_VALUES + place
+            send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
+            reads = reads_left(words, LOST, MAX_READS)
+            sums = tl.zeros((TILE,), tl.float32)
+            for peer in tl.static_range(RANKS):  # type: ignore[misc]
+                if peer == rank:
+                    sums += own
+                else:
+                    theirs = at + peer * MAX_VALUES
+                    sums += received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+        tl.store(total + value, sums.to(total.dtype.element_ty), mask=inside)
+    if RANKS > 1:
         tl.store(words + cta, number)
-    tl.store(total + value, sums.to(total.dtype.element_ty), mask=inside)
 
 
 def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
     """See ``all_reduce.api``."""
     partials = args.partials
     *splits, tokens, width = partials.shape
-    peers = peers_of_call(args.peers, args.axis)
-    ranks = peers.addresses.size // 2
+    peers = peer_arrays(args.peers, args.axis)
+    ranks = peers[1].size // 2
     shape = (1, tokens, width) if splits else (tokens, width)
     total: jax.Array = jt.triton_call(
         partials,
-        peers.rank,
-        peers.addresses,
-        peers.order,
+        *peers,
         kernel=_all_reduce,
         out_type=jax.ShapeDtypeStruct(shape, partials.dtype),
-        grid=(-(-tokens * width // launch.TILE),),
+        grid=(launch.ctas(tokens * width),),
         num_warps=launch.NUM_WARPS,
         num_stages=1,
         count=tokens * width,
@@ -85,5 +90,6 @@ def all_reduce(args: AllReduceArgs) -> jax.Array:  # [T, D] or float32[1, T, D]
         LOST=launch.lost_word(ranks),
         DATA=launch.data_word(ranks),
         MAX_READS=exchange_triton.MAX_READS,
+        ROUNDS=launch.rounds(tokens * width),
     )
     return total

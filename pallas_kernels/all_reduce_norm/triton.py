@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch as sum_launch
-from pallas_kernels.all_reduce.ref import peers_of_call
+from pallas_kernels.all_reduce.ref import peer_arrays
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs, Pair
 from pallas_kernels.lib import exchange_triton
 from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
@@ -116,16 +116,14 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
     """See ``all_reduce_norm.api``."""
     x, partials = args.norm.x, args.partials
     tokens, width = x.shape
-    peers = peers_of_call(args.peers, args.axis)
-    ranks, tile = peers.addresses.size // 2, power_of_two(width)
+    peers = peer_arrays(args.peers, args.axis)
+    ranks, tile = peers[1].size // 2, power_of_two(width)
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = jt.triton_call(
         x,
         partials,
         args.norm.weights,
-        peers.rank,
-        peers.addresses,
-        peers.order,
+        *peers,
         kernel=_sum_and_norm,
         out_type=(result, result),
         grid=(tokens,),

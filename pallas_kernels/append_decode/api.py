@@ -13,8 +13,10 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
+from pallas_kernels.paged_prefill import fixed_launch
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
+_triton_fixed = imported_when_called("pallas_kernels.append_decode.triton_fixed", "append_decode")
 _mosaic = imported_when_called(
     "pallas_kernels.append_decode.mosaic", "append_decode", mosaic_launch.result_shapes
 )
@@ -45,6 +47,7 @@ OP = KernelOp(
             supports=attention.append_decode_supports,
         ),
         Impl("xla", xla.append_decode),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,
@@ -67,9 +70,9 @@ def append_decode(
     slot of each row's context, then ``attend_ref.attend``. Rows of length 0 are padding and yield
     zeros; page 0 may be written for them. Without ``appends`` the tokens are in the pages, which
     stay as they are. In place when the caller donates the pools. A row's bits do not depend on the
-    other rows. With ``xla`` they do not depend on the number of rows either; the GPU kernels use
-    more splits with fewer rows. ``impl`` pins an implementation. Raises ValueError on arguments
-    that do not fit together.
+    other rows. With ``xla`` and "triton_fixed" they do not depend on the number of rows either; the
+    other GPU kernels use more splits with fewer rows. ``impl`` pins an implementation. Raises
+    ValueError on arguments that do not fit together.
 
     The online softmax is that of FlashAttention-2 (Dao, 2023, arXiv:2307.08691), paging that of
     PagedAttention (Kwon et al., 2023, arXiv:2309.06180).

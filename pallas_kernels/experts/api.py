@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import cases, launch, native, ref, xla
+from pallas_kernels.experts import cases, fixed_launch, launch, native, ref, xla
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Stack, arrays_of, size_of
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -13,6 +13,7 @@ from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.lib.quantised import Quantised
 
 _hopper = imported_when_called("pallas_kernels.experts.hopper", "experts")
+_triton_fixed = imported_when_called("pallas_kernels.experts.triton_fixed", "experts")
 
 
 OP = KernelOp(
@@ -22,6 +23,13 @@ OP = KernelOp(
         Impl("native", native.experts, ("cpu",), native.supports, workspace=native.workspace_bytes),
         Impl("hopper", _hopper, ("gpu",), launch.supports, workspace=launch.workspace_bytes),
         Impl("xla", xla.experts, workspace=xla.workspace_bytes),
+        Impl(
+            "triton_fixed",
+            _triton_fixed,
+            ("gpu",),
+            fixed_launch.supports,
+            workspace=fixed_launch.workspace_bytes,
+        ),
     ),
     cases=cases.CASES,
     build=cases.build,

@@ -52,7 +52,21 @@ _INVARIANT = MappingProxyType(
             ("sample", "native"),
             ("skinny_gemm", "native"),
             ("swiglu_gemm", "native"),
-        )
+        ),
+        "gpu": (
+            ("append_decode", "triton_fixed"),
+            ("experts", "triton_fixed"),
+            ("kv_append", "triton"),
+            ("norm_gemm", "unfused"),
+            ("paged_prefill", "triton_fixed"),
+            ("qk_rope_append", "triton_fixed"),
+            ("residual_norm", "triton"),
+            ("route", "triton_fixed"),
+            ("sample", "triton"),
+            ("sandwich_norm", "unfused"),
+            ("skinny_gemm", "triton_fixed"),
+            ("swiglu_gemm", "triton_fixed"),
+        ),
     }
 )
 

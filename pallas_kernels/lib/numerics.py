@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.lib.device import current_device
 from pallas_kernels.native.library import FIXED_GEMM, call
 
 # The values of attention: projected from the token as they are, normalised by an RMS norm without
@@ -19,13 +20,22 @@ type Values = Literal["projected", "normalised", "keys"]
 
 def sum_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[..., D] -> [..., 1]
     """The sum over the last axis. The order of XLA's depends on the sizes of the other axes, unless
-    it is ``fixed``, which is for CPUs: by the native library.
+    it is ``fixed``: by the native library, or on a GPU by a Triton kernel.
     """
     if not fixed:
         return jnp.sum(x, axis=-1, keepdims=True)
+    if current_device().platform == "gpu":
+        return _of_rows(x)
     flat, ones = x.reshape(-1, x.shape[-1]), jnp.ones((1, x.shape[-1]), x.dtype)
     result = jax.ShapeDtypeStruct((len(flat), 1), x.dtype)
     return call(FIXED_GEMM, result, flat, ones, by_output=True).reshape(*x.shape[:-1], 1)
+
+
+def _of_rows(x: jax.Array, *, exponents: bool = False) -> jax.Array:  # [..., D] -> [..., 1]
+    from pallas_kernels.lib.row_sums import row_sums  # Triton is optional, and slow to import
+
+    flat = row_sums(x.reshape(-1, x.shape[-1]), exponents=exponents)
+    return flat.reshape(*x.shape[:-1], 1)
 
 
 def mean_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[..., D] -> [..., 1]
@@ -47,6 +57,8 @@ def logsumexp_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # [..., 
     """The logarithm of the sum of exponentials over the last axis: see ``sum_last``."""
     if not fixed:
         return jax.nn.logsumexp(x, axis=-1, keepdims=True)
+    if current_device().platform == "gpu":
+        return _of_rows(x, exponents=True)
     largest = x.max(axis=-1, keepdims=True)
     return jnp.log(sum_last(jnp.exp(x - largest), fixed=True)) + largest
 

@@ -92,9 +92,10 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
         w = w if w.kind == "fp8" else arrange(w)
     args: Any = {"x": normal(rng, size, dtype), "partials": partials, "weights": norms}
     norm = NormArgs(**args, row=row, eps=1e-6)
-    static = {"swiglu": case.swiglu, "gelu": case.gelu}
-    bias: Any = normal(rng, (columns,), dtype) if case.bias else None
-    return Inputs((NormGemmArgs(norm=norm, w=w, bias=bias, **static),))
+    more: Any = {"swiglu": case.swiglu, "gelu": case.gelu}
+    if case.bias:
+        more["bias"] = normal(rng, (columns,), dtype)
+    return Inputs((NormGemmArgs(norm=norm, w=w, **more),))
 
 
 def cost(case: NormGemmCase) -> Cost:

@@ -11,14 +11,15 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
-from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill import cases, fixed_launch, launch, ref, xla
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.paged_prefill.mosaic", "paged_prefill", launch.result_shapes
 )
-_split = imported_when_called("pallas_kernels.paged_prefill.split", "paged_prefill")
+_split = imported_when_called("pallas_kernels.paged_prefill.split.triton", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
+_triton_fixed = imported_when_called("pallas_kernels.paged_prefill.triton_fixed", "paged_prefill")
 
 
 def _without_arrivals(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -56,6 +57,7 @@ OP = KernelOp(
             supports=attention.prefill_supports,
         ),
         Impl("xla", _without_arrivals(xla.paged_prefill)),
+        Impl("triton_fixed", _without_arrivals(_triton_fixed), ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,

@@ -82,13 +82,22 @@ def _few_queries() -> tuple[PagedCase, ...]:
     return (
         PagedCase("smollm2_tp3_splits", _SMOL_TP3, (4200, 0, 600, 40), (3, 0, 9, 5), padding=4),
         # more tiles and splits than CTAs
-        PagedCase("gpt2_splits", shapes.GPT2, (520, *(5,) * 10), (2, *(1,) * 10)),
+        PagedCase("gpt2_splits", shapes.GPT2, (520, *(5,) * 10), (2, *(1,) * 10), dtype="bfloat16"),
         PagedCase("smollm2_tp3_splits_window", _SMOL_TP3, (1500, 9), (20, 9), window=700),
         PagedCase("qwen2_5_7b_tp4_splits", shapes.Heads(7, 1, 128), (1300,), (20,), page_size=64),
         PagedCase("gpt_oss_tp8_splits_sinks", gpt_oss, (1100, 300), (3, 30), sinks=True, **ragged),
         PagedCase("gpt_oss_tp8_splits_window", gpt_oss, (900,), (9,), window=600, sinks=True),
-        PagedCase("qwen3_4b_tp8_splits_bf16", shapes.QWEN3_4B_TP8, (800, 3), (17, 3), **ragged),
-        PagedCase("qwen3_4b_tp8_splits_fp8", shapes.QWEN3_4B_TP8, (800,), (9,), kv_dtype=_FP8),
+        PagedCase(  # a query does not see the last split, which has two keys
+            "qwen3_4b_tp8_splits_bf16",
+            shapes.QWEN3_4B_TP8,
+            (1026, 3),
+            (4, 3),
+            max_pages=128,
+            **ragged,
+        ),
+        PagedCase(
+            "qwen3_4b_tp8_splits_fp8", shapes.QWEN3_4B_TP8, (800,), (9,), kv_dtype=_FP8, **ragged
+        ),
         PagedCase(
             "gpt_oss_tp8_splits_fp8", gpt_oss, (800,), (9,), sinks=True, kv_dtype=_FP8, **ragged
         ),

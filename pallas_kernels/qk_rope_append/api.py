@@ -12,6 +12,7 @@ from pallas_kernels.qk_rope_append import cases, launch, ref, xla
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 _triton = imported_when_called("pallas_kernels.qk_rope_append.triton", "qk_rope_append")
+_triton_fixed = imported_when_called("pallas_kernels.qk_rope_append.triton", "qk_rope_append_fixed")
 
 OP = KernelOp(
     name="qk_rope_append",
@@ -25,6 +26,7 @@ OP = KernelOp(
             supports=attention.rope_append_supports,
         ),
         Impl("xla", xla.qk_rope_append),
+        Impl("triton_fixed", _triton_fixed, platforms=("gpu",), supports=launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,

@@ -112,9 +112,20 @@ def qk_rope_append(
     args: RopeAppendArgs,
 ) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
     """See ``qk_rope_append.api``."""
-    (t, heads, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
+    return _launch_with(launch.heads_per_cta(*args.qkv.shape[:2]), args)
+
+
+def qk_rope_append_fixed(
+    args: RopeAppendArgs,
+) -> tuple[jax.Array, ...]:  # [T, N, H] and the pools
+    """The same with one tile for any number of tokens, as the layout of a tile orders its sums."""
+    return _launch_with(launch.MAX_HEADS, args)
+
+
+def _launch_with(tile: int, args: RopeAppendArgs) -> tuple[jax.Array, ...]:
+    """With so many heads in a CTA."""
+    (t, _, h), num_kv_heads = args.qkv.shape, args.k_pages.shape[2]
     num_heads, new = args.num_heads, heads_of_new_token(args.values)
-    tile = launch.heads_per_cta(t, heads)
     tiles = -(-num_heads // tile) + 2 * -(-num_kv_heads // tile)
     # jax-triton updates a Ref in place
     pools = tuple(map(jax.new_ref, pools_of(args)))

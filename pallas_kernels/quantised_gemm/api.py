@@ -58,7 +58,7 @@ OP = KernelOp(
             ref=of_either_order(native.definition),
         ),
         Impl("tiled", _tiled, platforms=("gpu",), supports=launch.supports),
-        Impl("tiled_large", _then_bias(_large), platforms=("gpu",), supports=large_launch.supports),
+        Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
         Impl(
             "mosaic_fp8",
             _then_bias(_fp8_mosaic),

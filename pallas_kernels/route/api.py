@@ -10,6 +10,7 @@ from pallas_kernels.route import cases, launch, native, ref, xla
 from pallas_kernels.route.ref import RouteArgs
 
 _triton = imported_when_called("pallas_kernels.route.triton", "route")
+_triton_fixed = imported_when_called("pallas_kernels.route.triton", "route_fixed")
 
 OP = KernelOp(
     name="route",
@@ -18,6 +19,7 @@ OP = KernelOp(
         Impl("triton", _triton, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.route),
         Impl("native", native.route, ("cpu",), native.supports),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), launch.supports_fixed),
     ),
     cases=cases.CASES,
     build=cases.build,

@@ -11,6 +11,8 @@ import triton.language as tl
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.route.ref import SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
+from pallas_kernels.skinny_gemm.ref import GemmArgs
+from pallas_kernels.skinny_gemm.triton_fixed import skinny_gemm
 
 VALUES_OF_WARP = 256  # scores of experts, 8 of each thread
 
@@ -124,8 +126,19 @@ def _choose(
 
 def route(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     """See ``route.api``."""
+    return _chosen(args, logits_of(args.x, args.w))
+
+
+def route_fixed(args: RouteArgs) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
+    """The same with logits whose bits do not depend on the number of tokens."""
+    return _chosen(args, skinny_gemm(GemmArgs(x=args.x, w=args.w, by_output=True, wide=True)))
+
+
+def _chosen(
+    args: RouteArgs,
+    logits: jax.Array,  # float32[T, E]
+) -> tuple[jax.Array, jax.Array]:  # int32[T, k], float32[T, k]
     routing = args.routing
-    logits = logits_of(args.x, args.w)
     tokens, experts = logits.shape
     tile, groups, results = power_of_two(experts), routing.groups, (tokens, routing.chosen)
     choices, weights = jt.triton_call(

@@ -7,12 +7,13 @@ import jax
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.checks import check_bias
 from pallas_kernels.lib.numerics import sum_partials
-from pallas_kernels.skinny_gemm import cases, launch, native, ref, xla
+from pallas_kernels.skinny_gemm import cases, fixed_launch, launch, native, ref, xla
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", launch.result_shapes
 )
+_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.triton_fixed", "skinny_gemm")
 
 
 OP = KernelOp(
@@ -22,6 +23,7 @@ OP = KernelOp(
         Impl("mosaic", _mosaic, platforms=("gpu",), supports=launch.supports),
         Impl("xla", xla.skinny_gemm),
         Impl("native", native.skinny_gemm, ("cpu",), native.supports),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,
@@ -42,8 +44,8 @@ def skinny_gemm(
     ``split`` the result may be split-K partials, whose number depends on the device; the next
     kernel adds them up, as ``residual_norm`` does. With ``by_output`` ``w`` is [O, I], and with
     ``wide`` the result is float32. The order of summation, and with it the bits, depends on shapes
-    only, with "native" on the weights' shape alone. A ``bias`` is added to the sum. ``impl`` pins
-    an implementation. Raises ValueError on arguments that do not fit together.
+    only, with "native" and "triton_fixed" on the weights' shape alone. A ``bias`` is added to the
+    sum. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
     check(args, "skinny_gemm")
     return dispatch(OP, (args,), {}, impl)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.skinny_gemm import fixed_launch, native, ref, xla
 from pallas_kernels.skinny_gemm import launch as skinny_launch
-from pallas_kernels.skinny_gemm import native, ref, xla
 from pallas_kernels.skinny_gemm.api import check
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import cases, launch
@@ -17,6 +17,7 @@ _mosaic = imported_when_called(
 _skinny_mosaic = imported_when_called(
     "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", skinny_launch.result_shapes
 )
+_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.triton_fixed", "skinny_gemm")
 
 OP = KernelOp(
     name="swiglu_gemm",
@@ -26,6 +27,7 @@ OP = KernelOp(
         Impl("skinny_gemm", _skinny_mosaic, ("gpu",), supports=skinny_launch.supports),
         Impl("xla", xla.skinny_gemm),
         Impl("native", native.skinny_gemm, ("cpu",), native.supports),
+        Impl("triton_fixed", _triton_fixed, ("gpu",), fixed_launch.supports),
     ),
     cases=cases.CASES,
     build=cases.build,

@@ -64,12 +64,12 @@ def test_all_ctas_run_at_the_same_time(ranks: int, rows: int) -> None:
         jax.eval_shape(OP.impls[0].fn, args)
     (call,) = recorder.calls
     code = compile_call(call)
-    threads = launch.CTAS_PER_SM * 32 * sum_launch.NUM_WARPS
+    threads = sum_launch.CTAS_PER_SM * 32 * sum_launch.NUM_WARPS
     assert code.spilled_bytes == 0 and threads * code.registers <= 1 << 16, code
     for num_sms in (58, 132, 148):
         with compiling_for(Device("gpu", "a GPU", "9.0", num_sms=num_sms)):
-            most = launch.CTAS_PER_SM * num_sms
-            assert launch.ctas(args.x.size) <= min(most, sum_launch.MAX_CTAS)
+            most = min(sum_launch.CTAS_PER_SM * num_sms, sum_launch.MAX_CTAS)
+            assert sum_launch.ctas(args.x.size) == min(most, -(-args.x.size // sum_launch.TILE))
 
 
 @pytest.mark.parametrize(

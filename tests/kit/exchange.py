@@ -23,7 +23,6 @@ import numpy as np
 
 from kit.triton_memory import LaunchMemory
 from kit.triton_shims import in_place_of_triton_call, interpreted
-from pallas_kernels.all_gather import launch as gather_launch
 from pallas_kernels.all_gather import triton as gather
 from pallas_kernels.all_gather.ref import AllGatherArgs
 from pallas_kernels.all_reduce import launch
@@ -50,8 +49,8 @@ class Call(NamedTuple):
     dropped: int | None = None
 
 
-# Calls of all kernels, with few and with several CTAs, alternate; those of all_gather have two CTAs
-# here, and so up to three tiles for each.
+# Calls of all kernels, with few and with several CTAs, alternate. Those of all_reduce and
+# all_gather have up to two CTAs here, and so up to three tiles for each.
 CALLS = (
     Call(1, 40),
     Call(1, 1500, 2, fused=True),
@@ -143,7 +142,7 @@ def main(path: str, rank: int, ranks: int, alone: bool) -> None:
     with (
         patch.object(LaunchMemory, "enforced", lambda self: nullcontext()),
         patch.object(exchange_triton, "MAX_READS", 100 if alone else 10_000_000),
-        patch.object(gather_launch, "ctas", lambda values: min(2, values // 1024 + 1)),
+        patch.object(launch, "ctas", lambda values: min(2, values // 1024 + 1)),
         in_place_of_triton_call(interpreted),
     ):
         for call, one in enumerate(CALLS):

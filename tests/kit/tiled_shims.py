@@ -29,6 +29,7 @@ def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "matmuls", _matmuls)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
+    monkeypatch.setattr(fragments, "scaled", _scaled)
     monkeypatch.setattr(mosaic, "put", _put)
     monkeypatch.setattr(mosaic, "multiply", _multiply)
     monkeypatch.setattr(decode, "load_at", _load_at)
@@ -129,6 +130,11 @@ def _fragment(
     axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
     found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
     return (found - jnp.asarray(minus, jnp.float32)).astype(jnp.bfloat16)
+
+
+def _scaled(weights: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
+    wide = weights.astype(jnp.float32) * scale
+    return (wide if offset is None else wide + offset).astype(jnp.bfloat16)
 
 
 def _times(bits: jax.Array, multiplier: float) -> jax.Array:

@@ -208,7 +208,8 @@ class StepFunction:
         if not self.layout.num_peers:
             return None
         rank = lax.axis_index(self.axis).reshape(1).astype(jnp.int32)
-        return Peers(rank=rank, addresses=batch.peers).ordered()
+        decodes = not self.layout.bucket.num_prefills
+        return Peers(rank=rank, addresses=batch.peers, decodes=decodes).ordered()
 
     def _draw(
         self,

@@ -23,14 +23,17 @@ from pallas_kernels.harness.registry import workspace_of
 from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.paged_prefill import api as paged_prefill
+from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
 
 MOST_PAGES = 1 << 20  # of a sequence: its context has as many splits as any
+# Tokens of a step whose prompts may have few, as the others are decode rows.
+MOST_MIXED = 4 * FEW_TOKENS
 
 
 def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
     """The states of splits, where a step has few prompt tokens."""
-    if not step.num_prompts:
+    if not step.num_prompts or step.x.shape[0] > MOST_MIXED:
         return 0
     of: Any = jax.ShapeDtypeStruct
     x, op = step.x, paged_prefill.OP
@@ -38,8 +41,8 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
     page_dtype = config.page_dtype or x.dtype
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)
     scales = of(pool.shape[:3], jnp.float32) if page_dtype == BITS else None
-    args = paged_prefill.PrefillArgs(
-        q=of((x.shape[0], config.num_heads, head), x.dtype),
+    args = PrefillArgs(
+        q=of((min(x.shape[0], FEW_TOKENS), config.num_heads, head), x.dtype),
         k_pages=pool,
         v_pages=pool,
         page_table=of((step.num_prompts, MOST_PAGES), jnp.int32),

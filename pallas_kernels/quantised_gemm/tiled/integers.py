@@ -28,7 +28,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
-from pallas_kernels.quantised_gemm.tiled.fragments import THREADS, load_words
+from pallas_kernels.quantised_gemm.tiled.fragments import THREADS, assembly, element, load_words
 from pallas_kernels.quantised_gemm.tiled.launch import QUAD
 from pallas_kernels.residual_norm.token import span_layout
 
@@ -91,7 +91,7 @@ def put(
         start = _add(start, _add(_add(_mul(first_lane, per_row), _mul(block, 4)), pair))
         (register,) = array.registers.flat
         for i in range(4):
-            value = vector.extract(register, dynamic_position=[], static_position=[i])
+            value = element(register, i)
             value = arith.addf(value, _float(READING))
             value = arith.subi(arith.bitcast(_i32(), value), _int(READING_BITS))
             high = arith.shrsi(arith.addi(value, _int(128)), _int(8))
@@ -141,7 +141,7 @@ def multiply(
         for half in range(2):
             values = []
             for quad in range(2):
-                value = vector.extract(old[half], dynamic_position=[], static_position=[quad])
+                value = element(old[half], quad)
                 if (half, quad) in sums:
                     value = arith.addf(value, sums[half, quad])
                 values.append(value)
@@ -246,7 +246,7 @@ class _Work:
             kind = ir.VectorType.get((count,), _f32())
             some = vector.load(kind, ref, [token, _index(first)], alignment=4 * count)
             for i in range(count):
-                found.append(vector.extract(some, dynamic_position=[], static_position=[i]))
+                found.append(element(some, i))
         return found
 
     def _operand(self, tile: Any, index: int) -> list[Value]:
@@ -256,7 +256,7 @@ class _Work:
             one = ir.VectorType.get((1,), _i32())
             for i in range(register.type.shape[0]):
                 taken = vector.extract_strided_slice(one, register, [i], [1], [1])
-                words.append(vector.extract(taken, dynamic_position=[], static_position=[0]))
+                words.append(element(taken, 0))
         blocks = self.chunk // 16
         found: list[Value] = []
         for block in range(index * blocks, (index + 1) * blocks):
@@ -267,8 +267,8 @@ class _Work:
                     arith.andi(arith.shrui(word, _int(4)), _int(0x0F0F0F0F)),
                 ]
             else:  # stored with the highest bit inverted
-                both = words[2 * block : 2 * block + 2]
-                permuted = (_permuted(*both, selector) for selector in (0x6240, 0x7351))
+                first, second = words[2 * block : 2 * block + 2]
+                permuted = (_permuted(first, second, selector) for selector in (0x6240, 0x7351))
                 found += [arith.xori(one, _int(-0x7F7F7F80)) for one in permuted]
         return found
 
@@ -281,9 +281,7 @@ class _Work:
         loaded = vector.load(kind, self.tokens, [at], alignment=self.chunk // 4)
         count = self.chunk // 16
         loaded = vector.bitcast(ir.VectorType.get((count,), _i32()), loaded)
-        bytes_ = [
-            vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(count)
-        ]
+        bytes_ = [element(loaded, i) for i in range(count)]
         sums = _mma(operand, bytes_)
         products = []
         for high, low in (sums[:2], sums[2:]):
@@ -303,7 +301,7 @@ def _mma(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
         f"{{{', '.join([names[-1]] * 4)}}};"
     )
     constraints = ",".join(["=r"] * 4 + ["r"] * (len(a) + len(b) + 1))
-    found = _assembly(text, constraints, [*a, *b, _int(0)], "!llvm.struct<(i32, i32, i32, i32)>")
+    found = assembly(text, constraints, [*a, *b, _int(0)], "!llvm.struct<(i32, i32, i32, i32)>")
     return [
         ir.Operation.create(
             "llvm.extractvalue",
@@ -317,20 +315,7 @@ def _mma(a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
 
 def _permuted(a: Value, b: Value, selector: int) -> Value:
     """prmt: four of the eight bytes of two words."""
-    return _assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, _int(selector)], "i32")
-
-
-def _assembly(text: str, constraints: str, operands: Sequence[Value], result: str) -> Value:
-    """Inline PTX without side effects."""
-    attributes = {
-        "asm_string": ir.StringAttr.get(text),
-        "constraints": ir.StringAttr.get(constraints),
-    }
-    kind = ir.Type.parse(result)
-    made = ir.Operation.create(
-        "llvm.inline_asm", results=[kind], operands=list(operands), attributes=attributes
-    )
-    return made.result
+    return assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, _int(selector)], "i32")
 
 
 def _warp_and_lane() -> tuple[Value, Value]:

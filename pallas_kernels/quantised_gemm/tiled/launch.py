@@ -27,6 +27,7 @@ FEW_IN_FLIGHT_BYTES = 64 << 10  # of a CTA, so that the next kernel's fits besid
 MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
+SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
 MAX_SPLIT_K = 4  # each partial is written once and read once
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
@@ -96,6 +97,8 @@ class TiledConfig:
     an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
     divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
     warpgroup of its own. With ``integers`` up to 8 tokens are rounded (``integers``).
+    With ``scales`` weights are scaled, and rounded to bfloat16, before they multiply; else the
+    products of each group are scaled.
     """
 
     block_t: int
@@ -106,6 +109,7 @@ class TiledConfig:
     by_half: bool = False
     own_copies: bool = False
     integers: bool = False
+    scales: bool = False
 
     @property
     def block_k(self) -> int:
@@ -195,8 +199,10 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     """
     block_t = min(BLOCK_TOKENS, -(-sizes.tokens // MMA_TOKENS) * MMA_TOKENS)
     # Small groups and offsets need more registers.
-    most = 2 if sizes.swiglu or sizes.offsets or block_t > FEW_TOKENS[1] else 4
-    small = sizes.group < TILE and block_t > FEW_TOKENS[1]
+    scales = sizes.tokens > MMA_TOKENS and sizes.group < SCALED_GROUP and sizes.block == 1
+    many = sizes.offsets and not scales
+    most = 2 if sizes.swiglu or many or block_t > FEW_TOKENS[1] else 4
+    small = sizes.group < TILE and block_t > FEW_TOKENS[1] and not scales
     spans = (TILE, 2 * TILE) if small else (2 * TILE, TILE)
     own_copies = sizes.swiglu and block_t > FEW_TOKENS[0]
     in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
@@ -205,7 +211,7 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     found = _integer_configs(sizes) if sizes.tokens <= MMA_TOKENS else []
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
-        one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies)
+        one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies, scales=scales)
         steps = sizes.inner // one.block_k
         if warpgroups > most or steps == 0:
             continue
@@ -223,7 +229,10 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
 def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
     """The configurations with integers that fit the call, the best first."""
     found = []
-    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), (2 * TILE, TILE)):
+    # With two quads a CTA would take more than half of an SM's registers.
+    long = sizes.swiglu and sizes.kind in PACKED and sizes.tokens <= QUAD
+    spans = (4 * TILE, 2 * TILE, TILE) if long else (2 * TILE, TILE)
+    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), spans):
         one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)
         steps = sizes.inner // one.block_k
         if steps == 0:

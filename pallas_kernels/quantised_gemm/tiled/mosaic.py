@@ -65,7 +65,7 @@ from pallas_kernels.quantised_gemm.tiled.step import (
 )
 from pallas_kernels.residual_norm import token
 
-LOADS_IN_FLIGHT = 4  # of a thread that rounds tokens, 8 bytes each; more take more registers
+LOADS_IN_FLIGHT = 6  # of a thread that rounds tokens, 8 bytes each; more take more registers
 
 
 class _CtaTile(NamedTuple):

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
 from pallas_kernels.lib.quantised import MIDDLE, Quantised
+from pallas_kernels.quantised_gemm.tiled import fragments
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
@@ -228,6 +229,11 @@ class Step:
     @property
     def scales_weights(self) -> bool:
         """True if scales multiply weights, not sums."""
+        return self.are_powers or self.spec.config.scales
+
+    @property
+    def are_powers(self) -> bool:
+        """True for scales of MXFP4, with which weights are exact in bfloat16."""
         scales = self.scratch.parts_smem.scales
         return self.spec.sizes.kind == "fp4" and scales.dtype == jnp.bfloat16
 
@@ -329,7 +335,13 @@ class Step:
                     tiles[result, index] = self.tile(result, index, self.zero(result, segment))
                 tile = tiles[result, index]
             weights = tile[:, column : column + self.spec.chunk]
-            if self.scales_weights:
+            if self.scales_weights and not self.are_powers:
+                scale, offset = self.scale(result, segment)
+                scale = lax.broadcast_in_dim(scale, weights.shape, [0])
+                if offset is not None:
+                    offset = lax.broadcast_in_dim(offset, weights.shape, [0])
+                weights = fragments.scaled(weights, scale, offset)
+            elif self.are_powers:
                 scale, _ = self.scale(result, segment)
                 scale = scale.astype(jnp.bfloat16)
                 weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])

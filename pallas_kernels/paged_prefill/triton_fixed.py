@@ -1,0 +1,370 @@
+"""Attention in Triton whose bits for a token depend only on the tokens before it.
+
+Decode rows and prompts have one kernel with one tile, in which a decode row is one token. Keys are
+divided into splits of one size and these into blocks, both counted from the first key of the
+sequence, so a token's sums have the same order wherever its chunk begins. A CTA of a prompt's
+tokens walks their splits and merges each into the state of those before it; of decode rows each
+split has a CTA, and a second launch merges them, by the same function in the same order. A split or
+a block in which a query sees no key leaves its state as it is, bit by bit.
+
+Softmax is computed in base 2, sums in float32. The merge is written with ``fma``, since a compiler
+that chose one itself might do so in one kernel alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.paged_prefill import fixed_launch
+from pallas_kernels.paged_prefill.launch import STARTS_TILE
+from pallas_kernels.paged_prefill.ref import PrefillArgs
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _finite(m_i):
+    """0 where no key has been seen: -inf - -inf would be NaN."""
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
+
+
+@triton.jit
+def _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij):
+    """The state of the splits so far and of the next one."""
+    m_new = tl.maximum(m_i, m_ij)
+    base = _finite(m_new)
+    alpha = tl.exp2(m_i - base)
+    beta = tl.exp2(m_ij - base)
+    l_new = tl.fma(l_i, alpha, l_ij * beta)
+    acc_new = tl.fma(acc, alpha[:, None], acc_ij * beta[:, None])
+    return m_new, l_new, acc_new
+
+
+@triton.jit
+def _attend_split(
+    query,  # [ROWS, DIM_TILE]
+    last_key,  # int32[ROWS]: position of the last visible key of each query
+    k_pages,  # [P, S, K, H], of one kv head
+    v_pages,  # [P, S, K, H], of one kv head
+    page_ids,  # int32[M] of the row
+    start,  # of the split
+    oldest,  # the first key that a query of the tile sees
+    end,  # of the split, or of the keys that a query of the tile sees
+    SCALE: tl.constexpr,  # of scores, times log2(e)
+    CAP: tl.constexpr,  # of scores before they are scaled; 0: no cap
+    WINDOW: tl.constexpr,  # 0: no window
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The state of a tile's queries over the keys of one split."""
+    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
+    keys = tl.arange(0, BLOCK)
+    dims = tl.arange(0, DIM_TILE)
+    for first in range(tl.maximum(start, oldest // BLOCK * BLOCK), end, BLOCK):
+        position = first + keys
+        # pages before a window may have another owner, and unwritten slots may hold NaN
+        written = (position >= oldest) & (position < end)
+        page = tl.load(page_ids + position // PAGE_SIZE, mask=written, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE  # offsets exceed int32
+        at = (slot * (NUM_KV_HEADS * HEAD_DIM))[:, None] + dims[None, :]
+        readable = written[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_pages + at, mask=readable, other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if CAP > 0:
+            scores = CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+        visible = position[None, :] <= last_key[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > last_key[:, None] - WINDOW)
+        scores = tl.where(visible, scores * SCALE, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(scores, 1))
+        base = _finite(m_ij)
+        alpha = tl.exp2(m_i - base)
+        p = tl.exp2(scores - base[:, None])
+        l_i = tl.fma(l_i, alpha, tl.sum(p, 1))
+        v = tl.load(v_pages + at, mask=readable, other=0.0)
+        acc = tl.dot(p.to(query.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_ij
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _first_state(
+    sinks,  # [N]; unused without HAS_SINKS
+    head,  # int32[R]: query heads
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The largest score and the sum before any key."""
+    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:
+        m_i = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        l_i += 1.0
+    return m_i, l_i
+
+
+@triton.jit
+def _result(l_i, acc):
+    """Attention's output; 0 for padding."""
+    return acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+
+
+@triton.jit
+def _attend(
+    q,  # [T, N, H]
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    page_table,  # int32[R, M]
+    seq_lens,  # int32[R]
+    query_start_loc,  # int32[R + 1]; unused of decode rows
+    sinks,  # [N]; unused without HAS_SINKS, and of decode rows
+    out,  # [T, N, H]; of decode rows float32[T, SPLITS, N, H]: sums of values
+    m_l,  # float32[T, SPLITS, 2, N]: m_i, l_i; unused of prompts
+    num_tokens,  # T; this and the next two are not constexpr, so all buckets share a kernel
+    num_starts,  # R + 1 instead of R, since jax-triton specialises on the integer 1
+    table_width,  # M
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    STARTS_TILE: tl.constexpr,  # at least R + 1
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per kv head
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # (token, query head) pairs of the tile
+    TOKENS: tl.constexpr,  # tokens of the tile
+    BLOCK: tl.constexpr,  # keys per loop iteration
+    SPLIT: tl.constexpr,
+    DECODES: tl.constexpr,  # each row has one token, and each of its splits a CTA
+):
+    kv_head = tl.program_id(0)
+    pair = tl.arange(0, ROWS)
+    token = pair // GROUP
+    if DECODES:
+        row = tl.program_id(1)
+        length = tl.load(seq_lens + row)
+        first_token = row
+        count = tl.minimum(length, 1)
+        position = length - 1
+    else:
+        # as in ``triton``: row r has the tiles from query_start_loc[r] // TOKENS + r on
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)
+        rows = tl.arange(0, STARTS_TILE)
+        starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
+        owned = (starts // TOKENS + rows <= tile) & (rows < num_starts)
+        row = tl.sum(owned.to(tl.int32), 0) - 1
+        row_start = tl.load(query_start_loc + row)
+        is_row = row + 1 < num_starts  # False for padding
+        row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
+        first_token = row_start + (tile - row_start // TOKENS - row) * TOKENS
+        if first_token >= row_end:
+            return
+        length = tl.load(seq_lens + row, mask=is_row, other=0)
+        count = tl.minimum(row_end - first_token, TOKENS)
+        position = length - (row_end - first_token)  # of the first query in its context
+    end = position + count
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(position - WINDOW + 1, 0)
+    dims = tl.arange(0, DIM_TILE)
+    inside = (token < count)[:, None] & (dims < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + pair % GROUP
+    in_tile = (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
+    at_tile = first_token.to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+    last_key = position + token
+    k_head = k_pages + kv_head * HEAD_DIM
+    v_head = v_pages + kv_head * HEAD_DIM
+    page_ids = page_table + row * table_width
+    if DECODES:
+        split = tl.program_id(2)
+        start = split * SPLIT
+        if (start >= end) | (start + SPLIT <= oldest):
+            return
+        query = tl.load(q + at_tile + in_tile, mask=inside, other=0.0)
+        m_i, l_i, acc = _attend_split(  # type: ignore[misc]
+            query, last_key, k_head, v_head, page_ids, start, oldest,
+            tl.minimum(start + SPLIT, end),
+            SCALE, CAP, WINDOW, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, ROWS, BLOCK,
+        )  # fmt: skip
+        at_split = (row * tl.num_programs(2) + split).to(tl.int64)
+        at_acc = at_split * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+        tl.store(out + at_acc + in_tile, acc, mask=inside)
+        at_m = m_l + at_split * (2 * NUM_KV_HEADS * GROUP) + head
+        tl.store(at_m, m_i, mask=token < count)
+        tl.store(at_m + NUM_KV_HEADS * GROUP, l_i, mask=token < count)
+    else:
+        query = tl.load(q + at_tile + in_tile, mask=inside, other=0.0)
+        m_i, l_i = _first_state(sinks, head, HAS_SINKS, ROWS)  # type: ignore[misc]
+        acc = tl.zeros((ROWS, DIM_TILE), tl.float32)
+        for start in range(oldest // SPLIT * SPLIT, end, SPLIT):
+            m_ij, l_ij, acc_ij = _attend_split(  # type: ignore[misc]
+                query, last_key, k_head, v_head, page_ids, start, oldest,
+                tl.minimum(start + SPLIT, end),
+                SCALE, CAP, WINDOW, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, ROWS, BLOCK,
+            )  # fmt: skip
+            m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+        result = _result(l_i, acc)
+        tl.store(out + at_tile + in_tile, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge(
+    accs,  # float32[T, SPLITS, N, H]
+    m_l,  # float32[T, SPLITS, 2, N]
+    seq_lens,  # int32[T]
+    sinks,  # [N]; unused without HAS_SINKS
+    out,  # [T, N, H]
+    num_splits,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,  # of a CTA
+):
+    """The output of some heads of a decode row."""
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = head < NUM_HEADS
+    dims = tl.arange(0, DIM_TILE)
+    inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    in_row = head[:, None] * HEAD_DIM + dims[None, :]
+    length = tl.load(seq_lens + row)
+    oldest = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(length - WINDOW, 0)
+    safe = tl.where(is_head, head, 0)
+    m_i, l_i = _first_state(sinks, safe, HAS_SINKS, HEADS)  # type: ignore[misc]
+    acc = tl.zeros((HEADS, DIM_TILE), tl.float32)
+    for split in range(oldest // SPLIT, tl.cdiv(length, SPLIT)):
+        at_split = row.to(tl.int64) * num_splits + split
+        at_m = m_l + at_split * (2 * NUM_HEADS) + head
+        m_ij = tl.load(at_m, mask=is_head, other=float("-inf"))
+        l_ij = tl.load(at_m + NUM_HEADS, mask=is_head, other=0.0)
+        at_acc = at_split * (NUM_HEADS * HEAD_DIM)
+        acc_ij = tl.load(accs + at_acc + in_row, mask=inside, other=0.0)
+        m_i, l_i, acc = _merged(m_i, l_i, acc, m_ij, l_ij, acc_ij)  # type: ignore[misc]
+    result = tl.where(length > 0, _result(l_i, acc), 0.0)
+    at_out = row.to(tl.int64) * (NUM_HEADS * HEAD_DIM)
+    tl.store(out + at_out + in_row, result.to(out.dtype.element_ty), mask=inside)
+
+
+def _sizes(q: jax.Array, args: Any) -> dict[str, Any]:
+    """The parameters that both launches have."""
+    (_, n, h), (page_size, num_kv_heads) = q.shape, args.k_pages.shape[1:3]
+    tiles, group = fixed_launch.tiles_for(q.dtype.itemsize, h), n // num_kv_heads
+    return {
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        "SCALE": args.scale * LOG2_E.value,
+        "CAP": (args.cap or 0.0) / args.scale,
+        "WINDOW": args.window or 0,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": h,
+        "DIM_TILE": power_of_two(h),
+        "PAGE_SIZE": page_size,
+        "ROWS": tiles.rows,
+        "TOKENS": tiles.rows // group,
+        "BLOCK": tiles.block,
+        "SPLIT": fixed_launch.split_for(args.page_table.shape[1], page_size),
+    }
+
+
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
+    """See ``paged_prefill.api``."""
+    t, (num_seqs, table_width) = len(args.q), args.page_table.shape
+    sizes, num_starts = _sizes(args.q, args), num_seqs + 1
+    out, _ = jt.triton_call(
+        args.q,
+        args.k_pages,
+        args.v_pages,
+        args.page_table,
+        args.seq_lens,
+        args.query_start_loc,
+        args.seq_lens if args.sinks is None else args.sinks,
+        kernel=_attend,
+        out_type=(
+            jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+            jax.ShapeDtypeStruct((1,), jnp.float32),
+        ),
+        grid=(sizes["NUM_KV_HEADS"], t // sizes["TOKENS"] + num_starts),
+        num_tokens=t,
+        num_starts=num_starts,
+        table_width=table_width,
+        HAS_SINKS=args.sinks is not None,
+        STARTS_TILE=max(STARTS_TILE, power_of_two(num_starts)),
+        DECODES=False,
+        **sizes,
+    )
+    return out
+
+
+def attend_rows(
+    q: jax.Array,  # [B, N, H]
+    args: Any,  # the pages, the context and the settings of a ``DecodeArgs``
+) -> jax.Array:  # [B, N, H]
+    """Attention of one token of each row, whose keys and values are in the pages."""
+    (b, n, h), (_, table_width) = q.shape, args.page_table.shape
+    sizes = _sizes(q, args)
+    splits = -(-table_width * sizes["PAGE_SIZE"] // sizes["SPLIT"])
+    sinks = args.seq_lens if args.sinks is None else args.sinks
+    accs, m_l = jt.triton_call(
+        q,
+        args.k_pages,
+        args.v_pages,
+        args.page_table,
+        args.seq_lens,
+        args.seq_lens,
+        sinks,
+        kernel=_attend,
+        out_type=(
+            jax.ShapeDtypeStruct((b, splits, n, h), jnp.float32),
+            jax.ShapeDtypeStruct((b, splits, 2, n), jnp.float32),
+        ),
+        grid=(sizes["NUM_KV_HEADS"], b, splits),
+        num_tokens=b,
+        num_starts=b + 1,
+        table_width=table_width,
+        HAS_SINKS=args.sinks is not None,
+        STARTS_TILE=STARTS_TILE,
+        DECODES=True,
+        **sizes,
+    )
+    heads = min(power_of_two(n), 16)
+    return jt.triton_call(
+        accs,
+        m_l,
+        args.seq_lens,
+        sinks,
+        kernel=_merge,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(b, -(-n // heads)),
+        num_warps=4,
+        num_stages=1,
+        num_splits=splits,
+        WINDOW=args.window or 0,
+        HAS_SINKS=args.sinks is not None,
+        NUM_HEADS=n,
+        HEAD_DIM=h,
+        DIM_TILE=power_of_two(h),
+        SPLIT=sizes["SPLIT"],
+        HEADS=heads,
+    )
