@@ -167,10 +167,11 @@ def parts(op: KernelOp, arrays: Sequence[Any]) -> tuple[Arguments, Arguments, Ar
     """The arrays of a call: pools that it updates, other pools, the rest.
 
     An array that one call feeds to the next is not a pool, however large: with one for each set,
-    all calls on a set would be equal, and XLA would compute only one.
+    all calls on a set would be equal, and XLA would compute only one. Nor is one that becomes a
+    Ref.
     """
     named = dict(enumerate(arrays))
-    fed = {argument for argument, _ in op.feeds}
+    fed = {*op.refs, *(argument for argument, _ in op.feeds)}
     updated = {i: x for i, x in named.items() if i in op.donate and x is not None}
     others = {i: x for i, x in named.items() if i not in updated}
     fixed = {i: x for i, x in others.items() if i not in fed and _nbytes(x) > LARGE_BYTES}
@@ -262,16 +263,23 @@ def unsteady_results(ops: Sequence[KernelOp], impls: Collection[str] | None, tex
     A race of a kernel needs real sizes: a CTA with several tiles, and memory that is busy.
     """
     unsteady = 0
-    for op in (op for op in ops if not op.refs):
+    for op in (op for op in ops if not op.donate):
         for case in bench_cases(op, text):
             inputs = on_device(op.build(case, 0))
             for impl in _named(op, impls):
                 reason = runnable(impl, inputs)
-                differing = 0 if reason else _differing(partial(impl.fn, **inputs.static), inputs)
+                function = partial(_called, op, impl, inputs.static)
+                differing = 0 if reason else _differing(function, inputs)
                 unsteady += differing > 0
                 result = f"{differing} values differ" if differing else reason or "steady"
                 print(f"{op.name:16}{impl.name:8}{case.name:34}{result}", flush=True)
     return unsteady
+
+
+def _called(op: KernelOp, impl: Impl, static: dict[str, Any], *args: Any) -> Any:
+    """A call in a trace, with Refs where the op takes them."""
+    arrays, structure = arrays_of(args)
+    return impl.fn(*structure.unflatten(with_refs(op, dict(enumerate(arrays))).values()), **static)
 
 
 def _differing(function: Callable[..., Any], inputs: Inputs) -> int:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 Q4_K, Q5_K, Q6_K = Kind.Q4_K, Kind.Q5_K, Kind.Q6_K
 _DEVIATION = 0.02
+ALIGNMENT = 32  # bytes, of a tensor in a file
 
 
 def random_blocks(rng: np.random.Generator, kind: Kind, outputs: int, inputs: int) -> np.ndarray:
@@ -48,34 +51,55 @@ def uses_more_bits(layer: int, layers: int) -> bool:
 
 
 class _File:
-    """A file to which tensors are added."""
+    """A file to which tensors are added; without ``data`` a hole stands for them."""
 
-    def __init__(self, path: Path, arch: str) -> None:
+    def __init__(self, path: Path, arch: str, *, data: bool) -> None:
         self.writer, self.rng = gguf.GGUFWriter(path, arch), np.random.default_rng(0)
+        self.path, self.data, self.hole = path, data, 0
 
     def matrix(self, name: str, kind: Kind, outputs: int, inputs: int) -> None:
         """Add random weights."""
-        blocks = random_blocks(self.rng, kind, outputs, inputs)
-        self.writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+        name = f"{name}.weight"
+        if self.data:
+            blocks = random_blocks(self.rng, kind, outputs, inputs)
+            return self.writer.add_tensor(name, blocks, raw_dtype=kind)
+        per_block, nbytes = GGML_QUANT_SIZES[kind]
+        self._absent(name, (outputs, inputs // per_block * nbytes), np.dtype(np.uint8), kind)
 
     def floats(self, name: str, value: float, *shape: int) -> None:
         """Add equal floats."""
-        self.writer.add_tensor(name, np.full(shape, value, np.float32))
+        if self.data:
+            return self.writer.add_tensor(name, np.full(shape, value, np.float32))
+        self._absent(name, shape, np.dtype(np.float32), None)
+
+    def _absent(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], kind: Kind | None
+    ) -> None:
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.writer.add_tensor_info(name, shape, dtype, nbytes, raw_dtype=kind)
+        self.hole += -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def close(self) -> None:
         """Write all."""
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
-        self.writer.write_tensors_to_file()
+        if self.data:
+            self.writer.write_tensors_to_file()
+        else:
+            self.writer.write_ti_data_to_file()
         self.writer.close()
+        if not self.data:
+            os.truncate(self.path, self.path.stat().st_size + ALIGNMENT + self.hole)
 
 
-def write(config: dict[str, Any], tokenizer: dict[str, Any], path: Path) -> None:
-    """Write the file."""
+def write(
+    config: dict[str, Any], tokenizer: dict[str, Any], path: Path, *, data: bool = True
+) -> None:
+    """Write the file; without ``data`` its tensors are holes, for ``load_format="dummy"``."""
     config = config.get("text_config", config)
     is_hybrid = "linear_num_key_heads" in config
     arch = "qwen35" if is_hybrid else config["model_type"]
-    file = _File(path, arch)
+    file = _File(path, arch, data=data)
     d, layers, f = (
         config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")
     )

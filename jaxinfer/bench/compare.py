@@ -124,17 +124,17 @@ class Comparison:
         needs_text = not all(peer.backend.takes_token_ids for peer in peers)
         self.texts = given.prompts == "text" or (given.prompts == "auto" and needs_text)
         self.absent: dict[str, str] = {}  # why a backend cannot be started
+        self.versions: dict[str, str] = {}
+        folder.environment["engines"] = self.versions
 
     def run(self) -> None:
         """Measure every series that the folder lacks."""
         done = {one.name for one in self.folder.run.series if one.state == COMPLETE}
-        versions: dict[str, str] = {}
         for peer in self.peers:
             try:
-                versions[peer.name] = peer.version()
+                self.versions[peer.name] = peer.version()
             except NotReady as error:
                 self.absent[peer.name] = str(error)
-        self.folder.environment["engines"] = versions
         if any(peer.url is None for peer in self.peers):
             self.folder.environment |= missing_telemetry(os.getpid())
         by_name = {peer.name: peer for peer in self.peers}
@@ -225,6 +225,8 @@ class Comparison:
         until = process.until if process else _awaited
         with closing(Client(url)) as client:
             model = await self._model(peer, client, until)
+            if not self.versions.get(peer.name):
+                self.versions[peer.name] = await version_of(client)
             target = Target(
                 *(client, model, given.endpoint, process.pid if process else None),
                 shows_progress=not given.disable_tqdm,
@@ -275,6 +277,15 @@ class Comparison:
 async def _awaited[T](wait: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine, for a server that another program started."""
     return await wait
+
+
+async def version_of(client: Client) -> str:
+    """What the server's ``/version`` says; "" of a server without that route."""
+    answer = await client.get("/version")
+    try:
+        return str(json.loads(answer.body)["version"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 async def counted(

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "serve": ("serve", "main"),
         "throughput": ("offline", "throughput"),
         "latency": ("offline", "latency"),
+        "offload": ("offload", "main"),
         "startup": ("startup", "main"),
         "sweep": ("sweep", "main"),
         "replay": ("serve", "replay"),
@@ -31,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 # whose other flags are the engine's
-OF_ENGINES = frozenset(("throughput", "latency", "plan", "simulate"))
+OF_ENGINES = frozenset(("throughput", "latency", "offload", "plan", "simulate"))
 
 
 def presets() -> list[str]:

@@ -10,7 +10,9 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.bench.arguments import (
@@ -19,15 +21,21 @@ from jaxinfer.bench.arguments import (
     add_profile,
     add_workload,
     count,
+    json_object,
     percents,
+    request_fields,
     settings_of,
 )
 from jaxinfer.bench.figures import table
 from jaxinfer.bench.folder import TRACE, Folder, default_path, finished, now
-from jaxinfer.bench.records import Record, Run, Series
+from jaxinfer.bench.numbers import rotated
+from jaxinfer.bench.offer import NotReady
+from jaxinfer.bench.offline_peer import OfflinePeer
+from jaxinfer.bench.records import MISSING, Record, Run, Series
 from jaxinfer.bench.requests import Requests
+from jaxinfer.bench.results import OURS
 from jaxinfer.bench.serve import conclude
-from jaxinfer.bench.workload import Query
+from jaxinfer.bench.workload import Query, fingerprint
 from jaxinfer.core.errors import BenchError
 
 if TYPE_CHECKING:
@@ -35,42 +43,109 @@ if TYPE_CHECKING:
 
 type ReadSettings = Callable[[list[str]], dict[str, Any]]  # the engine's flags, as its settings
 
+type Call = Callable[[Sequence[Query]], list[Record]]  # one call: a record for each prompt
+
+VLLM = "vllm"
+GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0})  # unless a flag says otherwise
 LATENCY_PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)  # vLLM's
 
 
 def throughput(arguments: list[str], read_settings: ReadSettings) -> int:
-    """Tokens a second of many prompts given at once; the exit code."""
+    """Tokens a second of many prompts given at once, next to vLLM's if asked; the exit code."""
     parser = Parser("throughput", "Tokens a second of many prompts at once, without a server.")
     add_workload(parser)
     parser.add_argument("--num-iters", type=count, default=3, help="calls that are timed")
     parser.add_argument("--num-iters-warmup", type=int, default=1, help="calls that are not")
+    group = parser.add_argument_group("vllm, in turns with jaxinfer and on the same device")
+    group.add_argument("--backends", choices=(OURS, f"{OURS},{VLLM}"), default=OURS)
+    group.add_argument("--python-vllm", default=sys.executable, metavar="PATH")
+    group.add_argument("--model-vllm")
+    group.add_argument("--args-vllm", type=json_object, default={}, help="of its LLM, JSON")
     add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
-    requests = Requests(given)
-    llm, settings = _engine(more, read_settings)
-    if given.vocab_size is None and given.tokenizer is None:
-        given.vocab_size = llm.model.config.vocab_size
+    requests, settings = Requests(given), read_settings(more)
+    fields = {**GREEDY, **request_fields(given)}
     run = Run(
         command="throughput",
         created=now(),
-        settings=settings | settings_of(given),
+        settings=named(settings) | settings_of(given),
         gates=given.gate,
         metrics=("e2el",),
     )
-    folder = Folder.create(given.output or default_path("throughput"), run, _device(llm))
-    with finished(folder):
+    folder = Folder.create(given.output or default_path("throughput"), run)
+    with finished(folder), _peer(given, settings, folder) as peer:
+        llm = engine_of(settings)  # while the peer starts as well
+        folder.environment |= device_of(llm)
+        if given.vocab_size is None and given.tokenizer is None:
+            given.vocab_size = llm.model.config.vocab_size
+        calls: dict[str, Call] = {OURS: lambda queries: _timed(llm, queries, fields)}
+        if peer is not None:
+            calls[VLLM] = _calls_of(peer, fields, folder)
         for number in range(-given.num_iters_warmup, given.num_iters):
             # other prompts than before: no prefix is cached
             queries = requests.queries(given.num_prompts, given.num_iters_warmup + number)
-            records = _timed(llm, queries, given)
-            if number < 0:
-                continue
-            folder.add(Series(name=f"call-{number}", round=number, requests=len(queries)), records)
+            for name in rotated(list(calls), number):
+                _call(name, calls[name], queries, number, folder)
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
-            profile_call(llm, requests.queries(given.num_prompts, last), given, folder)
+            profile_call(llm, requests.queries(given.num_prompts, last), fields, given, folder)
     return _printed(folder)
+
+
+@contextmanager
+def _peer(
+    given: argparse.Namespace, settings: Mapping[str, Any], folder: Folder
+) -> Generator[OfflinePeer | None]:
+    """vLLM's process while it is needed; None without it."""
+    if VLLM not in given.backends.split(","):
+        yield None
+        return
+    model = given.model_vllm or settings.get("model")
+    if model is None:
+        raise BenchError("vllm has no model; give --model or --model-vllm")
+    with OfflinePeer(given.python_vllm, model, given.args_vllm, folder.log_path(VLLM)) as peer:
+        yield peer
+
+
+def _calls_of(peer: OfflinePeer, fields: Mapping[str, Any], folder: Folder) -> Call:
+    """Timed calls of a peer, once it is ready; every call of one that has ended raises
+    ``NotReady``.
+    """
+    reason = ""
+    try:
+        folder.environment["engines"] = {VLLM: peer.wait()}
+    except NotReady as error:
+        reason = str(error)
+
+    def call(queries: Sequence[Query]) -> list[Record]:
+        nonlocal reason
+        if reason:
+            raise NotReady(reason)
+        try:
+            return peer.call(queries, fields)
+        except NotReady as error:
+            reason = str(error)
+            raise
+
+    return call
+
+
+def _call(name: str, call: Call, queries: Sequence[Query], number: int, folder: Folder) -> None:
+    """Add one call's series, or say why there is none; calls below 0 are warm-ups."""
+    series = Series(
+        name=f"call-{number}" if name == OURS else f"{name}-{number}",
+        backend=name,
+        round=number,
+        requests=len(queries),
+        workload=fingerprint(queries, [0.0] * len(queries)),
+    )
+    try:
+        records = call(queries)
+    except NotReady as error:
+        series.state, series.reason, records = MISSING, str(error), []
+    if number >= 0:
+        folder.add(series, records)
 
 
 def latency(arguments: list[str], read_settings: ReadSettings) -> int:
@@ -85,18 +160,19 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
     add_profile(parser)
     add_output(parser)
     given, more = parser.parse_known_args(arguments)
-    llm, settings = _engine(more, read_settings)
+    settings = read_settings(more)
+    llm = engine_of(settings)
     run = Run(
         command="latency",
         created=now(),
-        settings=settings | settings_of(given),
+        settings=named(settings) | settings_of(given),
         gates=given.gate,
         percentiles=tuple(given.metric_percentiles),
         metrics=("e2el",),
     )
     vocab_size = llm.model.config.vocab_size
-    given.temperature, given.ignore_eos = 0.0, True
-    folder = Folder.create(given.output or default_path("latency"), run, _device(llm))
+    fields = {**GREEDY, "ignore_eos": True}
+    folder = Folder.create(given.output or default_path("latency"), run, device_of(llm))
     with finished(folder):
         records: list[Record] = []
         start = time.perf_counter_ns()
@@ -105,18 +181,22 @@ def latency(arguments: list[str], read_settings: ReadSettings) -> int:
                 start = time.perf_counter_ns()
             queries = _batch(number, given, vocab_size)  # new prompts: no prefix is cached
             began = time.perf_counter_ns() - start
-            rows = _timed(llm, queries, given)
+            rows = _timed(llm, queries, fields)
             if number >= given.num_iters_warmup:
                 records.append(_whole(rows, began))
         folder.add(Series(name="latency", requests=len(records)), records)
         if given.profile:
             last = given.num_iters_warmup + given.num_iters
-            profile_call(llm, _batch(last, given, vocab_size), given, folder)
+            profile_call(llm, _batch(last, given, vocab_size), fields, given, folder)
     return _printed(folder)
 
 
 def profile_call(
-    llm: LLM, queries: Sequence[Query], given: argparse.Namespace, folder: Folder
+    llm: LLM,
+    queries: Sequence[Query],
+    fields: Mapping[str, Any],
+    given: argparse.Namespace,
+    folder: Folder,
 ) -> None:
     """Trace the first steps of one more call, and write its kernels to the run's folder.
 
@@ -126,7 +206,7 @@ def profile_call(
 
     llm.start_profile(folder.path / TRACE, given.profile_num_steps)
     try:
-        _timed(llm, queries, given)
+        _timed(llm, queries, fields)
     finally:
         written = llm.stop_profile()
     folder.add_profile(profiled_in(written, folder.path))
@@ -150,24 +230,28 @@ def _whole(rows: Sequence[Record], began: int) -> Record:
     )
 
 
-def _engine(more: list[str], read_settings: ReadSettings) -> tuple[LLM, dict[str, str]]:
-    """The engine of the remaining flags, and those as text."""
+def engine_of(settings: Mapping[str, Any]) -> LLM:
+    """The engine of these settings."""
     from jaxinfer import LLM
     from jaxinfer.engine.start.progress import progress_on
 
-    settings = read_settings(more)
-    named = {f"engine_{name}": str(value) for name, value in sorted(settings.items())}
-    return LLM(settings.pop("model", None), progress=progress_on(sys.stderr), **settings), named
+    own = dict(settings)
+    return LLM(own.pop("model", None), progress=progress_on(sys.stderr), **own)
 
 
-def _device(llm: LLM) -> dict[str, Any]:
+def named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """An engine's settings as text, for the run's description."""
+    return {f"engine_{name}": str(value) for name, value in sorted(settings.items())}
+
+
+def device_of(llm: LLM) -> dict[str, Any]:
     import jax
 
     devices = {device for leaf in jax.tree.leaves(llm.model.params) for device in leaf.devices()}
     return {"device": min(device.device_kind for device in devices), "num_devices": len(devices)}
 
 
-def _timed(llm: LLM, queries: Sequence[Query], given: argparse.Namespace) -> list[Record]:
+def _timed(llm: LLM, queries: Sequence[Query], fields: Mapping[str, Any]) -> list[Record]:
     """One call of ``LLM.generate``: a record for each prompt, all of the call's duration."""
     from jaxinfer import SamplingParams
 
@@ -175,13 +259,7 @@ def _timed(llm: LLM, queries: Sequence[Query], given: argparse.Namespace) -> lis
         query.prompt if isinstance(query.prompt, str) else {"prompt_token_ids": query.prompt}
         for query in queries
     ]
-    temperature = 0.0 if given.temperature is None else given.temperature
-    sampling = [
-        SamplingParams(
-            temperature=temperature, max_tokens=query.max_tokens, ignore_eos=given.ignore_eos
-        )
-        for query in queries
-    ]
+    sampling = [SamplingParams(**fields, max_tokens=query.max_tokens) for query in queries]
     start = time.perf_counter_ns()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     spent = time.perf_counter_ns() - start

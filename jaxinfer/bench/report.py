@@ -20,6 +20,7 @@ def report_text(run: Run, environment: Mapping[str, Any], result: Mapping[str, A
         _worse(result),
         _gates(result),
         _capacity(result),
+        _tiers(result),
         _figures(run, result),
         _ratios(result),
         profile_lines(result),
@@ -77,6 +78,15 @@ def _capacity(result: Mapping[str, Any]) -> list[str]:
     miss = found["first_miss"]
     until = f"; {miss:g} exceeds a limit" if miss is not None else "; no higher rate was tried"
     return ["## Capacity", "", f"{rate:g} requests a second within {limits}{until}.", ""]
+
+
+def _tiers(result: Mapping[str, Any]) -> list[str]:
+    rows = [[number(one) for one in row.values()] for row in result.get("tiers", ())]
+    if not rows:
+        return []
+    heads = ["tokens", "computed, ms", "on the device, ms", "in host memory, ms"]
+    heads += ["computed / device", "computed / host"]
+    return ["## First tokens", "", *table(heads, rows)]
 
 
 def _figures(run: Run, result: Mapping[str, Any]) -> list[str]:

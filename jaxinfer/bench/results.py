@@ -13,6 +13,7 @@ from jaxinfer.bench.profile_table import Profiled, tables_of
 from jaxinfer.bench.records import COMPLETE, MISSING, Record, Run, Series
 
 OURS = "jaxinfer"
+TIERS = ("cold", "device", "host")  # where the pages of a prompt are: see ``offload``
 
 type Figures = Mapping[str, Mapping[str, float]]  # by series
 type Records = Mapping[str, Sequence[Record]]  # by series
@@ -33,12 +34,14 @@ def results_of(run: Run, records: Records, profiled: Profiled | None = None) -> 
         if one.state != MISSING
     }
     result: dict[str, Any] = {"state": run.state, "reason": run.reason, "series": figures}
-    if run.command == "compare":
+    if run.command == "compare" or peers_of(run):
         result["ratios"] = {
             _title(run, peer, rate): _ratios(run, peer, rate, records, figures)
             for peer in peers_of(run)
             for rate in rates_of(run)
         }
+    if run.command == "offload":
+        result["tiers"] = tiers_of(figures)
     if run.limits:
         result["capacity"] = capacity_of(run, figures)
     if run.gates:
@@ -150,6 +153,22 @@ def count_difference(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
                 f"{a} and {b}"
             )
     return ""
+
+
+def tiers_of(figures: Figures) -> list[dict[str, Any]]:
+    """A row for each length of ``offload``: medians in ms, and the ratios of a computed prompt's to
+    the others.
+    """
+    lengths = dict.fromkeys(name.rpartition("-")[2] for name in figures)
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        names = {kind: f"{kind}-{length}" for kind in TIERS}
+        if any(name not in figures for name in names.values()):
+            continue
+        times = {kind: figures[name]["median_ttft_ms"] for kind, name in names.items()}
+        over = {f"cold_over_{kind}": times["cold"] / times[kind] for kind in TIERS[1:]}
+        rows.append({"length": int(length), **times, **over})
+    return rows
 
 
 def level_meets(run: Run, series: Series, figures: Figures) -> bool:

@@ -31,6 +31,7 @@ def bench(ctx: click.Context, command: str | None, arguments: tuple[str, ...]) -
     serve       latency and throughput of a running server
     throughput  tokens a second of many prompts at once, without a server
     latency     milliseconds of one batch, without a server
+    offload     first tokens of prompts in host memory and computed
     startup     time to the first token: cold, warm, with a bundle
     compare     the same requests to several engines, in alternating rounds
     sweep       the most requests a second within limits

@@ -23,6 +23,7 @@ from jaxinfer.nn.linear import Stream
 from jaxinfer.nn.placement import is_divided
 from jaxinfer.nn.points import BY_HEAD, Edit, Points
 from jaxinfer.nn.state import State, StateLayout
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.lib.arrangements import named
 from pallas_kernels.lib.quantised import Form
@@ -247,11 +248,13 @@ def unembed(
     hidden: jax.Array,  # [..., D]
     pins: Pins = ALL_XLA,
     axis: str | None = None,
+    peers: Peers | None = None,
 ) -> jax.Array:  # float32[..., V]
-    """Logits of hidden states; by default in plain XLA, as ``dense_context`` has it. ``axis`` is as
-    in ``StepContext``.
+    """Logits of hidden states; by default in plain XLA, as ``dense_context`` has it. ``axis`` and
+    ``peers`` are as in ``StepContext``.
     """
-    return model.module.apply({"params": params}, hidden, pins, axis, method="unembed")  # type: ignore[return-value]
+    given = hidden, pins, axis, peers
+    return model.module.apply({"params": params}, *given, method="unembed")  # type: ignore[return-value]
 
 
 def normalised_stream(model: Model, params: Params, stream: jax.Array) -> jax.Array:

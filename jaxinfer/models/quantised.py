@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,18 @@ from jaxinfer.models.params import ParamSpec, gates_first, join_outputs
 from jaxinfer.models.sources import ArraySpec, Source
 from jaxinfer.nn.placement import Axes, Axis, Fused, is_divided, name_of
 from jaxinfer.nn.weight import is_quantised, tree_of_parts
-from pallas_kernels.lib.arrangements import Arrangement, arrangement_of
-from pallas_kernels.lib.quantised import Form, Quantised, joined, quantised
+from pallas_kernels.lib.arrangements import TILES, Arrangement, arrangement_of
+from pallas_kernels.lib.quantised import (
+    Form,
+    Quantised,
+    common_form,
+    in_form,
+    joined,
+    quantised,
+)
+
+# What a parameter of several forms may take more as one matrix: a launch takes as long as these.
+MAX_COMMON_BYTES = 16 << 20
 
 # consecutive sources of one form, each with the outputs and inputs of a device's part
 type Part = tuple[Form | None, tuple[tuple[Source, tuple[int, int]], ...]]
@@ -97,9 +107,14 @@ def _bytes_by_form(
     for source, size, form in parts:
         num_bytes = math.prod(size) * plain.itemsize
         if form is not None:
-            arrays = form.arrays(*size).values()
-            num_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
+            num_bytes = _num_bytes(form, size)
         yield plain.name if source.form is None else str(source.form), num_bytes
+
+
+def _num_bytes(form: Form, size: tuple[int, int]) -> int:
+    """Bytes of a matrix of so many outputs and inputs."""
+    arrays = form.arrays(*size).values()
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
 
 
 def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement | None) -> ParamSpec:
@@ -111,14 +126,16 @@ def _kept(spec: ParamSpec, forms: Mapping[str, Form], arrangement: Arrangement |
     spec = replace(
         spec, sources=tuple(_with_form(source, forms.get(source.name)) for source in spec.sources)
     )
-    parts = _parts(spec)
+    parts, common = _parts(spec), None
+    if arrangement is TILES and (common := _common_form(parts)) is not None:
+        parts = [(common, tuple(source for _, members in parts for source in members))]
     outputs, inputs = _axes_of(spec)
     axes = _axes_of_parts(outputs, [sum(outs for _, (outs, _) in own) for _, own in parts])
     arrays = [
         _arrays(part, axis, inputs, arrangement, spec)
         for part, axis in zip(parts, axes, strict=True)
     ]
-    build = partial(join_parts, arrangement=arrangement)
+    build = partial(join_parts, arrangement=arrangement, common=common)
     finish = arranged_on_device if arrangement is not None and arrangement.is_on_device else None
     return replace(spec, arrays=tree_of_parts(arrays), build=build, finish=finish)
 
@@ -131,6 +148,25 @@ def _parts(spec: ParamSpec) -> list[Part]:
         (form, tuple((source, size) for source, size, _ in group))
         for form, group in groupby(made, lambda one: one[2])
     ]
+
+
+def _common_form(parts: Sequence[Part]) -> Form | None:
+    """The form in which a parameter of several forms is one matrix, so that one kernel multiplies
+    it; None if there is none, or if it takes much more memory.
+    """
+    common = common_form([form for form, _ in parts]) if len(parts) > 1 else None
+    if common is None:
+        return None
+
+    try:
+        more = 0
+        for form, members in parts:
+            assert form is not None  # of a common form
+            for _, size in members:
+                more += _num_bytes(common, size) - _num_bytes(form, size)
+    except ValueError:  # ``_arrays`` names the tensor
+        return None
+    return common if more <= MAX_COMMON_BYTES else None
 
 
 def _axes_of(spec: ParamSpec) -> tuple[Axis, Axis]:
@@ -236,11 +272,15 @@ def join_parts(
     *tensors: Quantised | np.ndarray,
     arrangement: Arrangement | None = None,
     interleaved: bool = False,
+    common: Form | None = None,
 ) -> Any:
-    """Tensors of one form joined along their outputs; of several forms a dict of such parts.
+    """Tensors of one form joined along their outputs; of several forms a dict of such parts, but
+    one matrix in a ``common`` form.
 
     ``interleaved``: see ``ParamSpec``.
     """
+    if common is not None:
+        tensors = tuple(in_form(cast("Quantised", tensor), common) for tensor in tensors)
     if interleaved:
         (matrix,) = tensors
         assert isinstance(matrix, Quantised) and matrix.block_outputs == 1

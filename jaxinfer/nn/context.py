@@ -132,7 +132,8 @@ class StepContext:
     pages: tuple[Pages, ...] = ()
     angles: tuple[Angles, ...] = ()
     layer_inputs: jax.Array | None = None  # [T, L, P]: see ``nn.layer_spec``
-    arrivals: jax.Ref | None = None  # int32[>= num_decodes * K]: see ``append_decode``
+    # int32[...]: zeros, as many as ``append_decode`` and ``paged_prefill`` need
+    arrivals: jax.Ref | None = None
     peers: Peers | None = None  # the exchange memory of several devices, if they have some
     num_decodes: int = field(default=0, metadata={"static": True})
     pins: Pins = field(default=NO_PINS, metadata={"static": True})
@@ -196,6 +197,10 @@ class StepContext:
         """The sum over the devices of what each has of a result; on one device the argument."""
         own = self.addends(partial)
         return own.summed() if isinstance(own, Addends) else own
+
+    def mean_across(self, own: jax.Array) -> jax.Array:  # float32[T, G]
+        """The mean over the devices of what each has; on one device the argument."""
+        return own if self.axis is None else self.across(own) / jax.lax.axis_size(self.axis)
 
     def addends(self, partial: jax.Array) -> PlainOutput:  # [T, D] or float32[S, T, D]
         """Each device's addend of a result, to be summed later; on one device the argument."""

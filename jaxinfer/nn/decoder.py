@@ -46,6 +46,8 @@ from jaxinfer.nn.residual_spec import ResidualSpec
 from jaxinfer.nn.rope import rope_tables
 from jaxinfer.nn.state import LayerArrays, State
 from jaxinfer.nn.weight import Matmul, param, take_rows, weight
+from pallas_kernels.all_gather.api import AllGatherArgs, all_gather
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 
 
@@ -74,10 +76,10 @@ class DecoderLayer(nn.Module):
         for block in (mixer, ffn):
             if block is not None:
                 nn.share_scope(self, block)
-        stream = _at("resid_pre", stream, ctx)
+        stream = _at("resid_pre", stream.with_peers(ctx.peers), ctx)
         if self.spec.parallel:
             stream, state = self._side_by_side(mixer, ffn, stream, state, ctx, only)
-            return _at("resid_post", stream, ctx), state
+            return _at("resid_post", stream, ctx).with_peers(None), state
         if mixer is None:
             stream = _without_block("attn_out", stream, ctx, only)
         else:
@@ -101,7 +103,7 @@ class DecoderLayer(nn.Module):
             end = self.spec.end.module()
             nn.share_scope(self, end)
             stream = end(stream, self.norm.eps, ctx if only is None else ctx.of_tokens(only))
-        return _at("resid_post", stream, ctx), state
+        return _at("resid_post", stream, ctx).with_peers(None), state
 
     def _side_by_side(
         self,
@@ -347,7 +349,8 @@ class Decoder(nn.Module):
                 total, dense[i] = ctx.points.run_layer(i, cut)
                 stream = Stream(total)
                 continue
-            stream, own = self.layers[i](stream, own, own_ctx, own_only)
+            stream, own = self.layers[i](stream.with_peers(None), own, own_ctx, own_only)
+            stream = stream.with_peers(ctx.peers)
             if state is None:
                 dense[i] = own
             elif own is not None:
@@ -373,8 +376,11 @@ class Decoder(nn.Module):
         hidden: jax.Array,  # [..., D]
         pins: Pins = ALL_XLA,
         axis: str | None = None,
+        peers: Peers | None = None,
     ) -> jax.Array:  # float32[..., V]
-        """Logits of hidden states; ``axis`` is as in ``StepContext``."""
+        """Logits of hidden states, on a mesh of [T, D]; ``axis`` and ``peers`` are as in
+        ``StepContext``.
+        """
         head = self.embed if self.spec.tie_word_embeddings else weight(self, "lm_head")
         logits = head.matmul(hidden, Matmul(pins, wide=True))
         if self.spec.head_bias:
@@ -385,5 +391,6 @@ class Decoder(nn.Module):
             logits = cap * jnp.tanh(logits / cap)
         if axis is None:
             return logits
-        logits = jax.lax.all_gather(logits, axis, axis=-1, tiled=True)
-        return logits[..., : self.spec.vocab_size]  # the last devices may have zeros behind it
+        # the last devices may have zeros behind the vocabulary
+        own = AllGatherArgs(x=logits, columns=self.spec.vocab_size, peers=peers, axis=axis)
+        return all_gather(own, pins.of("all_gather"))

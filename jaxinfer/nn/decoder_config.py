@@ -153,6 +153,11 @@ class AttentionConfig(BlockSpec):
         """See ``MixerSpec``."""
         return {"z": (self.num_heads, self.value_dim)}
 
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
+        """See ``MixerSpec``."""
+        del params
+        return import_module("jaxinfer.nn.mixers.bounds").attention_bytes(self, step)
+
     def words(self) -> str:
         """See ``MixerSpec``."""
         return f"{self.num_heads} query heads and {self.num_kv_heads} kv heads of {self.head_dim}"

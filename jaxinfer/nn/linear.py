@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.context import Addends, PlainOutput, StepContext
 from jaxinfer.nn.layer_spec import NormKind
 from jaxinfer.nn.weight import Matmul, Weight, take_rows
+from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.all_reduce_norm.api import AllReduceNormArgs, all_reduce_norm, is_fused
 from pallas_kernels.harness.pins import ALL_XLA, Pins
 from pallas_kernels.harness.registry import STATIC
@@ -179,6 +180,15 @@ class Stream(NamedTuple):
     x: jax.Array  # [T, D]
     delta: BlockOutput | None = None  # None at first
 
+    def with_peers(self, peers: Peers | None) -> Stream:
+        """The stream whose sum over the devices is to be made in this exchange memory.
+
+        A compiled function can have the Ref in ``peers`` as one argument, and cannot return it.
+        """
+        if not isinstance(own := self.delta, Addends):
+            return self
+        return self._replace(delta=replace(own, peers=peers))
+
     def total(self, pins: Pins = ALL_XLA) -> jax.Array:  # [T, D]
         """The sum of both; ``pins`` count for ``Outputs``."""
         if self.delta is None:
@@ -257,17 +267,26 @@ def linear(
     """
     assert not partial or bias is None, "each partial would have the bias"
     stream, h = x if isinstance(x, Stream) else Stream(x), None
+    inside = None if swiglu else bias  # of the GEMM
     if norm is not None and w.matrix is not None and not keep and norm.joins_gemm(stream):
         args = NormGemmArgs(
-            norm=norm.args(stream), w=w.matrix, swiglu=swiglu, gelu=gelu, pins=ctx.pins
+            norm=norm.args(stream),
+            w=w.matrix,
+            bias=inside,
+            swiglu=swiglu,
+            gelu=gelu,
+            pins=ctx.pins,
         )
         total, y = norm_gemm(args)
         stream = Stream(total)
     else:
         stream, h = normalised(stream, norm, ctx)
         split = partial and ctx.splits
-        y = w.matmul(h, Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split))
-    return Result(y if bias is None else y + bias, stream, h if keep else None)
+        how = Matmul(ctx.pins, swiglu=swiglu, gelu=gelu, split=split, bias=inside)
+        y = w.matmul(h, how)
+    if inside is None and bias is not None:
+        y = y + bias
+    return Result(y, stream, h if keep else None)
 
 
 def block_output(
@@ -293,10 +312,23 @@ def divided_rms_norm(
     ctx: StepContext,
 ) -> jax.Array:  # [T, D]
     """An RMS norm of columns of which each device has an equal part; see ``StepContext.axis``."""
-    x32 = x.astype(jnp.float32)
-    mean = mean_last(jnp.square(x32), fixed=ctx.pins.invariant)
-    mean = mean if ctx.axis is None else jax.lax.pmean(mean, ctx.axis)
-    return (x32 * jax.lax.rsqrt(mean + eps) * weight.astype(jnp.float32)).astype(x.dtype)
+    return divided_rms_norms((x,), (weight,), eps, ctx)[0]
+
+
+def divided_rms_norms(
+    parts: Sequence[jax.Array],  # [T, D] each
+    weights: Sequence[jax.Array],  # [D] each
+    eps: float,
+    ctx: StepContext,
+) -> list[jax.Array]:  # [T, D] each
+    """``divided_rms_norm`` of several arrays, with one sum over the devices."""
+    wide = [x.astype(jnp.float32) for x in parts]
+    means = [mean_last(jnp.square(x), fixed=ctx.pins.invariant) for x in wide]
+    if ctx.axis is not None:
+        means = jnp.split(ctx.mean_across(jnp.concatenate(means, axis=1)), len(means), axis=1)
+    scaled = [x * jax.lax.rsqrt(mean + eps) for x, mean in zip(wide, means, strict=True)]
+    given = zip(scaled, weights, parts, strict=True)
+    return [(x * weight.astype(jnp.float32)).astype(own.dtype) for x, weight, own in given]
 
 
 @partial(jax.jit, static_argnames=("eps", "fixed"))  # the same bits outside ``jax.jit``

@@ -42,6 +42,7 @@ class Matmul(NamedTuple):
     gelu: bool = False  # with swiglu, of a dense weight: GELU by tanh instead of SiLU
     split: bool = False  # the result may be split-K partials float32[S, T, O]
     wide: bool = False  # the result is float32[..., O], for logits
+    bias: jax.Array | None = None  # [O], added to the result; not with swiglu, split or wide
 
 
 class Weight(ABC):
@@ -115,7 +116,7 @@ class Dense(Weight):
             return jnp.einsum(equation, x, self.matrix, preferred_element_type=jnp.float32)
         assert not self.by_output, "an embedding is only multiplied for logits"
         static = {"swiglu": how.swiglu, "gelu": how.gelu, "split": how.split}
-        args = GemmArgs(x=x, w=self.matrix, **static)
+        args = GemmArgs(x=x, w=self.matrix, bias=how.bias, **static)
         if how.swiglu:
             return swiglu_gemm(args, how.pins.of("swiglu_gemm"))
         return skinny_gemm(args, how.pins.of("skinny_gemm"))
@@ -148,7 +149,7 @@ class QuantisedWeight(Weight):
         """See ``Weight``."""
         flat = x.reshape(-1, x.shape[-1]) if how.wide else x
         static = {"swiglu": how.swiglu, "split": how.split, "wide": how.wide}
-        args = QuantisedGemmArgs(x=flat, w=self.matrix, **static)
+        args = QuantisedGemmArgs(x=flat, w=self.matrix, bias=how.bias, **static)
         y = quantised_gemm(args, how.pins.of("quantised_gemm"))
         return y.reshape(*x.shape[:-1], -1) if how.wide else y
 
@@ -176,8 +177,9 @@ class Parts(Weight):
 
     def matmul(self, x: jax.Array, how: Matmul) -> jax.Array:
         """See ``Weight``; parts multiply one by one, and their result is not split."""
-        own = how._replace(swiglu=False, split=False)
+        own = how._replace(swiglu=False, split=False, bias=None)
         y = jnp.concatenate([part.matmul(x, own) for part in self.parts], axis=-1)
+        y = y if how.bias is None else y + how.bias
         return _swiglu(y) if how.swiglu else y
 
     def dense(self, dtype: jnp.dtype) -> jax.Array:

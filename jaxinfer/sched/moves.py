@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
+from typing import NamedTuple
 
 from immutables import Map
 
-from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierPolicy, TierUnit, key_in
+from jaxinfer.core.tiers import SNAPSHOTS, Load, TierOrders, TierUnit, key_in
+
+
+class Evicted(NamedTuple):
+    """A page that lost its prefix before a tier had it, and still holds it."""
+
+    pool: int
+    unit: TierUnit
 
 
 class Moves:
-    """The orders of one call while it builds them; and the keys that tiers have."""
+    """The orders of one call while it builds them; and the keys that tiers have.
 
-    def __init__(self, keys: Map[bytes, None]) -> None:
+    ``evicted``: pages that are saved before a step or a load writes to them, the first one first.
+    A prompt takes all of its pages when it is admitted, so this may be long before.
+    """
+
+    def __init__(self, keys: Map[bytes, None], evicted: tuple[Evicted, ...]) -> None:
         self.keys: Map[bytes, None] = keys
+        self.evicted = evicted
         self.saves: list[TierUnit] = []
         self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
@@ -45,18 +56,15 @@ class Moves:
 
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
+        self.evicted = ()
         self.saves.clear()
         self.offloads.clear()
         self.loads.clear()
         if not keeps_keys:
             self.keys = Map()
 
-    def orders(self, policy: TierPolicy) -> TierOrders:
-        """The orders: all offloads, and as many of the other saves as the policy allows."""
-        ends = list(accumulate(policy.num_bytes((unit.key,)) for unit in self.saves))
-        count = bisect_right(ends, policy.most_save_bytes)
-        return TierOrders(
-            (*self.offloads.values(), *self.saves[:count]),
-            tuple(self.loads),
-            tuple(self.dropped),
-        )
+    @property
+    def orders(self) -> TierOrders:
+        """The orders of this call."""
+        saves = (*self.offloads.values(), *self.saves)
+        return TierOrders(saves, tuple(self.loads), tuple(self.dropped))

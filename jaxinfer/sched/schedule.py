@@ -50,7 +50,7 @@ from jaxinfer.sched.admit import arrive
 from jaxinfer.sched.choose import choose_step
 from jaxinfer.sched.commit import commit_step, fail_step
 from jaxinfer.sched.state import Draft, ScheduleOutput, SchedulerState, initial_state
-from jaxinfer.sched.tiers import commit_load, offer_units, save_evicted
+from jaxinfer.sched.tiers import commit_load, save_units
 
 __all__ = ["ScheduleOutput", "SchedulerState", "initial_state", "schedule"]
 
@@ -85,12 +85,10 @@ def schedule(state: SchedulerState, events: Items[Event]) -> tuple[SchedulerStat
             case Hold():
                 plans = False
     orders, policy = NO_ORDERS, draft.tiers
-    if policy is not None and plans:
-        offer_units(draft)
     step = choose_step(draft) if plans else None
     if policy is not None:
-        save_evicted(draft)
-        orders = draft.moves.orders(policy)
+        save_units(draft, policy, step)
+        orders = draft.moves.orders
     changes = tuple([pool.index_changes for pool in draft.pools])
     output = ScheduleOutput(step, tuple(draft.events), tuple(draft.duplicates), changes, orders)
     return draft.finish(), output

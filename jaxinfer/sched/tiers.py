@@ -19,6 +19,8 @@ from msgspec.structs import replace
 from jaxinfer.core.intlog import IntLog
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import Request
+from jaxinfer.core.shapes import cdiv
+from jaxinfer.core.step import StepPlan
 from jaxinfer.core.tiers import (
     SNAPSHOTS,
     Load,
@@ -28,6 +30,7 @@ from jaxinfer.core.tiers import (
     group_of,
     key_in,
 )
+from jaxinfer.sched.moves import Evicted
 from jaxinfer.sched.pages import PageWriter
 from jaxinfer.sched.prefix import PrefixHit, following_page_hashes, group_keys, longest_hit
 from jaxinfer.sched.sequence import Restoring, Sequence
@@ -193,10 +196,10 @@ def restored(seq: Sequence, own: Restoring) -> Sequence:
     return replace(seq, restoring=None, num_computed_tokens=end)
 
 
-def offer_units(draft: Draft) -> None:
-    """Save pages and snapshots that are evicted next, below the watermark."""
-    if (policy := draft.tiers) is None or not draft.limits.enable_prefix_caching:
-        return
+def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
+    """Save what this call's step and loads overwrite; and, within the policy's bytes, pages that
+    were evicted, then pages and snapshots that are evicted next, below the watermark.
+    """
     moves, limits = draft.moves, draft.limits
     page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
 
@@ -205,6 +208,16 @@ def offer_units(draft: Draft) -> None:
         left = policy.most_save_bytes - policy.num_bytes(unit.key for unit in moves.saves)
         return max(0, left) // max(1, num_bytes)
 
+    added = [Evicted(i, unit) for i, pool in enumerate(draft.pools) for unit in pool.unsaved]
+    if evicted := (*moves.evicted, *added):
+        written = _written(draft, step)
+        moves.save(one.unit for one in evicted if (one.pool, one.unit.place) in written)
+        left = [one for one in evicted if (one.pool, one.unit.place) not in written]
+        count = most(max(page_bytes.values()))
+        moves.save(one.unit for one in left[:count])
+        moves.evicted = tuple(left[count:])
+    if not limits.enable_prefix_caching:
+        return
     for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
         least = int(size * policy.watermark)
         moves.save(pool.offer(least, most(page_bytes[i])))
@@ -215,11 +228,20 @@ def offer_units(draft: Draft) -> None:
             moves.save_snapshot(page_hash, row)
 
 
-def save_evicted(draft: Draft) -> None:
-    """Save pages that were evicted in this call: the step, which writes to them, is behind."""
-    for pool in draft.pools:
-        if pool.unsaved:
-            draft.moves.save(pool.unsaved)
+def _written(draft: Draft, step: StepPlan | None) -> set[tuple[int, int]]:
+    """The pages, by pool, to which the step and the loads of this call write."""
+    limits, found = draft.limits, set[tuple[int, int]]()
+    for row in () if step is None else step.rows:
+        start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        for group, own in zip(limits.groups, row.pages, strict=True):
+            size = limits.tokens_per_page(group)
+            ids = own.ids.array()[start // size - own.first : cdiv(end, size) - own.first]
+            found.update((group.pool, page) for page in ids.tolist())
+    for load in draft.moves.loads:
+        for unit in load.units:
+            if (group := group_of(unit.key)) != SNAPSHOTS:
+                found.add((limits.groups[group].pool, unit.place))
+    return found
 
 
 def _start(policy: TierPolicy, limits: Limits, known: int, end: int, num_bytes: int) -> int | None:

@@ -1,15 +1,16 @@
-"""The exchange memory of all_reduce, and which calls its Triton kernel supports.
+"""The exchange memory of all_reduce, its CTAs, and which calls its Triton kernel supports.
 
 Each of N devices has exchange memory of ``words(N)`` 32-bit words, zero at first, to which all of
 them write:
 
-    counters  int32[CTAS]                  calls of each CTA of this device
-    flags     int32[N, CTAS]               the number of the last call whose data a CTA has written
+    counters  int32[CTAS]                  exchanges of each CTA of this device
+    flags     int32[N, CTAS]               the number of the last one whose data a CTA has written
     lost      int32[CTAS]                  [0]: 1 after a wait for a device that did not answer
-    data      float32[2, N, MAX_VALUES]    of calls with even and odd numbers
+    data      float32[2, N, MAX_VALUES]    of exchanges with even and odd numbers
     rows      float32[2, N, MAX_VALUES]    the same of ``all_reduce_norm``, whose CTAs follow
 
-A call of one of the two ops may follow any call of the other one, as they share no CTA.
+``all_gather`` uses the first CTAs, too. A call of one of the three ops may follow any call of
+another one: either they share no CTA, or the number of its exchanges goes on.
 
 Does not import Triton, so it works where Triton is not installed.
 """
@@ -18,13 +19,17 @@ from __future__ import annotations
 
 from pallas_kernels.all_reduce.ref import AllReduceArgs
 from pallas_kernels.lib.checks import unfit_for_triton
+from pallas_kernels.lib.device import current_device
 
-TILE = 1024  # values of a CTA; the same in all calls, so that a CTA's data is always its own
+TILE = 1024  # values of an exchange; the same in all calls, so that a CTA's data is always its own
 NUM_WARPS = 4
-# All CTAs of a call must run at the same time, as each waits for the other devices: an SM has room
-# for 16 of 128 threads.
-MAX_CTAS = 512
+# All CTAs of a call must run at the same time, as each waits for the other devices. With up to 128
+# registers a thread an SM has four. More values are exchanged one tile after the other.
+MAX_CTAS, CTAS_PER_SM = 512, 4
 MAX_VALUES = MAX_CTAS * TILE  # 2 MiB, which NVLink moves in 5 us; NCCL is as fast from there on
+# In a step that only decodes, a sum by NCCL also divides the CUDA graph, and the host has to launch
+# its parts. So the kernel adds as many values as all devices send 12 MiB of, if these are more.
+MAX_SENT = 6 * MAX_VALUES
 
 # Those of ``all_reduce_norm``, one for each row; a row's data has this much memory in all calls.
 MAX_ROW_VALUES = 8192
@@ -52,6 +57,21 @@ def words(devices: int) -> int:
     return row_word(devices) + 2 * devices * MAX_VALUES
 
 
+def most_values(devices: int, *, decodes: bool) -> int:
+    """The values of the largest sum of a step that is not NCCL's."""
+    return max(MAX_VALUES, MAX_SENT // (devices - 1)) if decodes else MAX_VALUES
+
+
+def ctas(values: int) -> int:
+    """The CTAs for so many values of each device: equally many on all, which are of one kind."""
+    return min(MAX_CTAS, CTAS_PER_SM * current_device().num_sms, -(-values // TILE))
+
+
+def rounds(values: int) -> int:
+    """The exchanges of a CTA for so many values."""
+    return -(-values // (TILE * ctas(values)))
+
+
 def supports(args: AllReduceArgs) -> str | None:
     """Why the Triton kernel cannot run the call, or None."""
     if args.axis is not None and args.peers is None:
@@ -59,6 +79,9 @@ def supports(args: AllReduceArgs) -> str | None:
     if (reason := unfit_for_triton(args.partials, args.partials)) is not None:
         return reason
     tokens, width = args.partials.shape[-2:]
-    if not 0 < tokens * width <= MAX_VALUES:
-        return f"{tokens * width} values are not between 1 and {MAX_VALUES}"
+    most = MAX_VALUES
+    if args.peers is not None:
+        most = most_values(args.peers.addresses.size // 2, decodes=args.peers.decodes)
+    if not 0 < tokens * width <= most:
+        return f"{tokens * width} values are not between 1 and {most}"
     return None

@@ -1,21 +1,21 @@
 """all_reduce_norm in Triton: one launch, one CTA per row.
 
-The exchange is that of ``all_reduce.triton``, with counters, flags and data of its own for each row
+The exchange is that of ``all_reduce``, with counters, flags and data of its own for each row
 (``all_reduce.launch``). Loads that need no other device come before the wait.
 """
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import jax_triton as jt
 import triton
 import triton.language as tl
 
 from pallas_kernels.all_reduce import launch as sum_launch
-from pallas_kernels.all_reduce.ref import Peers
-from pallas_kernels.all_reduce.triton import MAX_READS, memory_of
+from pallas_kernels.all_reduce.ref import peer_arrays
 from pallas_kernels.all_reduce_norm.ref import AllReduceNormArgs, Pair
+from pallas_kernels.lib import exchange_triton
+from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.residual_norm.launch import num_warps
 
@@ -39,42 +39,18 @@ def _exchanged(
     """The sum over the devices, in the order of their ranks; NaN where one does not answer."""
     cta = FIRST_CTA + tl.program_id(0)
     rank = tl.load(rank_at)
-    memory = memory_of(addresses, rank)
-    words = memory.to(tl.pointer_type(tl.int32))
+    words = words_of(addresses, rank)
     number = tl.load(words + cta) + 1
-    start = DATA + (number & 1) * RANKS * MAX_VALUES + tl.program_id(0) * MAX_ROW_VALUES
-    for peer in tl.static_range(RANKS):  # type: ignore[misc]
-        if peer != rank:
-            theirs = memory_of(addresses, peer).to(tl.pointer_type(tl.float32))
-            at = theirs + start + rank * MAX_VALUES + component
-            tl.store(tl.multiple_of(at, 16), own, mask=inside)
-    tl.debug_barrier()  # the flag is set after the writes of all threads
-    for peer in tl.static_range(RANKS):  # type: ignore[misc]
-        if peer != rank:
-            theirs = memory_of(addresses, peer).to(tl.pointer_type(tl.int32))
-            flag = theirs + (1 + rank) * CTAS + cta
-            tl.atomic_xchg(flag, number, sem="release", scope="sys")
-    waits = tl.where(tl.load(words + LOST, volatile=True) != 0, 0, MAX_READS)
+    at = DATA + (number & 1) * RANKS * MAX_VALUES + tl.program_id(0) * MAX_ROW_VALUES + component
+    send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
+    reads = reads_left(words, LOST, MAX_READS)
     sums = tl.zeros_like(own)
     for peer in range(RANKS):  # not unrolled, which would take registers
         if peer == rank:
             sums += own
         else:
-            flag = words + (1 + peer) * CTAS + cta
-            seen = tl.load(flag, volatile=True)
-            reads = 0
-            while (seen - number < 0) & (reads < waits):  # a faster device may be one ahead
-                seen = tl.load(flag, volatile=True)
-                reads += 1
-            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            came = seen - number >= 0
-            if not came:
-                tl.store(words + LOST, 1)
-            theirs = memory.to(tl.pointer_type(tl.float32)) + start + peer * MAX_VALUES
-            data = tl.load(
-                tl.multiple_of(theirs + component, 16), mask=inside, other=0.0, volatile=True
-            )
-            sums += tl.where(came, data, float("nan"))
+            theirs = at + peer * MAX_VALUES
+            sums += received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
     tl.store(words + cta, number)
     return sums
 
@@ -86,6 +62,7 @@ def _sum_and_norm(
     weights,  # [W, D]
     rank_at,  # int32[1]
     addresses,  # int32[2 * RANKS]
+    order,  # see ``Peers``
     total,  # [T, D]
     normed,  # [T, D]
     EPS: tl.constexpr,
@@ -139,17 +116,14 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
     """See ``all_reduce_norm.api``."""
     x, partials = args.norm.x, args.partials
     tokens, width = x.shape
-    peers = args.peers if args.axis is not None else None
-    if peers is None:
-        peers = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(2, jnp.int32))
-    ranks, tile = peers.addresses.size // 2, power_of_two(width)
+    peers = peer_arrays(args.peers, args.axis)
+    ranks, tile = peers[1].size // 2, power_of_two(width)
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = jt.triton_call(
         x,
         partials,
         args.norm.weights,
-        peers.rank,
-        peers.addresses,
+        *peers,
         kernel=_sum_and_norm,
         out_type=(result, result),
         grid=(tokens,),
@@ -167,6 +141,6 @@ def all_reduce_norm(args: AllReduceNormArgs) -> Pair:
         MAX_ROW_VALUES=sum_launch.MAX_ROW_VALUES,
         LOST=sum_launch.lost_word(ranks),
         DATA=sum_launch.row_word(ranks),
-        MAX_READS=MAX_READS,
+        MAX_READS=exchange_triton.MAX_READS,
     )
     return total, normed

@@ -30,6 +30,7 @@ from pallas_kernels.lib.page_scales_triton import (
     rounded,
     scales_of,
 )
+from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
 
 MIN_TILE = 16  # of tl.dot, in every dimension
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -107,46 +108,6 @@ def _merge_splits(
         result = tl.sum(acc * alpha[:, None], 0) / tl.sum(l_i * alpha, 0)
         result = tl.where(is_row, result, 0.0)
         tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=in_dim)
-
-
-@triton.jit
-def _merge_wide_splits(
-    accs,  # float32[B, K, SPLITS, G, H]
-    m_l,  # float32[B, K, SPLITS, 2, G]: m_i, l_i
-    out,  # [G, H] of the row and kv head
-    first_split,
-    used,  # splits that have keys
-    dims,  # int32[H tile]
-    is_row,  # False for padding
-    GROUP: tl.constexpr,
-    MERGE_TILE: tl.constexpr,  # the power of two that is at least GROUP
-    HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """``_merge_splits`` split by split: so many components of all splits of a head, as it has in
-    flight, would not leave registers for those of the next head.
-    """
-    heads = tl.arange(0, MERGE_TILE)
-    splits = tl.arange(0, SPLITS)
-    in_group = heads < GROUP
-    inside = in_group[:, None] & (dims < HEAD_DIM)[None, :]
-    valid = (splits < used)[:, None] & in_group[None, :]
-    at_m = m_l + (first_split + splits)[:, None] * 2 * GROUP + heads[None, :]
-    m_i = tl.load(at_m, mask=valid, other=float("-inf"), cache_modifier=".cg")
-    l_i = tl.load(at_m + GROUP, mask=valid, other=0.0, cache_modifier=".cg")
-    m_max = tl.where(in_group, tl.max(m_i, 0), 0.0)
-    l_sum = tl.sum(l_i * tl.exp2(m_i - m_max[None, :]), 0)
-    acc_sum = tl.zeros((MERGE_TILE, dims.shape[0]), tl.float32)
-    for split in tl.static_range(SPLITS):  # type: ignore[attr-defined]
-        is_used = split < used
-        at_m = m_l + (first_split + split) * 2 * GROUP + heads
-        m_i = tl.load(at_m, mask=in_group & is_used, other=float("-inf"), cache_modifier=".cg")
-        at_acc = accs + ((first_split + split) * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-        acc = tl.load(at_acc, mask=inside & is_used, other=0.0, cache_modifier=".cg")
-        acc_sum += acc * tl.exp2(m_i - m_max)[:, None]
-    result = tl.where(is_row, acc_sum / l_sum[:, None], 0.0)
-    to = heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out + to, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -264,7 +225,7 @@ def _append_and_attend(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # keys per loop iteration
     MIN_KEYS: tl.constexpr,  # of a split, but for the last one
-    MERGE_TILE: tl.constexpr,  # see ``_merge_wide_splits``; 0: ``_merge_splits`` merges
+    MERGE_TILE: tl.constexpr,  # rows that ``merged`` reads; 0: ``_merge_splits`` merges
 ):
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -401,30 +362,25 @@ def _append_and_attend(
     row_head = row * NUM_KV_HEADS + kv_head
     first_split = (row_head * SPLITS).to(tl.int64)
     ACC_SIZE: tl.constexpr = GROUP * HEAD_DIM
-    at_m = m_l + (first_split + split) * 2 * GROUP + heads
-    tl.store(at_m, m_i, mask=heads < GROUP)
-    tl.store(at_m + GROUP, l_i, mask=heads < GROUP)
-    at_acc = accs + (first_split + split) * ACC_SIZE
-    tl.store(at_acc + heads[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group)
-    tl.debug_barrier()  # all stores of the CTA come before the arrival, which releases them
-    if tl.atomic_add(arrivals + row_head, 1, sem="acq_rel") < used - 1:
+    in_heads = heads < GROUP
+    own_accs = accs + first_split * ACC_SIZE
+    own_m_l = m_l + first_split * 2 * GROUP
+    store_state(
+        own_accs, own_m_l, split, heads, dims, in_heads, in_group, m_i, l_i, acc, GROUP, HEAD_DIM
+    )
+    if not arrives_last(arrivals + row_head, used):
         return
-    tl.store(arrivals + row_head, 0)
     at_heads = out + row_head * ACC_SIZE
     if MERGE_TILE > 0:
-        _merge_wide_splits(
-            accs,
-            m_l,
-            at_heads,
-            first_split,
-            used,
-            dims,
-            is_row,
-            GROUP,
-            MERGE_TILE,
-            HEAD_DIM,
-            SPLITS,
+        merge = tl.arange(0, MERGE_TILE)
+        in_merge = merge < GROUP
+        inside = in_merge[:, None] & in_dim[None, :]
+        result = merged(
+            own_accs, own_m_l, used, merge, dims, in_merge, inside, GROUP, HEAD_DIM, SPLITS, SPLITS
         )
+        result = tl.where(is_row, result, 0.0)
+        to = merge[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(at_heads + to, result.to(out.dtype.element_ty), mask=inside)
     else:
         _merge_splits(accs, m_l, at_heads, first_split, used, dims, is_row, GROUP, HEAD_DIM, SPLITS)
 

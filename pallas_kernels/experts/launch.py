@@ -21,6 +21,7 @@ from pallas_kernels.quantised_gemm.tiled.arrange import KIND_OF, TILE
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large.launch import PAIR
 from pallas_kernels.quantised_gemm.tiled.launch import (
+    INTEGER_KINDS,
     SCALE_DTYPES,
     SMALL_SCALE_DTYPES,
     TiledConfig,
@@ -403,10 +404,12 @@ def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
     groups longer steps would spill some.
     """
     assert sizes.form is not None
-    form, whole = sizes.tiled, sizes.form.scales_weights
+    form = sizes.tiled
+    scales = form.kind in INTEGER_KINDS and form.block == 1
+    whole = sizes.form.scales_weights or scales
     spans = (3 * TILE, 2 * TILE) if whole else (2 * TILE,) if form.group >= TILE else ()
     span = next((span for span in spans if form.inner % span == 0), TILE)
-    step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True)
+    step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True, scales=scales)
     ups = large_launch.ups_bytes(form, step)
     stages = (SMEM_BYTES - ups) // large_launch.step_bytes(form, step)
     return QuantisedPromptConfig(replace(step, stages=min(stages, MAX_STAGES)), sizes.halves)

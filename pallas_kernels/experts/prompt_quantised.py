@@ -43,8 +43,8 @@ class _Spec(Spec):
     @property
     def step(self) -> tiled.Spec:
         """Those of a K step."""
-        sizes = self.sizes.tiled
-        return tiled.Spec(sizes, self.config.step, sums_given=sizes.offsets)
+        sizes, step = self.sizes.tiled, self.config.step
+        return tiled.Spec(sizes, step, sums_given=sizes.offsets and not step.scales)
 
 
 def _copy_all(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch) -> None:
@@ -172,7 +172,7 @@ def launch_with(
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
     views = tiled.Gmem(None, *tiled.gmem_views(sizes.tiled, stack, sizes.experts))
-    if sizes.tiled.offsets:
+    if spec.step.sums_given:
         views = views._replace(sums=tiled.input_sums(gmem.x, sizes.tiled.group))
     gmem, scratch = gmem._replace(tiled=views), _scratch_types(spec, views.parts)
     return launch_items("_prompt_quantised", _kernel, spec, gmem, scratch, PAIR)

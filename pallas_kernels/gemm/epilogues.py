@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,24 @@ GELU_FACTOR, GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """SiLU of the gate times the up (Shazeer, 2020, arXiv:2002.05202)."""
     return gate / (1.0 + jnp.exp(-gate)) * up
+
+
+def load_bias(bias: Ref, columns: Any) -> jax.Array | None:  # [columns]
+    """A bias' slice in registers, as a result [columns, tokens] needs it; None if there is none.
+
+    It is a weight: it may be read before earlier kernels have ended.
+    """
+    if bias is None:
+        return None
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.load(bias.at[columns], layout=layout, optimized=False)
+
+
+def plus_bias(result: jax.Array, bias: jax.Array | None) -> jax.Array:  # float32[columns, tokens]
+    """The result plus each column's bias, if there is one."""
+    if bias is None:
+        return result
+    return result + lax.broadcast_in_dim(bias.astype(jnp.float32), result.shape, [0])
 
 
 def times_sigmoid(x: jax.Array, logit: jax.Array) -> jax.Array:
@@ -60,9 +79,16 @@ def write_columns(out: Ref, tokens: Any, columns: Any, result: jax.Array) -> Non
     out.at[tokens, columns].transpose((1, 0))[...] = transposed(result, out.dtype)
 
 
-def write_rows(out: Ref, num_tokens: int, columns: Any, result: jax.Array) -> None:
-    """Write the first few tokens of a result [columns, tokens], one by one."""
+def write_rows(
+    out: Ref,
+    num_tokens: int,
+    columns: Any,
+    result: jax.Array,  # [columns, tokens]
+    places: Sequence[int] | None = None,
+) -> None:
+    """Write the first few tokens of a result one by one; ``places`` are their columns of it."""
     index = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA)
     for i in range(num_tokens):
-        row = jnp.where(index == i, result, 0.0).sum(axis=1)
+        place = i if places is None else places[i]
+        row = jnp.where(index == place, result, 0.0).sum(axis=1)
         out.at[i, columns][...] = row.astype(out.dtype)

@@ -31,6 +31,7 @@ from pallas_kernels.toolchain.kernel_call import call_lowered
 STATIC = MappingProxyType({"static": True})
 
 OP_NAMES = (
+    "all_gather",
     "all_reduce",
     "all_reduce_norm",
     "append_decode",

@@ -62,6 +62,16 @@ def check_partials(
         raise ValueError(f"{op}: partials {partials.shape} are {partials.dtype}, not {dtype}")
 
 
+def check_bias(op: str, bias: jax.Array | None, outputs: int, *, alone: bool) -> None:
+    """Raise ValueError if the bias of a GEMM has another shape, or is not all that it adds."""
+    if bias is None:
+        return
+    if bias.shape != (outputs,):
+        raise ValueError(f"{op}: the bias {bias.shape} does not fit {outputs} outputs")
+    if not alone:
+        raise ValueError(f"{op}: results that are split or activated have no bias")
+
+
 def unfit_for_triton(values: jax.Array, pages: jax.Array) -> str | None:
     """Why no Triton kernel can take these dtypes on this machine, or None. Imports no Triton."""
     value_dtype, page_dtype = str(values.dtype), str(pages.dtype)

@@ -206,6 +206,53 @@ def joined(parts: Sequence[Quantised]) -> Quantised:
     return Quantised(parts[0].kind, *arrays)
 
 
+def common_form(forms: Sequence[Form | None]) -> Form | None:
+    """A form with groups in which matrices of several forms with supers have the same weights.
+
+    None where one of them is none of GGUF's K forms, whose values have at most eight bits and
+    whose unsigned scales have six.
+    """
+    known = [form for form in forms if form is not None and form.super_group is not None]
+    plain = all(form.kind in ("int4", "int8") and not form.zeros for form in known)
+    if not known or len(known) < len(forms) or not plain:
+        return None
+    groups = [form.group or 0 for form in known]
+    supers = {form.super_group for form in known}
+    if len(supers) > 1 or any(group % min(groups) for group in groups):
+        return None
+    signs = {form.scale_dtype for form in known}
+    offsets = any(form.offsets for form in known)
+    scale_dtype = signs.pop() if len(signs) == 1 else "int8"
+    return Form("int8", min(groups), scale_dtype, offsets=offsets, super_group=supers.pop())
+
+
+def in_form(w: Quantised, form: Form) -> Quantised:  # numpy arrays
+    """The matrix in a ``common_form`` of its own form and others.
+
+    Raises ValueError if a scale does not fit.
+    """
+    values, shape = w.values, (w.num_outputs, w.num_inputs)
+    if w.kind in PACKED:
+        half = nibble_block(shape[1]) // 2
+        blocks = values.reshape(shape[0], -1, 1, half)
+        values = np.concatenate([blocks & 15, blocks >> 4], axis=2).reshape(shape).view(np.int8)
+        values = values if w.offsets is not None else values - np.int8(MIDDLE)
+
+    def repeated(part: np.ndarray) -> np.ndarray:
+        found = np.repeat(part, w.group // (form.group or 1), axis=1).astype(form.scale_dtype)
+        if not np.array_equal(found[:, :: w.group // (form.group or 1)], part):
+            raise ValueError(f"factors of {w.form} do not fit {form.scale_dtype}")
+        return found
+
+    scales, supers, offsets = repeated(w.scales), w.supers, None
+    if form.offsets and w.offsets is None:
+        offsets = np.zeros_like(scales)
+        supers = np.concatenate([supers, np.zeros_like(supers)], axis=2)
+    elif w.offsets is not None:
+        offsets = repeated(w.offsets)
+    return Quantised("int8", values, scales, None, offsets, supers)
+
+
 def nibble_block(num_inputs: int) -> int:
     """Inputs of a block of nibbles: 64, or 32 for a row that 64 does not divide."""
     return 64 if num_inputs % 64 == 0 else 32

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 
 from pallas_kernels.harness.pins import without_pins
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.lib.checks import check_partials
+from pallas_kernels.lib.checks import check_bias, check_partials
 from pallas_kernels.lib.quantised import Quantised
 from pallas_kernels.norm_gemm import cases, launch, ref, unfused
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
 from pallas_kernels.quantised_gemm.tiled import launch as tiled_launch
 
-_mosaic, _tiled, _fp8 = (
+_mosaic, _tiled, _fp8_alone = (
     without_pins(imported_when_called(module, "norm_gemm", launch.result_shapes))
     for module in (
         "pallas_kernels.norm_gemm.mosaic",
@@ -23,6 +24,13 @@ _mosaic, _tiled, _fp8 = (
         "pallas_kernels.quantised_gemm.fp8.mosaic",
     )
 )
+
+
+def _fp8(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
+    """The kernel of fp8 weights, which adds no bias, and an addition if there is one."""
+    total, y = _fp8_alone(replace(args, bias=None))
+    return total, y if args.bias is None else y + args.bias
+
 
 OP = KernelOp(
     name="norm_gemm",
@@ -57,7 +65,8 @@ def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
     """The sum of ``x`` and all partials, [T, D], and its norm times ``w``, [T, O].
 
     That is ``residual_norm``, then ``skinny_gemm`` (``swiglu_gemm`` with ``swiglu``,
-    ``quantised_gemm`` with quantised weights) of the normalised sum; all in the dtype of ``x``.
+    ``quantised_gemm`` with quantised weights) of the normalised sum, plus the ``bias``; all in the
+    dtype of ``x``.
     ``pins`` may name an implementation of this op, or of those ops, which then run one after the
     other. Raises ValueError on arguments that do not fit together.
     """
@@ -75,6 +84,7 @@ def norm_gemm(args: NormGemmArgs) -> tuple[jax.Array, jax.Array]:
     check_partials("norm_gemm", x, args.norm.partials)
     if args.gelu and (not args.swiglu or isinstance(w, Quantised)):
         raise ValueError("norm_gemm: gelu needs dense weights and swiglu")
+    check_bias("norm_gemm", args.bias, columns, alone=not args.swiglu)
     if args.swiglu and columns % 2:
         raise ValueError(f"norm_gemm: {columns} columns are not a gate and an up of one width")
     return dispatch(OP, (args,), {}, args.pins.of("norm_gemm"))

@@ -35,6 +35,7 @@ class NormGemmCase:
     tags: tuple[str, ...] = ("ci",)
     form: str | None = None  # as of ``quantised_gemm.cases``
     group: int = 0
+    bias: bool = False
 
 
 _GPU = ("bench", "gpu")
@@ -45,18 +46,18 @@ _OF_MODELS = (
     NormGemmCase("qwen3_8b_tp2_gate_up", 1, 4096, 6144, 2, swiglu=True, tags=("full",)),
 )
 CASES = (
-    NormGemmCase("smollm2_first_qkv_t3_f32", 3, 576, 960, 0, dtype="float32"),
+    NormGemmCase("smollm2_first_qkv_t3_f32", 3, 576, 960, 0, dtype="float32", bias=True),
     NormGemmCase("smollm2_gate_up_t5_f32", 5, 576, 1536, 1, swiglu=True, dtype="float32"),
     NormGemmCase("narrow_qkv_parts3", 1, 512, 192, 3),
-    NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16"),
+    NormGemmCase("narrow_qkv_f16", 1, 1024, 128, 1, dtype="float16", bias=True),
     NormGemmCase("narrow_gate_up_parts2", 1, 1024, 128, 2, swiglu=True),
     NormGemmCase("narrow_geglu_parts2", 1, 512, 128, 2, swiglu=True, gelu=True),
     NormGemmCase("narrow_gate_up_t4_parts2", 4, 512, 128, 2, swiglu=True),
     NormGemmCase("narrow_qkv_int4_tiles", 1, 1024, 128, 3, form="int4", group=128),
     NormGemmCase("narrow_gate_up_q4_k_tiles", 1, 512, 128, 2, swiglu=True, form="q4_k", group=32),
-    NormGemmCase("narrow_qkv_q6_k_tiles", 1, 512, 128, 1, form="q6_k", group=16),
+    NormGemmCase("narrow_qkv_q6_k_tiles", 1, 512, 128, 1, form="q6_k", group=16, bias=True),
     NormGemmCase("narrow_gate_up_int4_tiles_t4", 4, 512, 128, 2, True, form="int4", group=128),
-    NormGemmCase("narrow_qkv_fp8", 1, 1024, 128, 3, form="fp8"),
+    NormGemmCase("narrow_qkv_fp8", 1, 1024, 128, 3, form="fp8", bias=True),
     NormGemmCase("narrow_gate_up_fp8_blocks", 1, 512, 128, 2, True, form="fp8_blocks", group=128),
     *_OF_MODELS,
     *(
@@ -91,7 +92,10 @@ def build(case: NormGemmCase, seed: int) -> Inputs:
         w = w if w.kind == "fp8" else arrange(w)
     args: Any = {"x": normal(rng, size, dtype), "partials": partials, "weights": norms}
     norm = NormArgs(**args, row=row, eps=1e-6)
-    return Inputs((NormGemmArgs(norm=norm, w=w, swiglu=case.swiglu, gelu=case.gelu),))
+    more: Any = {"swiglu": case.swiglu, "gelu": case.gelu}
+    if case.bias:
+        more["bias"] = normal(rng, (columns,), dtype)
+    return Inputs((NormGemmArgs(norm=norm, w=w, **more),))
 
 
 def cost(case: NormGemmCase) -> Cost:

@@ -63,6 +63,8 @@ def supports(args: NormGemmArgs) -> str | None:
     dtype = args.norm.x.dtype
     if str(dtype) not in DTYPES or dtype != args.w.dtype:
         return f"tokens and weights are {dtype} and {args.w.dtype}"
+    if args.bias is not None and args.bias.dtype != dtype:
+        return f"tokens and bias are {dtype} and {args.bias.dtype}"
     if reason := _unfit(args, UNFUSED_OPS):
         return reason
     outer = sizes_of(args).outer

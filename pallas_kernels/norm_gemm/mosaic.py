@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import geglu, swiglu, write_rows
+from pallas_kernels.gemm.epilogues import geglu, load_bias, plus_bias, swiglu, write_rows
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.lib.pdl import launch_dependents
@@ -64,6 +64,7 @@ class _Gmem(NamedTuple):
 
     token: token.NormRefs  # in tiles of COLUMNS
     w: Ref  # [D, O]; with swiglu [D, 2 * O]
+    bias: Ref  # [O], or None
 
 
 def _memory_warpgroup(spec: _Spec, column: jax.Array, w: Ref, ring: Ring, scratch: Scratch) -> None:
@@ -84,7 +85,7 @@ def _memory_warpgroup(spec: _Spec, column: jax.Array, w: Ref, ring: Ring, scratc
 def _compute_warpgroup(
     spec: _Spec,
     column: jax.Array,
-    refs: token.NormRefs,
+    gmem: _Gmem,
     results: tuple[Ref, Ref],  # the sum, [tiles, COLUMNS], and [1, O]
     ring: Ring,
     scratch: Scratch,
@@ -92,7 +93,8 @@ def _compute_warpgroup(
     """Residual add, norm, and 64 columns of the result. The first CTA also writes the sum."""
     total, out = results
     plain, swizzled = token.views(scratch.token_smem)
-    found = token.normed_token(spec.norm, refs)
+    bias = load_bias(gmem.bias, pl.ds(column, COLUMNS))
+    found = token.normed_token(spec.norm, gmem.token)
     for span, normed in zip(found.spans, found.normed, strict=True):
         plain[span, 0, :] = normed
     plgpu.commit_smem()
@@ -111,7 +113,7 @@ def _compute_warpgroup(
     release = partial(ring.release_previous_if_reused, num_steps=spec.num_steps)
     shape = (COLUMNS, TOKEN_ROWS)
     accs = matmul(ring, spec.num_steps, shape, issue, release, count=spec.halves)
-    result = accs[0]
+    result = plus_bias(accs[0], bias)
     if spec.sizes.swiglu:
         result = (geglu if spec.sizes.gelu else swiglu)(*accs)
     write_rows(out, 1, pl.ds(column, COLUMNS), result)
@@ -121,7 +123,7 @@ def _kernel(spec: _Spec, gmem: _Gmem, results: tuple[Ref, Ref], scratch: Scratch
     launch_dependents()
     column, warpgroup = lax.axis_index("tile") * COLUMNS, lax.axis_index("warpgroup")
     ring = Ring(spec.config.stages, scratch.barriers, scratch.consumed_barriers)
-    compute = partial(_compute_warpgroup, spec, column, gmem.token, results, ring, scratch)
+    compute = partial(_compute_warpgroup, spec, column, gmem, results, ring, scratch)
     pl.when(warpgroup == 0)(compute)
     pl.when(warpgroup == 1)(partial(_memory_warpgroup, spec, column, gmem.w, ring, scratch))
 
@@ -158,7 +160,7 @@ def launch_with(
     total, out = launch(
         "norm_gemm",
         partial(_kernel, spec),
-        _Gmem(arrays, args.w),
+        _Gmem(arrays, args.w, args.bias),
         out_type=(total_type, jax.ShapeDtypeStruct((1, sizes.outer), spec.dtype)),
         scratch=_scratch_types(spec),
         grid={"tile": sizes.outer // COLUMNS},

@@ -29,6 +29,7 @@ class NormGemmArgs:
 
     norm: NormArgs
     w: jax.Array | Quantised  # [D, O], or of O outputs; with swiglu of 2 * O: gate, up
+    bias: jax.Array | None = None  # [O]; not with swiglu
     swiglu: bool = field(default=False, metadata=STATIC)
     gelu: bool = field(default=False, metadata=STATIC)  # with swiglu and dense weights, as there
     pins: Pins = field(default=NO_PINS, metadata=STATIC)
@@ -44,8 +45,8 @@ class NormGemmArgs:
         matrix.
         """
         if isinstance(self.w, Quantised):
-            return QuantisedGemmArgs(x=x, w=self.w, swiglu=self.swiglu)
-        return GemmArgs(x=x, w=self.w, swiglu=self.swiglu, gelu=self.gelu)
+            return QuantisedGemmArgs(x=x, w=self.w, bias=self.bias, swiglu=self.swiglu)
+        return GemmArgs(x=x, w=self.w, bias=self.bias, swiglu=self.swiglu, gelu=self.gelu)
 
 
 def in_turn(

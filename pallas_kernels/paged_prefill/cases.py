@@ -12,7 +12,7 @@ from pallas_kernels.harness.registry import Cost, Inputs
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.page_scales import BITS
 from pallas_kernels.lib.shapes import PagedCase, paged_arrays, sinks_of, slopes_of
-from pallas_kernels.paged_prefill.ref import PrefillArgs
+from pallas_kernels.paged_prefill.ref import PrefillArgs, most_arrivals
 
 _SMOL, _QWEN = shapes.SMOLLM2_135M, shapes.QWEN3_0_6B
 _SMOL_TP3 = shapes.SMOLLM2_135M_TP3
@@ -73,6 +73,74 @@ def _prompt_steps(*steps: tuple[str, int, int, int, int]) -> tuple[PagedCase, ..
         )
         for name, rows, queries, context, size in steps
     )
+
+
+def _few_queries() -> tuple[PagedCase, ...]:
+    """A few queries of contexts that are long enough for several splits of the keys."""
+    gpt_oss, wide = shapes.GPT_OSS_20B_TP8, shapes.GEMMA4_E2B_FULL
+    ragged: dict[str, Any] = {"dtype": "bfloat16", "padding": 4}
+    return (
+        PagedCase("smollm2_tp3_splits", _SMOL_TP3, (4200, 0, 600, 40), (3, 0, 9, 5), padding=4),
+        # more tiles and splits than CTAs
+        PagedCase("gpt2_splits", shapes.GPT2, (520, *(5,) * 10), (2, *(1,) * 10), dtype="bfloat16"),
+        PagedCase("smollm2_tp3_splits_window", _SMOL_TP3, (1500, 9), (20, 9), window=700),
+        PagedCase("qwen2_5_7b_tp4_splits", shapes.Heads(7, 1, 128), (1300,), (20,), page_size=64),
+        PagedCase("gpt_oss_tp8_splits_sinks", gpt_oss, (1100, 300), (3, 30), sinks=True, **ragged),
+        PagedCase("gpt_oss_tp8_splits_window", gpt_oss, (900,), (9,), window=600, sinks=True),
+        PagedCase(  # a query does not see the last split, which has two keys
+            "qwen3_4b_tp8_splits_bf16",
+            shapes.QWEN3_4B_TP8,
+            (1026, 3),
+            (4, 3),
+            max_pages=128,
+            **ragged,
+        ),
+        PagedCase(
+            "qwen3_4b_tp8_splits_fp8", shapes.QWEN3_4B_TP8, (800,), (9,), kv_dtype=_FP8, **ragged
+        ),
+        PagedCase(
+            "gpt_oss_tp8_splits_fp8", gpt_oss, (800,), (9,), sinks=True, kv_dtype=_FP8, **ragged
+        ),
+        PagedCase("heads2_dim256_splits", shapes.Heads(2, 1, 256), (700,), (9,), cap=0.5, **ragged),
+        PagedCase(
+            "heads2_dim256_splits_fp8",
+            shapes.Heads(2, 1, 256),
+            (700,),
+            (9,),
+            kv_dtype=_FP8,
+            **ragged,
+        ),
+        PagedCase("gemma4_head512_splits", wide, (600,), (3,), **ragged),
+    )
+
+
+def _hits() -> tuple[PagedCase, ...]:
+    """What prefix hits leave, in a bucket of 128 tokens and 8 rows, and prompts that fill one."""
+    qwen3, qwen3_5 = ("qwen3_4b", shapes.QWEN3_4B), ("qwen3_5_4b", shapes.QWEN3_5_4B)
+    gpt_oss = "gpt_oss_20b", shapes.GPT_OSS_20B
+    steps = (
+        *((qwen3, 1, 16, context) for context in (256, 4096, 8192, 16384)),
+        *((qwen3_5, 1, 16, context) for context in (256, 4096, 16384)),
+        *((qwen3, 1, 1, 16384), (qwen3, 1, 64, 16384), (qwen3, 8, 16, 4096)),
+        *((qwen3, 1, 128, 128), (qwen3, 8, 16, 16), (gpt_oss, 1, 16, 4096)),
+    )
+    bench = tuple(
+        PagedCase(
+            f"{name}_{rows}x{queries}_of_{context}",
+            heads,
+            (context,) * rows + (0,) * (8 - rows),
+            (queries,) * rows + (0,) * (8 - rows),
+            max_pages=2048,
+            padding=128 - rows * queries,
+            sinks=heads == shapes.GPT_OSS_20B,
+            dtype="bfloat16",
+            tags=("bench", "gpu"),
+        )
+        for (name, heads), rows, queries, context in steps
+    )
+    # results are compared at the sizes that have all splits
+    short = (case for case in bench if max(case.seq_lens) == 4096)
+    return *bench, *(replace(x, name=f"{x.name}_right", tags=("full",)) for x in short)
 
 
 def _fp8() -> tuple[PagedCase, ...]:
@@ -225,12 +293,21 @@ CASES = (
     *_prompts_with_sinks(),
     *_prompts_of_gemma4(),
     *_fp8(),
+    *_few_queries(),
+    *_hits(),
     PagedCase("smollm2_t512_ctx512", _SMOL, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_t512_ctx4096", _SMOL, (4096,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("smollm2_8x64", _SMOL, (64,) * 8, (64,) * 8, max_pages=512, tags=("bench",)),
     PagedCase("qwen3_0_6b_t512_ctx512", _QWEN, (512,), (512,), max_pages=512, tags=("bench",)),
     PagedCase("qwen3_0_6b_t512_ctx4096", _QWEN, (4096,), (512,), max_pages=512, tags=("bench",)),
 )
+
+
+def arrivals_of(case: PagedCase) -> np.ndarray | None:  # int32[...]
+    """Counters as an engine passes them; None where it has none, for many tokens."""
+    tokens = sum(case.query_lens) + case.padding
+    count = most_arrivals(tokens, case.heads.num_kv_heads)
+    return np.zeros(count, np.int32) if count else None
 
 
 def build(case: PagedCase, seed: int) -> Inputs:
@@ -253,6 +330,7 @@ def build(case: PagedCase, seed: int) -> Inputs:
         "k_scales": arrays.k_scales,
         "v_scales": arrays.v_scales,
         "slopes": slopes_of(case),
+        "arrivals": arrivals_of(case),
     }
     static: dict[str, Any] = {"window": case.window, "cap": case.cap}
     return Inputs((PrefillArgs(**args, scale=heads.head_dim**-0.5, **static),))

@@ -1,8 +1,8 @@
 """Which calls the GPU kernels of paged_prefill support, and their tile sizes.
 
-Owns: ``mosaic_supports``, ``triton_supports``, ``result_shapes``, ``TritonConfig``,
-``choose_config`` (the tuned one, else that of a heuristic). Imports neither Triton nor Mosaic, so
-it works where they are not installed.
+Owns: ``mosaic_supports``, ``split_supports``, ``triton_supports``, ``result_shapes``,
+``TritonConfig``, ``choose_config`` (the tuned one, else that of a heuristic), ``split_config``.
+Imports neither Triton nor Mosaic, so it works where they are not installed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax
 from pallas_kernels.harness import tuned
 from pallas_kernels.lib.checks import not_hopper, unfit_for_triton, unfit_scales
 from pallas_kernels.lib.device import current_device
+from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill.cases import CASES
-from pallas_kernels.paged_prefill.ref import PrefillArgs
+from pallas_kernels.paged_prefill.ref import FEW_TOKENS, MAX_PARTS, PrefillArgs
 
 HEAD_DIMS = (16, 512)  # smallest and largest
 # With all columns of wider values there are registers for 64 rows alone, for whose scores Triton
@@ -68,6 +69,11 @@ MMA_QUERIES = 64  # queries of a compute warpgroup: M of a wgmma
 CLUSTER = 2  # CTAs, if a kv head has query heads for all their compute warpgroups
 TOKEN_ALIGNMENT = 8  # TMA copies swizzled tiles from and to multiples of 8 tokens
 
+FEW_STARTS_TILE = 64  # as STARTS_TILE
+# A tile's last CTA reads the states of all its splits, 32 KB each.
+MAX_SPLITS = 16
+MIN_KEYS = 256  # of a split, if a context has as many
+
 
 @dataclass(frozen=True)
 class TritonConfig:
@@ -83,6 +89,19 @@ class TritonConfig:
     num_warps: int
     num_stages: int
     value_columns: int = 0
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Tile sizes and launch parameters of the Triton kernel with splits.
+
+    ``splits``: of a tile at most, a power of two; ``ctas``: of each kv head and part of its values,
+    about as many as run at the same time.
+    """
+
+    tile: TritonConfig
+    splits: int
+    ctas: int
 
 
 def num_warpgroups(head_dim: int, window: int | None, num_tokens: int) -> int:
@@ -125,6 +144,56 @@ def triton_supports(args: PrefillArgs) -> str | None:
     if args.scale <= 0.0:
         return f"scale {args.scale} is not positive"
     return unfit_scales(args.q, args.k_pages) or unfit_for_triton(args.q, args.k_pages)
+
+
+def most_keys(args: PrefillArgs, tokens: int) -> int:
+    """The largest number of keys that a tile of so many tokens sees."""
+    in_table = args.page_table.shape[1] * args.k_pages.shape[1]
+    return in_table if args.window is None else min(in_table, args.window + tokens - 1)
+
+
+def split_config(args: PrefillArgs) -> SplitConfig:
+    """The launch with splits: as many as fill the GPU if a single tile has queries.
+
+    From the compiler's report. With one split, ``split_supports`` refuses the call.
+    """
+    (_, n, h), num_kv_heads = args.q.shape, args.k_pages.shape[2]
+    tile = _split_tile(args)
+    dim_tile = power_of_two(h)
+    parts = dim_tile // min(tile.value_columns or dim_tile, dim_tile)
+    ctas = max(current_device().num_sms // (num_kv_heads * parts), 1)
+    keys = most_keys(args, tile.rows // (n // num_kv_heads))
+    splits = max(min(ctas, keys // MIN_KEYS, MAX_SPLITS), 1)
+    return SplitConfig(tile, power_of_two(splits + 1) // 2, ctas)
+
+
+def _split_tile(args: PrefillArgs) -> TritonConfig:
+    """Tiles of 64 rows, as there are few queries. CTAs divide the values of wide heads."""
+    h, is_scaled = args.q.shape[2], args.k_scales is not None
+    if args.q.dtype.itemsize > 2 or (h > WIDE_HEAD and is_scaled):
+        return heuristic_config(args.q, is_scaled=is_scaled)
+    if h > WIDE_HEAD:
+        return TritonConfig(64, 32, 8, 3, 128)
+    if h > 128:  # blocks of 64 keys in 8-bit pages would spill
+        return TritonConfig(64, 32, 4, 3, 128) if is_scaled else TritonConfig(64, 64, 8, 3, 128)
+    return TritonConfig(64, 64, 4, 5)
+
+
+def split_supports(args: PrefillArgs) -> str | None:
+    """Why the Triton kernel with splits cannot run the call or gains nothing, or None."""
+    if reason := triton_supports(args):
+        return reason
+    if args.q.shape[0] > FEW_TOKENS:
+        return f"{args.q.shape[0]} queries are more than {FEW_TOKENS}"
+    if split_config(args).splits == 1:
+        return f"contexts have less than {2 * MIN_KEYS} keys, or kv heads fill the GPU"
+    return None
+
+
+def split_workspace(args: PrefillArgs) -> int:
+    """The bytes of the states of all splits."""
+    (t, n, h), splits = args.q.shape, split_config(args).splits
+    return 4 * splits * t * n * (power_of_two(h) + 2 * MAX_PARTS)
 
 
 def heuristic_config(q: jax.Array, *, is_scaled: bool = False) -> TritonConfig:  # [T, N, H]

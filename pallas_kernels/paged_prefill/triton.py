@@ -57,6 +57,7 @@ def _attend_blocks(
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,  # False: start to end are whole blocks that every query sees
+    SPLIT: tl.constexpr,  # the first key need not be visible to every query
 ):
     SLOT_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     keys = tl.arange(0, BLOCK)
@@ -103,8 +104,8 @@ def _attend_blocks(
             scores = tl.where(visible, scores, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(scores, 1) * SCALE)
         base = m_ij
-        if MASKED and WINDOW > 0:
-            # A query whose window starts in a later block has m_ij = -inf: -inf - -inf is NaN.
+        if MASKED and (WINDOW > 0 or SPLIT):
+            # A query that sees no key up to this block has m_ij = -inf: -inf - -inf is NaN.
             base = tl.where(m_ij == float("-inf"), 0.0, m_ij)
         alpha = tl.exp2(m_i - base)
         if SCALED:
@@ -127,6 +128,73 @@ def _attend_blocks(
         acc = tl.dot(p.to(query.dtype), v, acc, input_precision="ieee")
         m_i = m_ij
     return m_i, l_i, acc, unit
+
+
+@triton.jit
+def attend_keys(
+    query,  # [ROWS, DIM_TILE]
+    position,  # of the tile's first query in its context
+    token,  # int32[ROWS]: of each query in the tile
+    m_i,  # float32[ROWS]
+    l_i,  # float32[ROWS]
+    k_pages,  # [P, S, K, H], of one kv head
+    v_pages,  # [P, S, K, H], of one kv head
+    k_scales,  # float32[P, S, K], of one kv head; unused without SCALED
+    v_scales,  # float32[P, S, K], of one kv head; unused without SCALED
+    columns,  # int32[VALUE_TILE]: components of values
+    page_ids,  # int32[M] of the row
+    start,  # the tile's first key ...
+    end,  # ... and one past its last
+    lower,  # first key of a split, whole blocks after start; start without SPLIT
+    upper,  # one past its last, whole blocks after lower or end; end without SPLIT
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """m_i, l_i and acc after the keys from ``lower`` to ``upper``.
+
+    Some queries do not see keys before `common` (window) or from `diagonal` on (causality); between
+    them are whole blocks that every query sees.
+    """
+    common = start
+    if WINDOW > 0:
+        ahead = tl.maximum(end - WINDOW - start, 0)
+        common = tl.minimum(start + tl.cdiv(ahead, BLOCK) * BLOCK, end)
+    diagonal = common + tl.maximum(position + 1 - common, 0) // BLOCK * BLOCK
+    if SPLIT:
+        common = tl.minimum(tl.maximum(common, lower), upper)
+        diagonal = tl.minimum(tl.maximum(diagonal, lower), upper)
+    last_key = position + token
+    unit = exponents_of(tl.full((), SMALLEST_SCALE, tl.float32))
+    acc = tl.zeros((ROWS, VALUE_TILE), tl.float32)
+    if WINDOW > 0:
+        m_i, l_i, acc, unit = _attend_blocks(
+            query, last_key, m_i, l_i, acc, k_pages, v_pages, k_scales, v_scales, unit, columns,
+            page_ids, lower, common, SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+            PAGE_SIZE, BLOCK, True, SPLIT,
+        )  # fmt: skip
+    m_i, l_i, acc, unit = _attend_blocks(
+        query, last_key, m_i, l_i, acc, k_pages, v_pages, k_scales, v_scales, unit, columns,
+        page_ids, common, diagonal, SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+        PAGE_SIZE, BLOCK, False, SPLIT,
+    )  # fmt: skip
+    m_i, l_i, acc, unit = _attend_blocks(
+        query, last_key, m_i, l_i, acc, k_pages, v_pages, k_scales, v_scales, unit, columns,
+        page_ids, diagonal, upper, SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE,
+        PAGE_SIZE, BLOCK, True, SPLIT,
+    )  # fmt: skip
+    if SCALED:
+        acc *= tl.exp2(unit)
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -196,45 +264,20 @@ def _attend_tile(
         # bfloat16 one by one, through float16. Queries above 65504 would overflow.
         query = query.to(tl.float16)
 
-    # Some queries do not see keys before `common` (window) or from `diagonal` on (causality);
-    # between them are whole blocks that every query sees.
     start = 0
-    common = 0
     if WINDOW > 0:
         start = tl.maximum(position - WINDOW + 1, 0)
-        ahead = tl.maximum(end - WINDOW - start, 0)
-        common = tl.minimum(start + tl.cdiv(ahead, BLOCK) * BLOCK, end)
-    diagonal = common + tl.maximum(position + 1 - common, 0) // BLOCK * BLOCK
-
-    last_key = position + token
-    k_head = k_pages + kv_head * HEAD_DIM
-    v_head = v_pages + kv_head * HEAD_DIM
-    page_ids = page_table + row * table_width
-    unit = exponents_of(tl.full((), SMALLEST_SCALE, tl.float32))
     m_i = tl.full((ROWS,), float("-inf"), tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     if HAS_SINKS:
         m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
         l_i += 1.0
-    acc = tl.zeros((ROWS, VALUE_TILE), tl.float32)
-    if WINDOW > 0:
-        m_i, l_i, acc, unit = _attend_blocks(
-            query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
-        v_scales + kv_head, unit, columns, page_ids, start, common,
-            SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
-        )  # fmt: skip
-    m_i, l_i, acc, unit = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
-        v_scales + kv_head, unit, columns, page_ids, common, diagonal,
-        SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, False,
+    m_i, l_i, acc = attend_keys(
+        query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
+        v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
+        page_table + row * table_width, start, end, start, end, SCALE, CAP, WINDOW, SCALED,
+        NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS, BLOCK, False,
     )  # fmt: skip
-    m_i, l_i, acc, unit = _attend_blocks(
-        query, last_key, m_i, l_i, acc, k_head, v_head, k_scales + kv_head,
-        v_scales + kv_head, unit, columns, page_ids, diagonal, end,
-        SCALE, CAP, WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, PAGE_SIZE, BLOCK, True,
-    )  # fmt: skip
-    if SCALED:
-        acc *= tl.exp2(unit)
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
     at_result = in_tile[:, None] + columns[None, :]
     inside = (token < count)[:, None] & (columns < HEAD_DIM)[None, :]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import jax
 
 from pallas_kernels.harness.registry import (
@@ -13,6 +16,7 @@ from pallas_kernels.harness.registry import (
     select,
 )
 from pallas_kernels.lib.arrangements import of_either_order
+from pallas_kernels.lib.checks import check_bias
 from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.quantised_gemm import cases, native, ref, xla
 from pallas_kernels.quantised_gemm.fp8 import launch as fp8_launch
@@ -32,13 +36,23 @@ _fp8_mosaic = imported_when_called(
 )
 
 
+def _then_bias(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A kernel without a bias, and an addition if there is one."""
+
+    def run(args: QuantisedGemmArgs) -> jax.Array:
+        y = kernel(replace(args, bias=None))
+        return y if args.bias is None else y + args.bias
+
+    return run
+
+
 OP = KernelOp(
     name="quantised_gemm",
     ref=of_either_order(ref.quantised_gemm),
     impls=(
         Impl(
             "native",
-            native.quantised_gemm,
+            _then_bias(native.quantised_gemm),
             platforms=("cpu",),
             supports=native.supports,
             ref=of_either_order(native.definition),
@@ -47,7 +61,7 @@ OP = KernelOp(
         Impl("tiled_large", _large, platforms=("gpu",), supports=large_launch.supports),
         Impl(
             "mosaic_fp8",
-            _fp8_mosaic,
+            _then_bias(_fp8_mosaic),
             platforms=("gpu",),
             supports=fp8_launch.supports,
             ref=fp8_tokens.quantised_gemm,
@@ -74,8 +88,8 @@ def quantised_gemm(
 ) -> jax.Array:  # [T, O]; with split possibly float32[S, T, O]
     """``x`` times the transpose of ``w``, in the dtype of ``x``, accumulated in float32.
 
-    With ``wide`` the result is float32, for logits. ``swiglu``, ``split`` and ``impl`` are those of
-    ``skinny_gemm``. Raises ValueError on arguments that do not fit together.
+    With ``wide`` the result is float32, for logits. ``bias``, ``swiglu``, ``split`` and ``impl``
+    are those of ``skinny_gemm``. Raises ValueError on arguments that do not fit together.
     """
     x, w = args.x, args.w
     if x.ndim != 2 or x.shape[1] != w.num_inputs:
@@ -92,4 +106,5 @@ def quantised_gemm(
         raise ValueError(f"quantised_gemm: {w.num_outputs} outputs are not a gate and an up")
     if args.swiglu and args.split:
         raise ValueError("quantised_gemm: swiglu is not linear, so its result cannot be split")
+    check_bias("quantised_gemm", args.bias, w.num_outputs, alone=not (args.swiglu or args.split))
     return dispatch(OP, (args,), {}, impl)

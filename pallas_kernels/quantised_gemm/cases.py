@@ -47,6 +47,7 @@ class QuantisedCase:
     wide: bool = False  # a float32 result, as of an LM head
     lanes: bool = False  # arranged for the native kernel
     super_group: int = 256  # inputs of a super; fewer where parts of GGUF's blocks were moved
+    bias: bool = False
 
     @property
     def kind(self) -> str:
@@ -125,6 +126,12 @@ CASES = (
             ("q4_k", 136, _TILED),
         )
     ),
+    QuantisedCase("bias_lanes_t3", "int4", 3, 512, 96, 128, lanes=True, bias=True),
+    QuantisedCase("bias_fp8_t64", "fp8", 64, 512, 256, 128, dtype=_BF16, bias=True),
+    *(
+        QuantisedCase(f"bias_tiles_t{t}", "q4_k", t, 512, 128, 32, bias=True, **_TILED)
+        for t in (3, 136)
+    ),
     QuantisedCase("gate_up_tiles_t3", "int4", 3, 512, 128, 128, swiglu=True, **_TILED),
     QuantisedCase("gate_up_tiles_t200", "q4_k", 200, 512, 128, 32, swiglu=True, **_TILED),
     QuantisedCase("down_tiles_t64", "int4", 64, 1536, 128, 128, split=True, **_TILED),
@@ -156,6 +163,8 @@ def build(case: QuantisedCase, seed: int) -> Inputs:
     w = arrange(w) if case.tiled else LANES.arrange(w) if case.lanes else w
     x = normal(rng, (case.tokens, inner), jnp.dtype(case.dtype))
     args: Any = {"x": x, "w": w}
+    if case.bias:
+        args["bias"] = normal(rng, (outer,), x.dtype)
     args = QuantisedGemmArgs(**args, swiglu=case.swiglu, split=case.split, wide=case.wide)
     return Inputs((args,))
 

@@ -19,6 +19,7 @@ class QuantisedGemmArgs:
 
     x: jax.Array  # [T, K]
     w: Quantised  # of O outputs; with swiglu of 2 * O: gate, up
+    bias: jax.Array | None = None  # [O]; not with swiglu or split
     swiglu: bool = field(default=False, metadata=STATIC)
     split: bool = field(default=False, metadata=STATIC)
     wide: bool = field(default=False, metadata=STATIC)
@@ -28,5 +29,7 @@ def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; of partials
     """See ``quantised_gemm.api``."""
     x32 = jnp.asarray(args.x, jnp.float32)
     out = jnp.matmul(x32, dequantised(args.w).T, precision="highest")
+    if args.bias is not None:
+        out = out + jnp.asarray(args.bias, jnp.float32)
     out = swiglu(out) if args.swiglu else out
     return out if args.wide else out.astype(args.x.dtype)

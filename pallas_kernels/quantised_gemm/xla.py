@@ -22,4 +22,6 @@ def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; XLA chooses
     precision = "highest" if x.dtype == jnp.float32 else None
     dtype = jnp.float32 if args.wide else x.dtype
     out = jnp.matmul(x, w.T, precision=precision, preferred_element_type=dtype)
+    if args.bias is not None:
+        return out + args.bias
     return swiglu(out) if args.swiglu else out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_bias
 from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.skinny_gemm import cases, fixed_launch, launch, native, ref, xla
 from pallas_kernels.skinny_gemm.ref import GemmArgs
@@ -43,8 +44,8 @@ def skinny_gemm(
     ``split`` the result may be split-K partials, whose number depends on the device; the next
     kernel adds them up, as ``residual_norm`` does. With ``by_output`` ``w`` is [O, I], and with
     ``wide`` the result is float32. The order of summation, and with it the bits, depends on shapes
-    only, with "native" and "triton_fixed" on the weights' shape alone. ``impl`` pins an
-    implementation. Raises ValueError on arguments that do not fit together.
+    only, with "native" and "triton_fixed" on the weights' shape alone. A ``bias`` is added to the
+    sum. ``impl`` pins an implementation. Raises ValueError on arguments that do not fit together.
     """
     check(args, "skinny_gemm")
     return dispatch(OP, (args,), {}, impl)
@@ -63,3 +64,6 @@ def check(args: GemmArgs, op: str) -> None:
         raise ValueError(f"{op}: {w.shape[1]} columns are not a gate and an up of one width")
     if args.swiglu and args.split:
         raise ValueError(f"{op}: swiglu is not linear, so its result cannot be split")
+    check_bias(
+        op, args.bias, w.shape[0 if args.by_output else 1], alone=not (args.swiglu or args.split)
+    )

@@ -44,6 +44,7 @@ class GemmCase:
     split: bool = False
     gelu: bool = False
     by_output: bool = False
+    bias: bool = False
     dtype: str = "float32"
     tags: tuple[str, ...] = ("ci",)
 
@@ -67,9 +68,9 @@ def _qwen3_4b(tokens: int) -> tuple[GemmCase, ...]:
 
 _BF16, _F16 = "bfloat16", "float16"
 CASES = (
-    GemmCase("smollm2_qkv_t1", 1, 576, 960),
-    GemmCase("smollm2_qkv_t8_bf16", 8, 576, 960, dtype=_BF16),
-    GemmCase("smollm2_qkv_t128_f16", 128, 576, 960, dtype=_F16),
+    GemmCase("smollm2_qkv_t1", 1, 576, 960, bias=True),
+    GemmCase("smollm2_qkv_t8_bf16", 8, 576, 960, dtype=_BF16, bias=True),
+    GemmCase("smollm2_qkv_t128_f16", 128, 576, 960, dtype=_F16, bias=True),
     GemmCase("smollm2_o_t3_bf16", 3, 576, 576, split=True, dtype=_BF16),
     GemmCase("smollm2_gate_up_t3", 3, 576, 1536, swiglu=True),
     GemmCase("gemma3_gate_up_t3", 3, 640, 256, swiglu=True, gelu=True),
@@ -97,6 +98,7 @@ def build(case: GemmCase, seed: int) -> Inputs:
         w = np.ascontiguousarray(w.T)
     args: Any = {"x": x, "w": w, "by_output": case.by_output, "wide": case.by_output}
     args |= {"swiglu": case.swiglu, "split": case.split, "gelu": case.gelu}
+    args["bias"] = normal(rng, (case.outer,), dtype) if case.bias else None
     return Inputs((GemmArgs(**args),))
 
 

@@ -65,6 +65,8 @@ def supports(args: GemmArgs) -> str | None:
     sizes = sizes_of(args)
     if sizes.dtype not in DTYPES or args.w.dtype != args.x.dtype:
         return f"tokens are {sizes.dtype} and weights {args.w.dtype}, not the same 16-bit dtype"
+    if args.bias is not None and args.bias.dtype != args.x.dtype:
+        return f"tokens are {sizes.dtype} and the bias {args.bias.dtype}"
     if not 1 <= sizes.tokens <= (max_tokens := _max_tokens(sizes)):
         return f"{sizes.tokens} tokens are not between 1 and {max_tokens}"
     if sizes.tokens > MMA_TOKENS and sizes.tokens % (

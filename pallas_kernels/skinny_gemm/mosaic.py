@@ -18,7 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.epilogues import geglu, swiglu, write_columns, write_rows
+from pallas_kernels.gemm.epilogues import (
+    geglu,
+    load_bias,
+    plus_bias,
+    swiglu,
+    write_columns,
+    write_rows,
+)
 from pallas_kernels.gemm.pipeline import Ring, copy_steps, divide_roles, launch, matmul
 from pallas_kernels.gemm.scratch import Scratch, smem, stage_barriers
 from pallas_kernels.gemm.tiles import SplitTile, split_tile
@@ -97,12 +104,20 @@ def _memory_warpgroup(
 
 
 def _compute_warpgroup(
-    spec: _Spec, tile: SplitTile, out: Ref, ring: Ring, scratch: Scratch, warpgroup: jax.Array
+    spec: _Spec,
+    tile: SplitTile,
+    bias: Ref,  # [O], or None
+    out: Ref,
+    ring: Ring,
+    scratch: Scratch,
+    warpgroup: jax.Array,
 ) -> None:
     """Compute the warpgroup's tile of the result, [T, O], and write it from registers."""
     width, count = spec.warpgroup_tile
     column, token = (warpgroup * width, 0) if spec.by_columns else (0, warpgroup * count)
     own_columns, tokens = pl.ds(column, width), pl.ds(token, count)
+    columns = pl.ds(tile.output + column, width)
+    addend = load_bias(bias, columns)
 
     def issue(_: jax.Array, stage: jax.Array, accs: Any) -> int:
         x = scratch.x_smem.at[stage, tokens].transpose((1, 0))
@@ -114,26 +129,25 @@ def _compute_warpgroup(
     release = partial(ring.release_previous_if_reused, num_steps=tile.num_steps)
     shape = spec.warpgroup_tile
     accs = matmul(ring, tile.num_steps, shape, issue, release, count=spec.halves)
-    result = accs[0]
+    result = plus_bias(accs[0], addend)
     if spec.sizes.swiglu:
         result = (geglu if spec.sizes.gelu else swiglu)(*accs)
-    columns = pl.ds(tile.output + column, width)
     if spec.sizes.tokens >= MMA_TOKENS:
         return write_columns(out, tokens, columns, result)
     write_rows(out, spec.sizes.tokens, columns, result)
 
 
-def _kernel(spec: _Spec, arrays: tuple[Ref, Ref], out: Ref, scratch: Scratch) -> None:
-    config = spec.config
+def _kernel(spec: _Spec, arrays: tuple[Ref, Ref, Ref], out: Ref, scratch: Scratch) -> None:
+    config, (x, w, bias) = spec.config, arrays
     launch_dependents()
     tile = split_tile(spec.sizes.inner // config.block_k, config.split_k, config.block_n)
     ring = Ring(config.stages, scratch.barriers, scratch.consumed_barriers)
 
     def compute(warpgroup: jax.Array) -> None:
         target = out if config.split_k == 1 else out.at[lax.axis_index("split")]
-        _compute_warpgroup(spec, tile, target, ring, scratch, warpgroup)
+        _compute_warpgroup(spec, tile, bias, target, ring, scratch, warpgroup)
 
-    memory = partial(_memory_warpgroup, spec, tile, *arrays, ring, scratch)
+    memory = partial(_memory_warpgroup, spec, tile, x, w, ring, scratch)
     divide_roles(config.warpgroups, memory, compute)
 
 
@@ -165,7 +179,7 @@ def launch_with(config: GemmConfig, args: GemmArgs) -> jax.Array:  # [T, O], or 
     return launch(
         "skinny_gemm",
         partial(_kernel, spec),
-        (args.x, args.w),
+        (args.x, args.w, args.bias),
         out_type=result_shape(config, sizes),
         scratch=_scratch_types(spec),
         # adjacent CTAs, adjacent columns

@@ -17,6 +17,7 @@ class GemmArgs:
 
     x: jax.Array  # [T, I]
     w: jax.Array  # [I, O], or by output [O, I]; with swiglu [I, 2 * O]: gate, up
+    bias: jax.Array | None = None  # [O]; not with swiglu or split
     swiglu: bool = field(default=False, metadata=STATIC)
     gelu: bool = field(default=False, metadata=STATIC)  # with swiglu: GELU instead of SiLU
     split: bool = field(default=False, metadata=STATIC)
@@ -28,6 +29,8 @@ def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; partials are defined by
     """See ``skinny_gemm.api``."""
     x32, w32 = jnp.asarray(args.x, jnp.float32), jnp.asarray(args.w, jnp.float32)
     out = jnp.matmul(x32, w32.T if args.by_output else w32, precision="highest")
+    if args.bias is not None:
+        out = out + jnp.asarray(args.bias, jnp.float32)
     if args.gelu:
         out = geglu(out)
     elif args.swiglu:

@@ -43,6 +43,7 @@ def weights_tile(
 def _multiply(
     x,  # [T, I]
     w,  # [I, O], or by output [O, I]; with an activation [I, 2 * O]: gate, up
+    bias,  # [O], if there is one
     out,  # [T, O]
     num_tokens,  # T; not a constexpr, so all buckets share a kernel
     INNER: tl.constexpr,
@@ -50,6 +51,7 @@ def _multiply(
     BY_OUTPUT: tl.constexpr,
     SWIGLU: tl.constexpr,
     GELU: tl.constexpr,  # with SWIGLU: GELU instead of SiLU
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,6 +78,8 @@ def _multiply(
         acc = acc * (1.0 - 1.0 / (tl.exp(2.0 * turned) + 1.0)) * ups  # (1 + tanh) / 2
     elif SWIGLU:
         acc = acc / (1.0 + tl.exp(-acc)) * ups
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     at = row[:, None].to(tl.int64) * OUTER + column[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_row[:, None] & inside[None, :])
 
@@ -94,6 +98,7 @@ def launch_with(tiles: FixedTiles, args: GemmArgs) -> jax.Array:  # [T, O]
     return jt.triton_call(
         args.x,
         args.w,
+        args.x if args.bias is None else args.bias,
         kernel=_multiply,
         out_type=jax.ShapeDtypeStruct((tokens, outer), dtype),
         grid=(-(-tokens // tiles.rows), -(-outer // tiles.columns)),
@@ -105,6 +110,7 @@ def launch_with(tiles: FixedTiles, args: GemmArgs) -> jax.Array:  # [T, O]
         BY_OUTPUT=args.by_output,
         SWIGLU=args.swiglu,
         GELU=args.gelu,
+        HAS_BIAS=args.bias is not None,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         BLOCK_K=tiles.block_k,

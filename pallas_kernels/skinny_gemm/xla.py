@@ -18,7 +18,9 @@ def skinny_gemm(args: GemmArgs) -> jax.Array:  # [T, O]; XLA chooses split-K its
 
 
 def activated(args: GemmArgs, out: jax.Array) -> jax.Array:  # [T, O]
-    """The result of the matmul after the activation, if there is one."""
+    """The result of the matmul after the bias or the activation, if there is one."""
+    if args.bias is not None:
+        return out + args.bias
     if args.gelu:
         gate, up = jnp.split(out, 2, axis=-1)
         return jax.nn.gelu(gate, approximate=True) * up

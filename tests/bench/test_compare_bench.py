@@ -68,6 +68,9 @@ def test_a_comparison_with_a_missing_and_a_dying_peer(tmp_path: Path) -> None:
     assert found["gates"][0]["holds"]
     # the answers before its end are kept
     assert len((path / "records" / "llamacpp-0.jsonl").read_text().splitlines()) == 3
+    # of a command no package is asked for its version, but its server is
+    engines = result(path, "environment.json")["engines"]
+    assert engines["jaxinfer"] == engines["vllm"] == "0" and "sglang" not in engines
     workloads = {one["workload"] for one in run["series"] if one["state"] == "complete"}
     assert len(workloads) == 1  # the same prompts and times
     assert verify.main([str(path)]) == 0

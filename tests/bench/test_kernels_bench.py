@@ -86,7 +86,7 @@ def test_large_queries_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in op.cases if case.name == "smollm2_page_edges")
     function, arrays = _of_arrays(op, case)
     updated, fixed, rest = kernels.parts(op, arrays)
-    beside = {0, *range(6, len(arrays))}  # queries, and arrays that this call lacks
+    beside = {0, *range(6, len(arrays))}  # queries, counters, and arrays that this call lacks
     assert (updated.keys(), fixed.keys(), rest.keys()) == (set(), {1, 2, 3, 4, 5}, beside)
     _, fed = kernels.chained(op, function, 2)([{}], [fixed], rest)
     again = function(function(*arrays), *arrays[1:])
@@ -140,7 +140,7 @@ def test_a_device_has_all_its_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["--op", "kv_append,attention"],
-            "--op attention: not one of all_reduce, all_",
+            "--op attention: not one of all_gather, all_",
         ),
         (["--op", "publish", "--impl", "xla,mosaic"], "--impl mosaic: not one of triton, xla"),
     ],

@@ -192,7 +192,7 @@ ARGUMENTS = ["--input-len=5", "--output-len=4", "--batch-size=2", "--num-iters=1
 def test_a_profiled_run_is_verified(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offline, "_engine", lambda *_: (llm, {}))
+    monkeypatch.setattr(offline, "engine_of", lambda _: llm)
     run = tmp_path / "run"
     given = [*ARGUMENTS, "--num-iters-warmup=0", "--profile", f"--output={run}"]
     assert offline.latency(given, lambda _: {}) == 0

@@ -243,7 +243,7 @@ def test_a_tuned_file_with_an_unknown_case(tmp_path: Path, monkeypatch: pytest.M
     assert result.stderr == (
         f"jaxinfer: error: {file} cannot be used: tuned choices name 'qwen9_4b', which is not a "
         "case; "
-        "tune all_reduce again\n"
+        "tune all_gather again\n"
     )
     assert list(tmp_path.iterdir()) == [file]
 

@@ -11,7 +11,7 @@ import pytest
 
 from kit.parallel import CHECKS
 
-TOGETHER = ("loading", "refusals", "experts", "features", "bundles", "sums")
+TOGETHER = ("loading", "refusals", "experts", "features", "bundles", "sums", "graphs")
 
 
 def run(folder: Path, *checks: str) -> None:

@@ -74,9 +74,21 @@ def test_half_an_address() -> None:
         all_reduce(AllReduceArgs(partials=jnp.zeros((1, 8)), peers=peers))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
 def test_large_results_are_for_nccl() -> None:
     large = jax.ShapeDtypeStruct((launch.MAX_VALUES // 4096 + 1, 4096), jnp.float32)
     args: Any = AllReduceArgs(partials=large, peers=PEERS, axis="tensor")
     assert "values are not between" in (launch.supports(args) or "")
     alone: Any = AllReduceArgs(partials=large, axis="tensor")
     assert launch.supports(alone) == "the devices have no exchange memory"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+def test_results_of_decode_steps_may_be_larger() -> None:
+    """256 rows of 4,096 values on up to four devices, 512 on two."""
+    for rows, devices in ((129, 2), (512, 2), (256, 4), (257, 4), (128, 8), (129, 8)):
+        words = jnp.zeros(2 * devices, jnp.int32)
+        peers = Peers(rank=words[:1], addresses=words, decodes=True)
+        values = jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
+        args: Any = AllReduceArgs(partials=values, peers=peers, axis="tensor")
+        assert (launch.supports(args) is None) == (rows % 2 == 0 or devices == 2), (rows, devices)

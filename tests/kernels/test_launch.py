@@ -15,11 +15,14 @@ from pallas_kernels.append_decode import launch, mosaic_launch
 from pallas_kernels.append_decode.cases import CASES
 from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.harness import tuned
+from pallas_kernels.harness.registry import select
 from pallas_kernels.lib import shapes
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.shapes import PagedCase
 from pallas_kernels.paged_prefill import launch as prefill_launch
+from pallas_kernels.paged_prefill.api import OP as PREFILL
 from pallas_kernels.paged_prefill.cases import CASES as PREFILL_CASES
+from pallas_kernels.paged_prefill.ref import PrefillArgs
 from pallas_kernels.qk_rope_append.launch import heads_per_cta
 from pallas_kernels.skinny_gemm import launch as gemm_launch
 from pallas_kernels.skinny_gemm.cases import CASES as GEMM_CASES
@@ -91,6 +94,50 @@ def test_heuristic_of_prefill(q: tuple[int, ...], dtype: str, rows: int, block: 
     choice = prefill_launch.heuristic_config(jax.ShapeDtypeStruct(q, jnp.dtype(dtype)))
     assert (choice.rows, choice.block) == (rows, block)
     assert choice.value_columns == (256 if q[2] > 256 else 0)
+
+
+def prefill_of(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, pages: int = 2048, **settings: Any
+) -> PrefillArgs:
+    """Shapes of a call in bfloat16, on which its splits depend."""
+    array: Any = jax.ShapeDtypeStruct
+    pool = array((100, 16, kv_heads, head_dim), jnp.bfloat16)
+    return PrefillArgs(
+        q=array((tokens, heads, head_dim), jnp.bfloat16),
+        k_pages=pool,
+        v_pages=pool,
+        page_table=array((8, pages), jnp.int32),
+        seq_lens=array((8,), jnp.int32),
+        query_start_loc=array((9,), jnp.int32),
+        scale=0.1,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "splits"),
+    [
+        pytest.param(prefill_of(128, 32, 8, 128), 16, id="qwen3_4b"),
+        pytest.param(prefill_of(128, 16, 4, 256), 16, id="wide_heads_have_two_ctas"),
+        pytest.param(prefill_of(16, 32, 32, 128), 4, id="kv_heads_take_a_quarter"),
+        pytest.param(prefill_of(128, 32, 8, 128, 60), 2, id="no_more_than_the_pages_have"),
+        pytest.param(prefill_of(128, 64, 8, 64, window=1024), 4, id="or_a_window"),
+        pytest.param(prefill_of(128, 64, 8, 64, window=128), 1, id="narrow_window"),
+        pytest.param(prefill_of(128, 32, 8, 128, 31), 1, id="short_context"),
+        pytest.param(prefill_of(512, 32, 8, 128), 1, id="many_tokens"),
+        pytest.param(prefill_of(16, 96, 96, 128), 1, id="kv_heads_fill_the_gpu"),
+    ],
+)
+def test_splits_of_few_queries(call: PrefillArgs, splits: int) -> None:
+    """With one, another kernel is chosen."""
+    reason = prefill_launch.split_supports(call)
+    assert (reason is None) == (splits > 1)
+    assert call.q.shape[0] > 256 or prefill_launch.split_config(call).splits == splits
+    with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
+        chosen = select(PREFILL, "gpu", (call,), {}).name
+        assert chosen == ("mosaic" if reason else "split") or call.q.shape[0] < 64
+        # a pin keeps the kernel that it names
+        assert select(PREFILL, "gpu", (call,), {}, pinned="triton").name == "triton"
 
 
 def test_a_tuned_choice_wins_over_the_heuristic(tmp_path: Path, monkeypatch) -> None:

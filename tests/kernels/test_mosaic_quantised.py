@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kit.tiled_shims import replace_registers
 from pallas_kernels.harness.registry import select
 from pallas_kernels.lib.device import Device, compiling_for
-from pallas_kernels.lib.quantised import Quantised
+from pallas_kernels.lib.quantised import Quantised, dequantised
 from pallas_kernels.quantised_gemm.api import OP
 from pallas_kernels.quantised_gemm.cases import QuantisedCase
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
@@ -28,6 +28,7 @@ from pallas_kernels.quantised_gemm.tiled import arrange, fragments, launch, mosa
 from pallas_kernels.quantised_gemm.tiled.large import launch as large_launch
 from pallas_kernels.quantised_gemm.tiled.large import mosaic as large
 from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig
+from pallas_kernels.skinny_gemm.ref import GemmArgs, skinny_gemm
 
 # Of XLA's thread pool. A warpgroup of the interpreter that waits for a barrier keeps one.
 THREADS = int(os.environ.get("NPROC", os.cpu_count() or 1))
@@ -81,14 +82,25 @@ def _run(case: QuantisedCase, config: TiledConfig | None = None) -> tuple[Any, A
     run = jax.jit(partial(mosaic.launch_with, chosen))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         result = OP.observable(run(jax.tree.map(jnp.asarray, tiled)))
-    return result, OP.ref(args)
+    return result, _definition(args, rounded=chosen.scales)
+
+
+def _definition(args: QuantisedGemmArgs, *, rounded: bool) -> jax.Array:
+    """The op's definition; kernels that scale weights round these to bfloat16."""
+    if not rounded:
+        return OP.ref(args)  # type: ignore[no-any-return]
+    w = np.asarray(dequantised(args.w).astype(jnp.bfloat16), np.float32)
+    dense = GemmArgs(x=args.x, w=w.T, bias=args.bias, swiglu=args.swiglu, wide=args.wide)
+    return skinny_gemm(dense)
 
 
 def _check(case: QuantisedCase, config: TiledConfig | None = None) -> None:
     result, expected = _run(case, config)
     assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
-    # Weights are exact, so only sums and the result are rounded.
+    # Weights are exact, or rounded in both, so only sums and the result are rounded.
     bound = 1e-5 if case.wide else 8e-3
+    if config is not None and config.integers:
+        bound = max(bound, 3e-4)  # 16 bits of tokens
     result, expected = (np.asarray(x, np.float64) for x in (result, expected))
     np.testing.assert_allclose(result, expected, rtol=bound, atol=bound)
 
@@ -167,6 +179,36 @@ def test_all_configs_agree_with_the_definition(case: QuantisedCase, config: Tile
     _check(case, config)
 
 
+BIASED = replace(_case("q4_k", 32, 3), bias=True)
+INTEGERS = {
+    "one_token": (_case("q4_k", 32, 1), TiledConfig(8, 128, 2, 2, integers=True)),
+    "bias": (BIASED, TiledConfig(8, 128, 1, 2, integers=True)),
+    "eight_tokens": (_case("q4_k", 32, 8), TiledConfig(8, 64, 2, 2, integers=True)),
+    "swiglu": (
+        _case("q4_k", 32, 5, swiglu=True),
+        TiledConfig(8, 128, 2, 2, 1, True, integers=True),
+    ),
+    "split": (
+        replace(_case("q6_k", 16, 2), inner=1280, split=True),
+        TiledConfig(8, 64, 2, 2, split_k=2, integers=True),
+    ),
+    "wide": (_case("q6_k", 16, 4, wide=True), TiledConfig(8, 128, 1, 2, integers=True)),
+    "supers_of_128": (
+        replace(_case("q4_k", 32, 2), super_group=128),
+        TiledConfig(8, 128, 2, 2, integers=True),
+    ),
+    "zeros": (_case("int4_zeros", 128, 2), TiledConfig(8, 64, 2, 2, integers=True)),
+    "int4": (_case("int4", 128, 2), TiledConfig(8, 128, 2, 2, integers=True)),
+    "int8_offsets": (_case("int8_offsets", 32, 2), TiledConfig(8, 128, 1, 2, integers=True)),
+}
+
+
+@pytest.mark.parametrize(("case", "config"), INTEGERS.values(), ids=INTEGERS)
+@pytest.mark.usefixtures("replaced")
+def test_tokens_as_integers(case: QuantisedCase, config: TiledConfig) -> None:
+    _check(case, config)
+
+
 MANY = replace(_case("int4", 128, 136), outer=256)
 LARGE = {
     "ragged": (MANY, 1),
@@ -174,6 +216,7 @@ LARGE = {
     "swiglu": (replace(MANY, tokens=128, swiglu=True), 1),
     "swiglu_cluster": (replace(MANY, swiglu=True), 2),
     "zeros": (replace(MANY, form="int4_zeros"), 2),
+    "bias": (replace(MANY, bias=True), 1),
     "q4_k": (replace(MANY, form="q4_k", group=32, tokens=128), 2),
     "supers_of_128": (replace(MANY, form="q4_k", group=32, super_group=128), 1),
     "q6_k": (replace(MANY, form="q6_k", group=16, tokens=72), 1),
@@ -194,7 +237,7 @@ def test_many_tokens(case: QuantisedCase, cluster: int, num_sms: int) -> None:
         run = jax.jit(partial(large.launch_with, replace(config, cluster=cluster)))
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
             result = np.asarray(run(jax.tree.map(jnp.asarray, tiled)), np.float64)
-    expected = np.asarray(OP.ref(args), np.float64)
+    expected = np.asarray(_definition(args, rounded=config.step.scales), np.float64)
     np.testing.assert_allclose(result, expected, rtol=8e-3, atol=8e-3)
 
 
@@ -285,8 +328,10 @@ def test_weights_that_are_not_arranged_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "swiglu", "config"),
     [
-        pytest.param(8, False, TiledConfig(8, 128, 4, 4), id="four_warpgroups"),
-        pytest.param(8, True, TiledConfig(8, 128, 2, 6, 1, True), id="gates_and_ups"),
+        pytest.param(8, False, TiledConfig(8, 128, 4, 4, integers=True), id="integers"),
+        pytest.param(8, True, TiledConfig(8, 128, 2, 8, 1, True, integers=True), id="gates"),
+        pytest.param(16, False, TiledConfig(16, 128, 4, 4), id="four_warpgroups"),
+        pytest.param(16, True, TiledConfig(16, 128, 2, 6, 1, True), id="gates_and_ups"),
         pytest.param(64, True, TiledConfig(64, 128, 2, 3, 1, True, True), id="two_ctas_per_sm"),
         pytest.param(64, False, TiledConfig(64, 128, 2, 4), id="many_tokens"),
     ],

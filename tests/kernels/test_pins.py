@@ -26,7 +26,7 @@ def test_all_ops_may_be_pinned_at_once() -> None:
     [
         (
             {"flash": "xla"},
-            "there is no kernel 'flash'; the kernels are all_reduce, all_",
+            "there is no kernel 'flash'; the kernels are all_gather, all_",
         ),
         ({"kv_append": "cuda"}, "kv_append has no implementation 'cuda'; it has triton, xla"),
         ({"kv_append": "triton"}, "kv_append=triton runs on gpu, not on cpu"),

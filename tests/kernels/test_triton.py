@@ -30,6 +30,7 @@ from pallas_kernels.harness.registry import (
     select,
 )
 from pallas_kernels.lib.shapes import PagedCase
+from pallas_kernels.paged_prefill.ref import FEW_TOKENS
 from pallas_kernels.sample.cases import QWEN3, SampleCase
 
 if sys.platform != "linux":
@@ -48,24 +49,37 @@ HAS_CUDA_PLUGIN = find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin
 # smallest and the largest are compiled in CI, the others nightly.
 VOCABULARIES = (1, QWEN3)
 
+TRITON = ("split", "triton")  # implementations in Triton
 OFF_GPU = ("native", "unfused", "xla", "xla_chunks")  # choices on a CPU
 
 compiled = cache(compile_call)
 
 
 def _sweep(*tags: str, marks: Any = ()) -> list[Any]:
-    """Every case with one of the tags, of every op with a Triton kernel."""
-    cases = []
-    for op in all_ops():
-        impl = next((impl for impl in op.impls if impl.name == "triton"), None)
-        if impl is not None:
-            own = [case for case in op.cases if "cpu" not in case.tags]
-            named = [case for case in own if set(tags) & set(case.tags)]
-            cases += [
-                pytest.param(op, impl, case, id=f"{op.name}/triton/{case.name}", marks=marks)
-                for case in named
-            ]
-    return cases
+    """Every case with one of the tags, of every Triton kernel that can run it."""
+    return [
+        pytest.param(op, impl, case, id=f"{op.name}/{impl.name}/{case.name}", marks=marks)
+        for op, impl, case in _runnable()
+        if set(tags) & set(case.tags)
+    ]
+
+
+@cache
+def _runnable() -> list[tuple[KernelOp, Impl, Case]]:
+    return [
+        (op, impl, case)
+        for op in all_ops()
+        for impl in op.impls
+        for case in op.cases
+        if "cpu" not in case.tags
+        and (impl.name == "triton" or (impl.name == "split" and _is_split(op, impl, case)))
+    ]
+
+
+def _is_split(op: KernelOp, impl: Impl, case: Any) -> bool:
+    """True if several splits can run a case; the inputs of larger ones are slow to build."""
+    few = sum(case.query_lens) + case.padding <= FEW_TOKENS
+    return few and impl.supports(*_inputs(op, case).args) is None
 
 
 def _inputs(op: KernelOp, case: Case) -> Inputs:
@@ -161,10 +175,11 @@ def test_compiles_for_hopper_without_spills(
 @pytest.mark.parametrize(("op", "impl", "case"), _sweep("ci"))
 def test_chosen_on_a_gpu_and_nowhere_else(op: KernelOp, impl: Impl, case: Case) -> None:
     inputs = _inputs(op, case)
-    assert select(op, "gpu", inputs.args, inputs.static).name == "triton"
+    first = next(one for of, one, other in _runnable() if (of, other) == (op, case))
+    assert select(op, "gpu", inputs.args, inputs.static) == first
     assert select(op, "cpu", inputs.args, inputs.static).name in OFF_GPU
-    with pytest.raises(ValueError, match="triton: it runs on gpu, not on cpu"):
-        select(op, "cpu", inputs.args, inputs.static, pinned="triton")
+    with pytest.raises(ValueError, match=f"{impl.name}: it runs on gpu, not on cpu"):
+        select(op, "cpu", inputs.args, inputs.static, pinned=impl.name)
 
 
 @pytest.mark.skipif(not HAS_CUDA_PLUGIN, reason="jax-triton lowers with JAX's CUDA plugin alone")
@@ -183,7 +198,7 @@ def test_lowers_for_cuda_in_place(op: KernelOp, impl: Impl, case: Case) -> None:
 def test_unsupported_dtypes_are_refused() -> None:
     """By kernels of floating-point values; publish takes integers only."""
     for op in all_ops():
-        for impl in (impl for impl in op.impls if impl.name == "triton"):
+        for impl in (impl for impl in op.impls if impl.name in TRITON):
             inputs = _inputs(op, op.cases[0])
             if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(inputs.args)):
                 assert op.name == "publish"

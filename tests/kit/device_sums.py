@@ -1,4 +1,4 @@
-"""Stand-ins for the kernels that add over devices in exchange memory, on devices without any."""
+"""Stand-ins for the kernels that use exchange memory, on devices without any."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from jaxinfer.nn.context import Addends, dense_context
 from jaxinfer.nn.linear import Norm, Stream, added, block_output, linear, normalised
 from jaxinfer.nn.placement import TENSOR, Placement
 from jaxinfer.nn.weight import Dense, stored
+from pallas_kernels.all_gather import api as gather_api
+from pallas_kernels.all_gather import xla as gather_xla
+from pallas_kernels.all_gather.api import AllGatherArgs
 from pallas_kernels.all_reduce import api, xla
 from pallas_kernels.all_reduce.api import AllReduceArgs, Peers
 from pallas_kernels.all_reduce_norm import api as norm_api
@@ -41,14 +44,15 @@ class StandInExchange:
         batch[PEERS : PEERS + len(self.words)] = self.words
 
     def check(self) -> None:
-        raise AssertionError("a sum did not know its rank or the addresses")
+        raise AssertionError("a sum or a gather did not know its rank or the addresses")
 
 
 class Sums(NamedTuple):
-    """The rows of the sums that were traced: alone, and with the next norm."""
+    """The rows of the sums that were traced: alone, and with the next norm; and of gathers."""
 
     alone: set[int]
     fused: set[int]
+    gathered: set[int]
 
 
 MOST_FUSED = 4  # rows, here
@@ -56,21 +60,32 @@ MOST_FUSED = 4  # rows, here
 
 @contextmanager
 def exchanged() -> Iterator[Sums]:
-    """Within the context, devices add by stand-ins for the kernels that use exchange memory.
+    """Within the context, devices add and gather by stand-ins for the kernels that use exchange
+    memory.
 
-    A result is NaN if a call does not know its rank or the addresses of the devices.
+    A result is NaN if a call does not know its rank or the addresses of the devices. Gathers beside
+    the steps have no exchange memory.
     """
-    made = Sums(set(), set())
+    made = Sums(set(), set(), set())
 
     def words_of(count: int) -> np.ndarray:
         return np.arange(7, 7 + 2 * count, dtype=np.int32)
 
+    def checked(result: jax.Array, peers: Peers | None, axis: str | None) -> jax.Array:
+        assert peers is not None and axis is not None
+        right = (peers.addresses == words_of(jax.lax.axis_size(axis))).all()
+        right &= peers.rank[0] == jax.lax.axis_index(axis)
+        return jnp.where(right, result, jnp.nan)
+
     def summed(args: AllReduceArgs) -> jax.Array:
-        total, peers = xla.all_reduce(args), args.peers
-        assert peers is not None
-        right = (peers.addresses == words_of(jax.lax.axis_size(args.axis))).all()
-        right &= peers.rank[0] == jax.lax.axis_index(args.axis)
-        return jnp.where(right, total, jnp.nan)
+        return checked(xla.all_reduce(args), args.peers, args.axis)
+
+    def gathered(args: AllGatherArgs) -> jax.Array:
+        made.gathered.add(len(args.x))
+        return checked(gather_xla.all_gather(args), args.peers, args.axis)
+
+    def gathers(args: AllGatherArgs) -> str | None:
+        return None if args.peers else "it is not for this call"
 
     def alone(args: AllReduceArgs) -> jax.Array:
         made.alone.add(args.partials.shape[-2])
@@ -92,11 +107,13 @@ def exchanged() -> Iterator[Sums]:
         return count if count > 1 else 0
 
     impls = (Impl("triton", fused, supports=supports), *norm_api.OP.impls[1:])
+    own = (Impl("triton", gathered, supports=gathers), Impl("xla", gather_xla.all_gather))
     with (
         patch.object(EngineShape, "num_peers", property(num_peers)),
         patch.object(Exchange, "of_program", classmethod(of_program)),
         patch.object(api, "OP", replace(api.OP, impls=(Impl("xla", alone),))),
         patch.object(norm_api, "OP", replace(norm_api.OP, impls=impls)),
+        patch.object(gather_api, "OP", replace(gather_api.OP, impls=own)),
     ):
         yield made
 
@@ -140,4 +157,5 @@ def check_sums(placement: Placement) -> None:
                 )
                 found = jax.jit(run)(x, hidden, tree)
             jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, one)
-            assert made == (({count}, set()) if count > MOST_FUSED else (set(), {count}))
+            rows = ({count}, set()) if count > MOST_FUSED else (set(), {count})
+            assert made == (*rows, set())

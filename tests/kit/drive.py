@@ -102,6 +102,7 @@ class Drive:
     connector: Callable[[Forms], Connector] | None = None
     cost: CostModel = field(default_factory=CostModel)
     offloads: bool = False  # see ``TierPolicy``
+    most_save_bytes: int = 1 << 62
     plans: list[StepPlan] = field(default_factory=list)
     events: list[TokenEvent] = field(default_factory=list)
     last: ScheduleOutput = field(default_factory=lambda: ScheduleOutput(None, ()))
@@ -112,6 +113,7 @@ class Drive:
         if self.connector is not None:
             mover = FakeMover(self.limits, lambda: self.executor)
             policy = policy_of(mover.forms, self.cost, offloads=self.offloads)
+            policy = msgspec.structs.replace(policy, most_save_bytes=self.most_save_bytes)
             self.tiers = TierRunner(mover, self.connector(mover.forms), policy)
         policy = None if self.tiers is None else self.tiers.policy
         self.state = initial_state(self.limits, tiers=policy)

@@ -21,6 +21,7 @@ import jax
 import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType
+from jax.extend.core import jaxprs_in_params
 
 import jaxinfer
 from jaxinfer import LLM, SamplingParams
@@ -51,6 +52,7 @@ from kit.quantised_models import write_gpt_oss
 from kit.tiny_models import CONFIGS, random_params
 from kit.tokenizers import TINY_VOCAB_SIZE, tiny_tokenizer_json
 from pallas_kernels.harness.pins import Pins
+from pallas_kernels.lib.device import Device, compiling_for
 
 DEVICES = 4
 SIZES: dict[str, Any] = {
@@ -287,6 +289,50 @@ def lowered(folder: Path) -> None:
         assert kept == graphs  # temporaries of graphs do not move
 
 
+# by kind: dense, norms over all heads, experts, latent attention, recurrent, inputs of layers
+DECODERS = ("llama", "olmo2", "qwen3_moe", "deepseek_v2", "qwen3_5", "mamba2", "gemma4_all")
+COLLECTIVE = re.compile(r"\b(?:psum|pm\w\w|all_\w+|ppermute|reduce_scatter)\w*\[")
+EXCHANGE = re.compile(r"JITFunction\(pallas_kernels\.all_(?:reduce|gather)")
+
+
+def graphs(folder: Path) -> None:
+    """A step of several GPUs of one host is one CUDA graph: nothing in it is NCCL's, and its
+    kernels that exchange data run one after the other, as each takes ``Peers.order``.
+    """
+    del folder
+    tests = (*((name, "triton") for name in DECODERS), ("llama", "xla"))
+    for name, impl in tests:
+        with compiling_for(Device("gpu", "NVIDIA H200", "9.0")):
+            model = replace(build_model(config_of(name), "bfloat16"), devices=2)
+            sizes: dict[str, Any] = {"groups": model.state.groups, "align": model.state.align}
+            sizes["num_pages"] = (61,) * len(sizes["groups"])
+            sizes["num_snapshots"] = 4 if model.state.bytes_per_slot else 0
+            limits = msgspec.structs.replace(tiny_limits(), buckets=(Bucket(2),), **sizes)
+            pins = Pins((("all_reduce", impl),))
+            program = Program(model, limits, "gpu", pins, default_placement(2))
+            traced = program.trace("d2").jaxpr
+        assert bool(COLLECTIVE.search(str(traced))) == (impl == "xla"), name
+        kinds = Counter(kind for kind in equations(traced.jaxpr) if kind)
+        assert (kinds["exchange"] > 2) == (impl == "triton"), name
+        assert kinds["other"] == 0 and kinds["order"] <= 1, (name, kinds)
+
+
+def equations(jaxpr: Any) -> Iterator[str]:
+    """The kinds of the equations of a computation and of those that it calls: "exchange" of a
+    kernel that exchanges data and takes an order, "other" of one that does not, "order" of one that
+    makes an order, and else "".
+    """
+    for equation in jaxpr.eqns:
+        refs = [one for one in equation.invars if str(one.aval) == "Ref{int32[1]}"]
+        made = [one for one in equation.outvars if str(one.aval) == "Ref{int32[1]}"]
+        if EXCHANGE.search(str(equation.params.get("fn"))):
+            yield "exchange" if len(refs) == 1 else "other"
+        else:
+            yield "order" if made else ""
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
 def model_and_weights(folder: Path) -> tuple[Model, Params, Path]:
     """A model whose two KV heads are each on two devices, and whose vocabulary is not a multiple
     of four.
@@ -442,8 +488,8 @@ def staging(folder: Path) -> None:
 
 
 def exchange(folder: Path) -> None:
-    """Every sum over the devices knows its rank and the addresses of their exchange memory, and
-    few rows are added and normalised together.
+    """Every sum over the devices knows its rank and the addresses of their exchange memory, and so
+    does the gather of logits; few rows are added and normalised together.
     """
     biased = model_and_weights(folder)[2]
     plain = written(folder / "plain", config_of("llama"))
@@ -452,6 +498,7 @@ def exchange(folder: Path) -> None:
         with exchanged() as sums:
             check_equal(path, folder, (DEVICES,))
         assert max(sums.alone) > MOST_FUSED
+        assert sums.gathered == {1, 3, 6}  # rows of decode steps, and of those with prompts
         assert sums.fused == (set(range(1, MOST_FUSED + 1)) & sums.alone if is_fused else set())
 
 
@@ -637,6 +684,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "quantised": quantised,
     "files": files,
     "lowered": lowered,
+    "graphs": graphs,
     "research": research,
     "embeddings": embeddings,
     "trainer": trainer,

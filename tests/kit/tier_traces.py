@@ -3,7 +3,7 @@
 A trace is a function of its seed. Its limits have every kind of layer state; its connectors are
 small, slow and fail; requests are aborted, steps fail, and the engine sleeps. In half of the traces
 preempted sequences are offloaded, and in half of these and of the others answers are long, so that
-many are preempted.
+many are preempted. In two thirds few pages are saved before the step that overwrites them.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class TierTrace:
             connector=self._connector,
             cost=self.cost,
             offloads=seed % 2 == 1,
+            most_save_bytes=(1 << 62, 2 * PAGE_BYTES, 0)[seed % 3],
         )
 
     def run(self) -> None:

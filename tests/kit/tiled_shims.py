@@ -20,7 +20,8 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 from pallas_kernels.experts import decode
-from pallas_kernels.quantised_gemm.tiled import fragments, step
+from pallas_kernels.quantised_gemm.tiled import fragments, mosaic, step
+from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 
 
 def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +29,9 @@ def replace_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "matmuls", _matmuls)
     monkeypatch.setattr(fragments, "load_words", _load_words)
     monkeypatch.setattr(fragments, "fragment", _fragment)
+    monkeypatch.setattr(fragments, "scaled", _scaled)
+    monkeypatch.setattr(mosaic, "put", _put)
+    monkeypatch.setattr(mosaic, "multiply", _multiply)
     monkeypatch.setattr(decode, "load_at", _load_at)
     monkeypatch.setattr(decode, "store_at", _store_at)
 
@@ -61,6 +65,55 @@ def _matmuls(sums: Any, tokens: int, totals: Sequence[jax.Array] | None = None) 
     return found if totals is None else [*map(jnp.add, totals, found)]
 
 
+def _put(whole: jax.Array, target: Any, token: int) -> None:
+    """The high and the low bytes of a token's inputs, in the order of the inputs."""
+    quad, place = divmod(token, 4)
+    values = whole.astype(jnp.int32)
+    high = (values + 128) >> 8
+    for column, part in enumerate((high, values - 256 * high)):
+        target.at[:, quad, 2 * place + column][...] = part.astype(jnp.int8).reshape(
+            len(whole), 4, -1
+        )
+
+
+def _multiply(
+    kind: str,
+    tiles: Sequence[Any],
+    factors: Sequence[Any],
+    supers: tuple[Any, Any] | None,
+    tokens: Any,
+    units: tuple[Any, Any],
+    total: jax.Array,
+) -> jax.Array:
+    """The same sums, group by group; the rows of ``units`` are tokens."""
+    values = [64 * fragments.operand(kind, tile, 128.0 * (kind == "int8")) for tile in tiles]
+    wide = jnp.concatenate([each.astype(jnp.float32) for each in values], axis=1)
+    chunks, quads, *_ = tokens.shape
+    pairs = tokens[...].astype(jnp.float32).reshape(chunks, quads * 4, 2, -1)
+    x = (pairs[:, :, 0] * 256 + pairs[:, :, 1]) * units[0][...].T[:, :, None]
+    inputs = wide.shape[1] // len(factors)
+    sums = jnp.zeros((TILE, 4 * quads), jnp.float32)
+    minima = jnp.zeros_like(sums)
+    for i, group in enumerate(factors):
+        own = wide[:, i * inputs : (i + 1) * inputs]
+        places = slice(i * chunks // len(factors), (i + 1) * chunks // len(factors))
+        some = x[places].transpose(0, 2, 1).reshape(inputs, -1)
+        if group.zero is not None:
+            own = own - group.zero[...].astype(jnp.float32)[:, None]
+        elif kind == "int4" and group.offset is None:
+            own = own - 8
+        product = io_callback(_dot, jax.ShapeDtypeStruct(sums.shape, jnp.float32), own, some)
+        sums += product * group.scale[...].astype(jnp.float32)[:, None]
+        if group.offset is not None:
+            total_x = units[1][...][:, places].sum(1)
+            minima += group.offset[...].astype(jnp.float32)[:, None] * total_x
+    if supers is not None:
+        sums *= supers[0][...].astype(jnp.float32)[:, None]
+        minima *= 0 if supers[1] is None else supers[1][...].astype(jnp.float32)[:, None]
+    found = (sums + minima).reshape(TILE, quads, 4).transpose(0, 2, 1)
+    return total + jnp.pad(found, ((0, 0), (0, 0), (0, 2 - quads))).reshape(TILE, 8)
+
+
 def _load_words(tile: Any) -> jax.Array:
     return lax.bitcast_convert_type(tile[...].reshape(-1, 4), jnp.int32)
 
@@ -77,6 +130,11 @@ def _fragment(
     axes = arranged.reshape(2, 4, 8, 4, 4, 2, 2)  # half, warp, g, t, k16, pair, element
     found = axes.transpose(1, 0, 2, 4, 5, 3, 6).reshape(64, 64)
     return (found - jnp.asarray(minus, jnp.float32)).astype(jnp.bfloat16)
+
+
+def _scaled(weights: jax.Array, scale: jax.Array, offset: jax.Array | None) -> jax.Array:
+    wide = weights.astype(jnp.float32) * scale
+    return (wide if offset is None else wide + offset).astype(jnp.bfloat16)
 
 
 def _times(bits: jax.Array, multiplier: float) -> jax.Array:

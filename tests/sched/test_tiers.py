@@ -54,12 +54,19 @@ def run(seed: int) -> Counter[str]:
 def drive(slowness: int = 0, failures: float = 0.0, **changes: Any) -> Drive:
     """A drive whose pool holds one long request, and a host tier that holds all."""
     cost, offloads = changes.pop("cost", CostModel()), changes.pop("offloads", False)
+    most = changes.pop("most_save_bytes", 1 << 62)
 
     def connector(forms: Forms) -> Connector:
         return Unreliable(HostTier(1 << 16, forms), 1, slowness, failures)
 
     values = {"num_pages": 12, "max_model_len": 48, "max_num_batched_tokens": 16} | changes
-    return Drive(make_limits(**values), connector=connector, cost=cost, offloads=offloads)
+    return Drive(
+        make_limits(**values),
+        connector=connector,
+        cost=cost,
+        offloads=offloads,
+        most_save_bytes=most,
+    )
 
 
 def answer(one: Drive, prompt: tuple[int, ...]) -> int:
@@ -212,19 +219,26 @@ def test_a_preempted_sequence_is_offloaded_and_restored(offloads: bool) -> None:
 
 def test_every_page_of_a_preempted_sequence_is_saved() -> None:
     """However few units one call saves besides."""
-    one = drive(num_pages=14, cost=COMPUTES, offloads=True)
-    assert (policy := one.state.tiers) is not None
-    policy = msgspec.structs.replace(policy, most_save_bytes=0)
-    one.state = msgspec.structs.replace(one.state, tiers=policy)
+    one = drive(num_pages=14, cost=COMPUTES, offloads=True, most_save_bytes=0)
     one.arrive(
         make_request("first", PROMPT[:20], arrival=0, max_tokens=28),
         make_request("last", OTHER[:18], arrival=1, max_tokens=20),
     )
     while not one.state.num_preemptions:
         one.tick()
-    num_saved = len(one.last.orders.saves)
+    saved = [unit.key for unit in one.last.orders.saves]
     one.finish()
-    assert num_saved == len(one.state.tier_keys) >= 18 // PAGE_SIZE
+    assert len(saved) >= 18 // PAGE_SIZE and all(key in one.state.tier_keys for key in saved)
+
+
+@pytest.mark.parametrize("most_save_bytes", [0, PAGE_SIZE * 8, 1 << 62])
+def test_a_prompt_that_takes_all_pages_loses_none(most_save_bytes: int) -> None:
+    """It takes them when it is admitted, and writes to them step by step: each is saved before."""
+    one = drive(num_pages=12, max_num_batched_tokens=8, most_save_bytes=most_save_bytes)
+    first, second = tuple(range(100, 141)), tuple(range(200, 241))
+    assert answer(one, first) == answer(one, second) == 0
+    assert answer(one, first) == answer(one, second) == 40, "loads overwrite pages as steps do"
+    assert not one.state.evicted or most_save_bytes == 0
 
 
 def test_loads_add_no_steps_to_the_bound() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jaxinfer.core.errors import CheckpointError
 from jaxinfer.core.progress import NoProgress
+from jaxinfer.models import quantised as specs_of_quantised
 from jaxinfer.models.base import abstract_params
 from jaxinfer.models.params import nested
 from jaxinfer.models.quantised import arranged_on_device, sizes_by_form
@@ -23,7 +25,15 @@ from kit.quantised_models import WIDTH, quantised_tensors
 from kit.tiny_models import tiny_config
 from pallas_kernels.lib import arrangements
 from pallas_kernels.lib.arrangements import ARRANGEMENTS, rows_of
-from pallas_kernels.lib.quantised import KINDS, Form, dequantised, is_matrix, quantised
+from pallas_kernels.lib.quantised import (
+    KINDS,
+    Form,
+    common_form,
+    dequantised,
+    in_form,
+    is_matrix,
+    quantised,
+)
 from pallas_kernels.native import library
 from pallas_kernels.quantised_gemm.cases import random_matrix
 
@@ -67,8 +77,12 @@ def test_arrays_of_a_checkpoint_are_those_of_the_specs_and_hold_its_values(
         return np.asarray(rows_of(quantised(jax.tree.map(jnp.asarray, tree)), every))
 
     qk = stored(0, "self_attn.q_proj", "self_attn.k_proj")
-    np.testing.assert_array_equal(values(first["qkv"]["part_0"]), qk)
-    np.testing.assert_array_equal(values(first["qkv"]["part_1"]), stored(0, "self_attn.v_proj"))
+    v = stored(0, "self_attn.v_proj")
+    if arrangement == "tiles":  # in a common form
+        np.testing.assert_array_equal(values(first["qkv"]), np.concatenate([qk, v]))
+    else:
+        np.testing.assert_array_equal(values(first["qkv"]["part_0"]), qk)
+        np.testing.assert_array_equal(values(first["qkv"]["part_1"]), v)
     np.testing.assert_array_equal(values(first["gate_up"]["part_1"]), stored(0, "mlp.up_proj"))
     np.testing.assert_array_equal(second["qkv"]["part_1"].T, stored(1, "self_attn.v_proj"))
     gate_up = stored(1, "mlp.gate_proj", "mlp.up_proj")
@@ -156,6 +170,49 @@ def test_axes_of_parts_of_several_forms_have_their_outputs(name: str) -> None:
     for array in replace(model, forms=forms).arrays.values():
         for axis, length in zip(array.axes, array.shape, strict=True):
             assert not isinstance(axis, Fused) or sum(axis.widths) == length
+
+
+Q4_K = Form("int4", 32, "uint8", offsets=True, super_group=256)
+Q6_K = Form("int8", 16, "int8", super_group=256)
+
+
+def test_k_forms_of_one_parameter_are_one_matrix_for_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build_model({**tiny_config("qwen3"), "hidden_size": 256, "head_dim": 64}, "float32")
+    (spec,) = (spec for spec in model.declared_specs if spec.path == "layers_0/qkv")
+    names = [source.name for source in spec.sources]
+    forms = tuple(zip(names, (Q4_K, Q4_K, Q6_K), strict=True))
+
+    def kept() -> Any:
+        whole = replace(model, forms=forms, arrangement="tiles")
+        (found,) = (spec for spec in whole.param_specs if spec.path == "layers_0/qkv")
+        return found
+
+    rng = np.random.default_rng(0)
+    tensors = [
+        random_matrix(rng, "q6_k" if form == Q6_K else "q4_k", *source.shape, form.group or 0)
+        for source, (_, form) in zip(spec.sources, forms, strict=True)
+    ]
+    made = kept().build(*tensors)
+    shapes = {name: (array.shape, array.dtype) for name, array in made.items()}
+    assert shapes == {name: (a.shape, a.dtype) for name, a in kept().arrays.items()}
+    matrix = quantised(jax.tree.map(jnp.asarray, made))
+    expected = np.concatenate([dequantised(tensor) for tensor in tensors])
+    found = rows_of(matrix, jnp.arange(matrix.num_outputs))
+    np.testing.assert_array_equal(found, expected)
+    monkeypatch.setattr(specs_of_quantised, "MAX_COMMON_BYTES", 0)
+    assert kept().arrays.keys() == {"part_0", "part_1"}
+
+
+def test_forms_without_a_common_one() -> None:
+    assert common_form([Q4_K, Q6_K]) == Form("int8", 16, "int8", offsets=True, super_group=256)
+    for other in (None, Form("int8", 32, "float16"), replace(Q6_K, super_group=128)):
+        assert common_form([Q4_K, other]) is None
+    large = random_matrix(np.random.default_rng(0), "q4_k", 64, 256, 32)
+    large.scales[0, 0] = 200  # more than the six bits of Q4_K
+    with pytest.raises(ValueError, match="do not fit int8"):
+        in_form(large, Form("int8", 16, "int8", offsets=True, super_group=256))
 
 
 def test_sizes_by_form() -> None:

@@ -41,6 +41,7 @@ from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.state import State
 from pallas_kernels.all_reduce.api import Peers
 from pallas_kernels.harness.pins import Pins
+from pallas_kernels.paged_prefill.ref import most_arrivals
 from pallas_kernels.publish.api import PublishArgs, publish
 
 type Arrays = tuple[jax.Array, ...]
@@ -148,7 +149,7 @@ class StepFunction:
             ids = batch.token_ids
             hidden, state = other_layers(self.model, params, x, ids, ctx, state, begin, only)
         of_drafter = weights[len(self.part.weights) :]
-        return self._own(state), *self._draw(params, slots, batch, hidden, of_drafter)
+        return self._own(state), *self._draw(params, slots, batch, ctx, hidden, of_drafter)
 
     def tapped(
         self,
@@ -167,7 +168,7 @@ class StepFunction:
         ctx = replace(ctx, points=points)
         hidden, state = hidden_states(self.model, params, batch.token_ids, ctx, state)
         assert state is not None
-        slots, output = self._draw(params, slots, batch, hidden)
+        slots, output = self._draw(params, slots, batch, ctx, hidden)
         return self._own(state), slots, output._replace(taps=read_points(self.points, points))
 
     def _inputs(self, weights: Arrays, arrays: Arrays) -> tuple[Params, State]:
@@ -207,13 +208,15 @@ class StepFunction:
         if not self.layout.num_peers:
             return None
         rank = lax.axis_index(self.axis).reshape(1).astype(jnp.int32)
-        return Peers(rank=rank, addresses=batch.peers)
+        decodes = not self.layout.bucket.num_prefills
+        return Peers(rank=rank, addresses=batch.peers, decodes=decodes).ordered()
 
     def _draw(
         self,
         params: Params,
         slots: SlotState,
         batch: DeviceBatch,
+        ctx: StepContext,
         hidden: jax.Array,  # [T, D], or [B, D] if only last tokens were computed
         of_drafter: Arrays = (),  # its parameters
     ) -> tuple[SlotState, StepOutput]:
@@ -226,7 +229,8 @@ class StepFunction:
             slots = slots._replace(settings=new)
         is_one_per_draw = self._ends_with_last_tokens or not bucket.num_prefills
         drawn_from = hidden if is_one_per_draw else hidden[batch.draws.tokens]  # [N, D]
-        logits = unembed(self.model, params, drawn_from, self.pins, self.axis)  # [N, V]
+        mesh = self.pins, self.axis, ctx.peers
+        logits = unembed(self.model, params, drawn_from, *mesh)  # [N, V]
         awaited = Awaited(batch.masked, batch.mask_place) if self.reads_masks else None
         own, lens = batch.draws.slots, batch.draws.lens
         token_ids, masked = sample(logits, slots, own, lens, self.pins, awaited=awaited)
@@ -266,15 +270,15 @@ class StepFunction:
         return bool(bucket.num_prefills) and not others
 
     def _arrivals(self) -> jax.Ref | None:
-        """Zeros int32[num_decodes * K] for ``append_decode``, made once per step.
+        """Zeros for the counters of ``append_decode`` and ``paged_prefill``, made once per step.
 
-        None in a step without decode rows, or for a model without keys and values.
+        None in a step that needs none, or for a model without keys and values.
         """
         bucket = self.layout.bucket
         heads = max((e.shape[0] for e in self.model.state.arrays if e.name == "k"), default=0)
-        if not bucket.num_decodes or bucket.query_tokens > 1 or not heads:
-            return None
-        return jax.new_ref(jnp.zeros(bucket.num_decodes * heads, jnp.int32))
+        decodes = bucket.num_decodes if bucket.query_tokens == 1 else 0
+        count = max(decodes * heads, most_arrivals(bucket.num_tokens - decodes, heads))
+        return jax.new_ref(jnp.zeros(count, jnp.int32)) if count else None
 
     def _record(
         self,

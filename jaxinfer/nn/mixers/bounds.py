@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.nn.block import StepShape
+from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
@@ -20,7 +21,42 @@ from jaxinfer.nn.mixers.mamba_spec import MambaConfig
 from pallas_kernels.delta_prefill import api as delta_prefill
 from pallas_kernels.harness.registry import workspace_of
 from pallas_kernels.lib.chunk_scan import CHUNK
+from pallas_kernels.lib.page_scales import BITS
+from pallas_kernels.paged_prefill import api as paged_prefill
+from pallas_kernels.paged_prefill.ref import FEW_TOKENS, PrefillArgs
 from pallas_kernels.short_conv import api as short_conv
+
+MOST_PAGES = 1 << 20  # of a sequence: its context has as many splits as any
+# Tokens of a step whose prompts may have few, as the others are decode rows.
+MOST_MIXED = 4 * FEW_TOKENS
+
+
+def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
+    """The states of splits, where a step has few prompt tokens."""
+    if not step.num_prompts or step.x.shape[0] > MOST_MIXED:
+        return 0
+    of: Any = jax.ShapeDtypeStruct
+    x, op = step.x, paged_prefill.OP
+    head = config.head_dim
+    page_dtype = config.page_dtype or x.dtype
+    pool = of((1, 16, config.num_kv_heads, head), page_dtype)
+    scales = of(pool.shape[:3], jnp.float32) if page_dtype == BITS else None
+    args = PrefillArgs(
+        q=of((min(x.shape[0], FEW_TOKENS), config.num_heads, head), x.dtype),
+        k_pages=pool,
+        v_pages=pool,
+        page_table=of((step.num_prompts, MOST_PAGES), jnp.int32),
+        seq_lens=of((step.num_prompts,), jnp.int32),
+        query_start_loc=of((step.num_prompts + 1,), jnp.int32),
+        sinks=of((config.num_heads,), x.dtype) if config.sinks else None,
+        k_scales=scales,
+        v_scales=scales,
+        slopes=of((config.num_heads,), jnp.float32) if config.alibi else None,
+        scale=config.scale,
+        window=config.window,
+        cap=config.cap,
+    )
+    return workspace_of(op, step.platform, args, step.pins.of(op.name))
 
 
 def delta_bytes(config: DeltaConfig, step: StepShape) -> int:

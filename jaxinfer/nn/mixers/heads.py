@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.nn.block import QueryGrowth
 from jaxinfer.nn.context import StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
-from jaxinfer.nn.linear import divided_rms_norm, layer_norm
+from jaxinfer.nn.linear import divided_rms_norms, layer_norm
 from pallas_kernels.lib.numerics import rms_norm, split_and_rotate, split_heads
 
 
@@ -93,8 +93,7 @@ def norm_all(
     """
     widths = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     parts = jnp.split(qkv, (widths[0], sum(widths)), axis=1)
-    for i, own in enumerate(jnp.split(weights, widths[:1])):
-        parts[i] = divided_rms_norm(parts[i], own, eps, ctx)
+    parts[:2] = divided_rms_norms(parts[:2], jnp.split(weights, widths[:1]), eps, ctx)
     return jnp.concatenate(parts, axis=1)
 
 

@@ -52,8 +52,8 @@ class Lightning(nn.Module):
         x, out = stream.x, out.reshape(len(out), -1)
         if only is not None:
             x, out, gate = stream.take(only), take_rows(out, only), take_rows(gate, only)
-        axis = ctx.axis if c.spread else None
-        out = grouped_rms_norm(out, param(self, "inner_norm"), c.norm_groups, c.norm_eps, axis)
+        across = ctx if c.spread else None
+        out = grouped_rms_norm(out, param(self, "inner_norm"), c.norm_groups, c.norm_eps, across)
         out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
         out = ctx.at("z", out.reshape(len(out), c.num_heads, -1)).reshape(out.shape)
         delta = block_output(out, weight(self, "o"), ctx)

@@ -90,8 +90,8 @@ class Mamba2(nn.Module):
             return out * gate
         if c.norm == "after_gate":
             out = out * gate
-        axis = ctx.axis if c.spread else None
-        out = grouped_rms_norm(out, param(self, "inner_norm"), c.norm_groups, c.norm_eps, axis)
+        across = ctx if c.spread else None
+        out = grouped_rms_norm(out, param(self, "inner_norm"), c.norm_groups, c.norm_eps, across)
         return out * gate if c.norm == "before_gate" else out
 
 

@@ -125,16 +125,16 @@ def grouped_rms_norm(
     weight: jax.Array,  # [I]
     groups: int,
     eps: float,
-    axis: str | None,
+    ctx: StepContext | None,
 ) -> jax.Array:  # float32[T, I]
     """An RMS norm of each of so many equal parts of the columns.
 
-    With an axis (``StepContext.axis``) each device has an equal part of every group.
+    With a context each of its devices has an equal part of every group.
     """
     parts = x.reshape(len(x), groups, -1)
-    mean = jnp.mean(jnp.square(parts), axis=-1, keepdims=True)
-    mean = mean if axis is None else jax.lax.pmean(mean, axis)
-    parts = parts * jax.lax.rsqrt(mean + eps)
+    mean = jnp.mean(jnp.square(parts), axis=-1)
+    mean = mean if ctx is None else ctx.mean_across(mean)
+    parts = parts * jax.lax.rsqrt(mean + eps)[..., None]
     return parts.reshape(x.shape) * weight.astype(jnp.float32)
 
 

@@ -67,4 +67,6 @@ def quantised_gemm(args: QuantisedGemmArgs) -> jax.Array:  # [T, O]; of partials
     tokens = dequantised_tokens(*quantised_tokens(args.x))
     w = dequantised_weights(args.w.values, args.w.scales)
     out = jnp.matmul(tokens, w.T, precision="highest")
+    if args.bias is not None:
+        out = out + jnp.asarray(args.bias, jnp.float32)
     return (swiglu(out) if args.swiglu else out).astype(args.x.dtype)

@@ -117,6 +117,61 @@ def fragment(
     return rename(*words, *subtracted)
 
 
+def scaled(
+    weights: jax.Array,  # bfloat16[64, inputs]
+    scale: jax.Array,  # float32 of that shape
+    offset: jax.Array | None,  # of that shape, too
+) -> jax.Array:  # bfloat16
+    """The weights times the scale, plus the offset, rounded once.
+
+    A bfloat16 is the higher half of a float32; Mosaic's conversion is an instruction more.
+    """
+    given = [scale] if offset is None else [scale, offset]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,) * (1 + len(given)),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_: Any, values: Any, *factors: Any) -> Any:
+        pair, f32 = ir.VectorType.get((2,), ir.BF16Type.get()), ir.F32Type.get()
+        i32 = ir.IntegerType.get_signless(32)
+        one, contract = ir.VectorType.get((1,), i32), arith.FastMathFlags.contract
+        found = np.empty_like(values.registers)
+        for place, register in np.ndenumerate(values.registers):
+            both = element(vector.bitcast(one, register), 0)
+            halves = arith.shli(both, mgpu.c(16, i32)), arith.andi(both, mgpu.c(-65536, i32))
+            made = []
+            for i, half in enumerate(halves):
+                factor, *rest = (element(array.registers[place], i) for array in factors)
+                value = arith.mulf(arith.bitcast(f32, half), factor, fastmath=contract)
+                made.append(arith.addf(value, *rest, fastmath=contract) if rest else value)
+            packed = assembly("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", made[::-1], "i32")
+            found[place] = vector.bitcast(pair, vector.from_elements(one, [packed]))
+        return mgpu.FragmentedArray(_registers=found, _layout=values.layout, _is_signed=None)
+
+    return multiply(weights, *given)
+
+
+def element(register: Any, index: int) -> Any:
+    """An element of a vector."""
+    return vector.extract(register, dynamic_position=[], static_position=[index])
+
+
+def assembly(text: str, constraints: str, operands: Sequence[Any], result: str) -> Any:
+    """Inline PTX without side effects; ``result`` is the MLIR type of its value."""
+    attributes: dict[str, ir.Attribute] = {
+        "asm_string": ir.StringAttr.get(text),
+        "constraints": ir.StringAttr.get(constraints),
+    }
+    made = ir.Operation.create(
+        "llvm.inline_asm",
+        results=[ir.Type.parse(result)],
+        operands=list(operands),
+        attributes=attributes,
+    )
+    return made.result
+
+
 def _masked(words: jax.Array, shift: int, mask: int) -> jax.Array:
     """The bits ``mask`` of the words after a shift to the right (negative: to the left)."""
     if shift > 0:

@@ -19,9 +19,15 @@ SCALE_DTYPES = ("bfloat16", "float16", "float32")
 SMALL_SCALE_DTYPES = ("int8", "uint8")  # with supers
 MMA_TOKENS = 8  # multiple of N of a wgmma; fewer tokens are padded in shared memory
 MMA_INPUTS = 16  # K of a wgmma
+QUAD = 4  # tokens of an integer instruction
+SPAN = 512  # inputs of a token that a warpgroup rounds at once
+ROUNDED = 16, 32  # inputs of a token that share a unit
+INTEGER_KINDS = "int4", "int8"
+FEW_IN_FLIGHT_BYTES = 64 << 10  # of a CTA, so that the next kernel's fits beside it
 MAX_TOKENS = 128  # for more ``tiled.large`` is as fast or faster
 BLOCK_TOKENS = 64  # of a CTA
 FEW_TOKENS = 16, 32  # see ``configs``
+SCALED_GROUP = 128  # smaller groups scale weights, where there are more tokens than 8
 MAX_SPLIT_K = 4  # each partial is written once and read once
 SMEM_BYTES = 220 << 10  # of an SM, without barriers and factors
 IN_FLIGHT_BYTES = 160 << 10  # of a CTA; for at most 32 tokens more steps than four are no faster
@@ -90,7 +96,9 @@ class TiledConfig:
     step each of the compute ``warpgroups`` multiplies ``span`` inputs; with ``by_half`` those with
     an even index multiply gates, the others ups. ``stages`` steps are in flight. ``split_k`` CTAs
     divide the inner axis. With ``own_copies`` the first compute warpgroup issues the copies, else a
-    warpgroup of its own.
+    warpgroup of its own. With ``integers`` up to 8 tokens are rounded (``integers``).
+    With ``scales`` weights are scaled, and rounded to bfloat16, before they multiply; else the
+    products of each group are scaled.
     """
 
     block_t: int
@@ -100,6 +108,8 @@ class TiledConfig:
     split_k: int = 1
     by_half: bool = False
     own_copies: bool = False
+    integers: bool = False
+    scales: bool = False
 
     @property
     def block_k(self) -> int:
@@ -124,6 +134,12 @@ class TiledConfig:
             for size in (self.span, self.block_k)
         )
         split = 1 <= self.split_k <= (steps if sizes.split else 1)
+        if self.integers and (
+            sizes.tokens > MMA_TOKENS
+            or sizes.kind not in INTEGER_KINDS
+            or steps // self.split_k * self.block_k < SPAN
+        ):
+            return False
         halves = not self.by_half or (sizes.swiglu and self.warpgroups % 2 == 0)
         return rest == 0 and nested and split and halves and self.span % TILE == 0
 
@@ -183,17 +199,19 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
     """
     block_t = min(BLOCK_TOKENS, -(-sizes.tokens // MMA_TOKENS) * MMA_TOKENS)
     # Small groups and offsets need more registers.
-    most = 2 if sizes.swiglu or sizes.offsets or block_t > FEW_TOKENS[1] else 4
-    small = sizes.group < TILE and block_t > FEW_TOKENS[1]
+    scales = sizes.tokens > MMA_TOKENS and sizes.group < SCALED_GROUP and sizes.block == 1
+    many = sizes.offsets and not scales
+    most = 2 if sizes.swiglu or many or block_t > FEW_TOKENS[1] else 4
+    small = sizes.group < TILE and block_t > FEW_TOKENS[1] and not scales
     spans = (TILE, 2 * TILE) if small else (2 * TILE, TILE)
     own_copies = sizes.swiglu and block_t > FEW_TOKENS[0]
     in_flight = IN_FLIGHT_BYTES_OF_TWO if sizes.swiglu else IN_FLIGHT_BYTES
     if sizes.normed:
         in_flight = min(in_flight, SMEM_BYTES // (1 + sizes.swiglu) - sizes.token_bytes)
-    found = []
+    found = _integer_configs(sizes) if sizes.tokens <= MMA_TOKENS else []
     for warpgroups, span in product((4, 2, 1), spans):
         by_half = sizes.swiglu and warpgroups > 1
-        one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies)
+        one = TiledConfig(block_t, span, warpgroups, 2, 1, by_half, own_copies, scales=scales)
         steps = sizes.inner // one.block_k
         if warpgroups > most or steps == 0:
             continue
@@ -203,6 +221,26 @@ def configs(sizes: TiledSizes) -> list[TiledConfig]:
         most_stages = MAX_STAGES + 2 * one.by_half  # whose steps are half as long
         stages = max(2, min(in_flight // step_bytes, -(-steps // split_k), most_stages))
         config = replace(one, stages=stages, split_k=split_k)
+        if config.fits(sizes):
+            found.append(config)
+    return found
+
+
+def _integer_configs(sizes: TiledSizes) -> list[TiledConfig]:
+    """The configurations with integers that fit the call, the best first."""
+    found = []
+    # With two quads a CTA would take more than half of an SM's registers.
+    long = sizes.swiglu and sizes.kind in PACKED and sizes.tokens <= QUAD
+    spans = (4 * TILE, 2 * TILE, TILE) if long else (2 * TILE, TILE)
+    for warpgroups, span in product((2,) if sizes.swiglu else (4, 2), spans):
+        one = TiledConfig(MMA_TOKENS, span, warpgroups, 2, 1, sizes.swiglu, integers=True)
+        steps = sizes.inner // one.block_k
+        if steps == 0:
+            continue
+        split_k = _split_k(sizes, min(steps, sizes.inner // SPAN or 1))
+        step_bytes = sizes.halves * one.block_k // TILE * sizes.tile_bytes
+        most = max(2, min(FEW_IN_FLIGHT_BYTES // step_bytes, -(-steps // split_k)))
+        config = replace(one, stages=most, split_k=split_k)
         if config.fits(sizes):
             found.append(config)
     return found

@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.epilogues import load_bias, plus_bias
 from pallas_kernels.gemm.pipeline import Ring, in_one_warp, launch
 from pallas_kernels.gemm.scratch import smem
 from pallas_kernels.gemm.tiles import split_range
@@ -34,7 +35,15 @@ from pallas_kernels.lib.pdl import grid_dependency_wait, launch_dependents
 from pallas_kernels.norm_gemm.ref import NormGemmArgs
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
+from pallas_kernels.quantised_gemm.tiled.integers import (
+    COLUMNS,
+    Factors,
+    multiply,
+    put,
+    whole_numbers,
+)
 from pallas_kernels.quantised_gemm.tiled.launch import (
+    QUAD,
     TiledConfig,
     choose_config,
     result_shape,
@@ -55,6 +64,8 @@ from pallas_kernels.quantised_gemm.tiled.step import (
     zeros,
 )
 from pallas_kernels.residual_norm import token
+
+LOADS_IN_FLIGHT = 6  # of a thread that rounds tokens, 8 bytes each; more take more registers
 
 
 class _CtaTile(NamedTuple):
@@ -83,6 +94,11 @@ class _Copies:
     ring: Ring
     scratch: TiledScratch
 
+    @property
+    def copies_tokens(self) -> bool:
+        """False where the compute warpgroups write the tokens to shared memory."""
+        return self.spec.norm is None and not self.spec.config.integers
+
     def weights(self, step: jax.Array) -> None:
         """Issue the copies of a step's weights."""
         where, stage = (slice(None), self.tile.index), self.ring.stage(step)
@@ -103,7 +119,7 @@ class _Copies:
         """
         count = jnp.minimum(self.tile.num_steps, self.spec.config.stages)
         pl.loop(0, count)(self.weights)
-        if self.spec.norm is None:
+        if self.copies_tokens:
             grid_dependency_wait()
             pl.loop(0, count)(self.tokens)
 
@@ -111,7 +127,7 @@ class _Copies:
         """Issue a further step's copies when its stage has been consumed."""
         self.ring.wait_consumed(step)
         self.weights(step)
-        if self.spec.norm is None:
+        if self.copies_tokens:
             self.tokens(step)
 
     def all(self) -> None:
@@ -119,6 +135,54 @@ class _Copies:
         self.first()
         stages = self.spec.config.stages
         pl.loop(jnp.minimum(self.tile.num_steps, stages), self.tile.num_steps)(self.next)
+
+
+@dataclass(frozen=True)
+class _IntegerStep(Step):
+    """A K step of tokens as integers, all of which are in shared memory."""
+
+    step: jax.Array = field(kw_only=True)
+
+    def add(self, totals: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """See ``Step``."""
+        span, length = self.spec.config.span, self.spec.config.span
+        if self.spec.sizes.super_group:
+            length = min(span, self.spec.sizes.super_group)
+        found = list(totals)
+        for result in range(self.spec.results):
+            for start in range(0, span, length):
+                found[result] = self._plus(found[result], result, start, length)
+        return found
+
+    def _plus(self, total: jax.Array, result: int, start: int, length: int) -> jax.Array:
+        """The total plus the products of ``length`` inputs from ``start`` on."""
+        sizes, parts, chunk = self.spec.sizes, self.scratch.parts_smem, self.spec.chunk
+        half, first = self.half(result), self.first_input + start
+
+        def row(group: int, input: Any) -> jax.Array | int:
+            return 0 if group >= self.spec.config.block_k else lax.div(input, jnp.int32(group))
+
+        def at(part: Ref, index: Any) -> Ref:
+            return None if part is None else part.at[self.stage, 0, half, index]
+
+        tile = lax.div(first, jnp.int32(TILE))
+        tiles = [
+            self.scratch.values_smem.at[self.stage, half, tile + i] for i in range(length // TILE)
+        ]
+        rows = [row(sizes.group, first + i) for i in range(0, length, sizes.group)]
+        factors = [
+            Factors(at(parts.scales, r), at(parts.zeros, r), at(parts.offsets, r)) for r in rows
+        ]
+        supers = None
+        if sizes.super_group:
+            count = 1 + sizes.offsets
+            index = row(sizes.super_group, first) * count
+            supers = at(parts.supers, index), at(parts.supers, index + 1) if sizes.offsets else None
+        place = lax.div(self.step * self.spec.config.block_k + first, jnp.int32(chunk))
+        chunks = pl.ds(place, length // chunk)
+        units = tuple(self.scratch.units_smem.at[i, :, chunks] for i in range(2))
+        tokens = self.scratch.bytes_smem.at[chunks]
+        return multiply(sizes.kind, tiles, factors, supers, tokens, units, total)
 
 
 @dataclass(frozen=True)
@@ -156,6 +220,61 @@ def _write_normed(
     plgpu.barrier_wait(scratch.normed_barrier)
 
 
+def _write_integers(
+    spec: Spec, warpgroup: jax.Array, tile: _CtaTile, gmem: Gmem, scratch: TiledScratch
+) -> None:
+    """Write the CTA's inputs of all tokens as integers, with the other compute warpgroups, each
+    every ``warpgroups``-th span. With a norm the token is added and normalised before, and the
+    first CTA writes the sum.
+    """
+    count = spec.config.warpgroups
+
+    def write(of_token: int, span: Any, inputs: jax.Array) -> None:
+        whole, unit, total = whole_numbers(inputs)
+        put(whole, scratch.bytes_smem.at[span], of_token)
+        scratch.units_smem.at[0, of_token, span][...] = unit
+        scratch.units_smem.at[1, of_token, span][...] = total
+
+    found = None
+    if spec.norm is not None:
+        share = token.Share(warpgroup, count, scratch.squares_smem, scratch.squares_barrier)
+        found = token.normed_token(spec.norm, gmem.x, share)
+        for span, inputs in zip(found.spans, found.normed, strict=True):
+            write(0, span, inputs)
+    else:
+        grid_dependency_wait()
+        places = _spans(spec, warpgroup, tile, scratch)
+        for batch in range(0, len(places), LOADS_IN_FLIGHT):
+            loaded = []
+            for of_token, span, source in places[batch : batch + LOADS_IN_FLIGHT]:
+                x, layout = gmem.x.at[of_token, source], token.span_layout(spec.chunk)
+                loaded.append((of_token, span, plgpu.load(x, layout=layout, optimized=False)))
+            for one in loaded:
+                write(*one)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.normed_barrier)
+    if found is not None:
+        pl.when(tile.index == 0)(partial(token.write_total, found, gmem.total))
+    plgpu.barrier_wait(scratch.normed_barrier)
+
+
+def _spans(
+    spec: Spec, warpgroup: jax.Array, tile: _CtaTile, scratch: TiledScratch
+) -> list[tuple[int, Any, Any]]:
+    """The warpgroup's spans of the CTA's inputs: token, place among the CTA's chunks, and among
+    all. The last spans may overlap; all write the same.
+    """
+    count, rows = spec.config.warpgroups, token.SPAN // spec.chunk
+    per_step = spec.config.block_k // spec.chunk
+    first, chunks = tile.first_step * per_step, tile.num_steps * per_step
+    places = []
+    for of_token in range(spec.sizes.tokens):
+        for i in range(0, -(-scratch.bytes_smem.shape[0] // rows), count):
+            start = jnp.minimum((i + warpgroup) * rows, chunks - rows)
+            places.append((of_token, pl.ds(start, rows), pl.ds(first + start, rows)))
+    return places
+
+
 def _accumulate(
     spec: Spec, warpgroup: jax.Array, copies: _Copies
 ) -> Sequence[jax.Array]:  # float32[64, block_t] each
@@ -173,7 +292,9 @@ def _accumulate(
 
         plgpu.barrier_wait(ring.barriers.at[stage])
         inputs = Step(spec, stage, warpgroup, copies.scratch)
-        if spec.norm is not None:
+        if spec.config.integers:
+            inputs = _IntegerStep(spec, stage, warpgroup, copies.scratch, step=step)
+        elif spec.norm is not None:
             inputs = _NormedStep(spec, stage, warpgroup, copies.scratch, step=step)
         totals = inputs.add(totals)
         ring.release_if_reused(stage, step, tile.num_steps)
@@ -187,9 +308,15 @@ def _accumulate(
 def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copies) -> None:
     """Multiply, and add up the results of the warpgroups; the first one writes the sum."""
     tile, scratch = copies.tile, copies.scratch
+    bias = load_bias(copies.gmem.bias, pl.ds(tile.index * TILE, TILE))
     totals = _accumulate(spec, warpgroup, copies)
+
+    def finish(results: Sequence[jax.Array]) -> None:
+        results = [plus_bias(result, bias) for result in results]
+        write(spec, tile.index, tile.token, results, out)
+
     if spec.config.warpgroups == 1:
-        write(spec, tile.index, tile.token, totals, out)
+        finish(totals)
         return
 
     shared_smem, barrier = scratch.shared_smem, scratch.shared_barriers
@@ -202,7 +329,7 @@ def _compute_warpgroup(spec: Spec, warpgroup: jax.Array, out: Ref, copies: _Copi
     def _sum() -> None:
         plgpu.barrier_wait(barrier)
         results = sum_of_warpgroups(spec, totals, lambda other, i: shared_smem.at[other, i])
-        write(spec, tile.index, tile.token, results, out)
+        finish(results)
 
 
 def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScratch) -> None:
@@ -219,7 +346,9 @@ def _kernel(spec: Spec, gmem: Gmem, results: tuple[Ref, Ref], scratch: TiledScra
 
     @pl.when(warpgroup < spec.config.warpgroups)
     def _compute() -> None:
-        if spec.norm is not None:
+        if spec.config.integers:
+            _write_integers(spec, warpgroup, tile, gmem, scratch)
+        elif spec.norm is not None:
             _write_normed(spec, spec.norm, warpgroup, tile.index == 0, gmem, scratch)
         out = result if spec.config.split_k == 1 else result.at[lax.axis_index("split")]
         _compute_warpgroup(spec, warpgroup, out, copies)
@@ -229,7 +358,19 @@ def _scratch_types(spec: Spec, parts: Parts) -> TiledScratch:
     """``parts`` are the arrays of factors, [halves, O / 64, groups, 64] each."""
     config, sizes, count = spec.config, spec.sizes, spec.config.warpgroups
     others, normed = max(1, count - 1), dict[str, Any]()
-    if sizes.normed:
+    if config.integers:
+        quads = -(-sizes.tokens // QUAD)
+        steps = -(-(sizes.inner // config.block_k) // config.split_k)
+        chunks = steps * config.block_k // spec.chunk
+        normed = {
+            "x_smem": None,
+            "bytes_smem": plgpu.SMEM((chunks, quads, COLUMNS, 4, spec.chunk // 4), jnp.int8),
+            "units_smem": plgpu.SMEM((2, quads * QUAD, chunks), jnp.float32),
+            "squares_smem": plgpu.SMEM((count, token.SPAN // spec.chunk), jnp.float32),
+            "squares_barrier": plgpu.Barrier(num_arrivals=count),
+            "normed_barrier": plgpu.Barrier(num_arrivals=count),
+        }
+    elif sizes.normed:
         tokens = (sizes.inner // spec.chunk, config.block_t, spec.chunk)
         swizzled = smem(tokens, jnp.bfloat16, spec.chunk)
         normed = {
@@ -264,7 +405,7 @@ def _launch(spec: Spec, gmem: Gmem, total_type: jax.ShapeDtypeStruct | None = No
             "tile": sizes.outer // TILE,
         },
         warpgroups=config.warpgroups + (not config.own_copies),
-        auto_barriers=spec.norm is None,
+        auto_barriers=spec.norm is None and not config.integers,
     )
 
 
@@ -284,7 +425,10 @@ def launch_with(
     sizes = sizes_of(args)
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
-    _, out = _launch(Spec(sizes, config), Gmem(args.x, *gmem_views(sizes, args.w)))
+    spec, x = Spec(sizes, config), args.x
+    if config.integers:
+        x = x.reshape(sizes.tokens, -1, spec.chunk)
+    _, out = _launch(spec, Gmem(x, *gmem_views(sizes, args.w), bias=args.bias))
     return out
 
 
@@ -301,5 +445,5 @@ def launch_normed(config: TiledConfig, args: NormGemmArgs) -> tuple[jax.Array, j
     spec = Spec(sizes, config, norm=token.Norm(norm.row, norm.eps))
     views = gmem_views(sizes, gemm.w)
     arrays, total_type = token.norm_arrays(norm, spec.chunk)
-    total, out = _launch(spec, Gmem(arrays, *views), total_type)
+    total, out = _launch(spec, Gmem(arrays, *views, bias=args.bias), total_type)
     return total.reshape(norm.x.shape), out

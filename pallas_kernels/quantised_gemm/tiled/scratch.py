@@ -31,6 +31,8 @@ class TiledScratch(NamedTuple):
     squares_smem: Ref = None  # of a norm, see ``token.Share``
     squares_barrier: Ref = None  # one arrival per compute warpgroup
     normed_barrier: Ref = None  # one arrival per compute warpgroup
+    bytes_smem: Ref = None  # int8[chunks, quads, 8, 4, chunk / 4], see ``integers.put``
+    units_smem: Ref = None  # float32[2, quads * 4, chunks]: units and sums of tokens
 
 
 def scratch_types(
@@ -50,7 +52,8 @@ def scratch_types(
     stages, block_t = config.stages, config.block_t
     values, parts_smem = weight_types(spec, parts, tiles)
     factors = sum(part is not None for part in parts_smem)
-    arrivals = (not sizes.normed) + copies * (1 + factors) + spec.sums_given
+    copies_tokens = not (sizes.normed or config.integers)
+    arrivals = copies_tokens + copies * (1 + factors) + spec.sums_given
     columns = next(size for size in (32, 16, 8) if shared[-1] % size == 0)
     sums = plgpu.SMEM((stages, config.rows(sizes.group), block_t), jnp.float32)
     fields: dict[str, Any] = {

@@ -25,11 +25,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.epilogues import swiglu_of_many, transposed, write_columns, write_rows
 from pallas_kernels.gemm.pipeline import Ring
 from pallas_kernels.lib.quantised import MIDDLE, Quantised
+from pallas_kernels.quantised_gemm.tiled import fragments
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
 from pallas_kernels.quantised_gemm.tiled.fragments import divisor, operand
 from pallas_kernels.quantised_gemm.tiled.launch import (
     ACCUMULATOR_REGISTERS,
     MMA_TOKENS,
+    QUAD,
+    ROUNDED,
     TiledConfig,
     TiledSizes,
 )
@@ -57,7 +60,9 @@ class Spec:
 
     @property
     def chunk(self) -> int:
-        """Inputs of one wgmma call: a swizzled row of tokens."""
+        """Inputs of one wgmma call: a swizzled row of tokens; or those that share a unit."""
+        if self.config.integers:
+            return max(chunk for chunk in ROUNDED if self.sizes.group % chunk == 0)
         return min(self.segment, TILE)
 
     @property
@@ -78,9 +83,10 @@ class Parts(NamedTuple):
 class Gmem(NamedTuple):
     """Refs to the arrays in global memory; outputs are divided into halves and tiles."""
 
-    x: Ref  # [T, K]; with a norm ``NormRefs``
+    x: Ref  # [T, K]; with integers [T, K / chunk, chunk]; with a norm ``NormRefs``
     values: Ref  # [halves, O / 64, K / 64, rows, ROW_BYTES]
     parts: Parts  # [halves, O / 64, groups, 64] each; scales of blocks [halves, O / block, groups]
+    bias: Ref = None  # [O]
     sums: Ref = None  # float32[groups, T] of a step whose sums of inputs are given
     total: Ref = None  # the sum of a normed token
     out: Ref = None  # [T, O], or float32[S, T, O]
@@ -223,6 +229,11 @@ class Step:
     @property
     def scales_weights(self) -> bool:
         """True if scales multiply weights, not sums."""
+        return self.are_powers or self.spec.config.scales
+
+    @property
+    def are_powers(self) -> bool:
+        """True for scales of MXFP4, with which weights are exact in bfloat16."""
         scales = self.scratch.parts_smem.scales
         return self.spec.sizes.kind == "fp4" and scales.dtype == jnp.bfloat16
 
@@ -324,7 +335,13 @@ class Step:
                     tiles[result, index] = self.tile(result, index, self.zero(result, segment))
                 tile = tiles[result, index]
             weights = tile[:, column : column + self.spec.chunk]
-            if self.scales_weights:
+            if self.scales_weights and not self.are_powers:
+                scale, offset = self.scale(result, segment)
+                scale = lax.broadcast_in_dim(scale, weights.shape, [0])
+                if offset is not None:
+                    offset = lax.broadcast_in_dim(offset, weights.shape, [0])
+                weights = fragments.scaled(weights, scale, offset)
+            elif self.are_powers:
                 scale, _ = self.scale(result, segment)
                 scale = scale.astype(jnp.bfloat16)
                 weights = weights * lax.broadcast_in_dim(scale, weights.shape, [0])
@@ -464,6 +481,9 @@ def write(
     """Write the tile of the result from registers."""
     result = swiglu_of_many(*results) if spec.sizes.swiglu else results[0]
     columns, block_t = pl.ds(index * TILE, TILE), spec.config.block_t
+    if spec.config.integers:
+        places = [2 * (i % QUAD) + i // QUAD for i in range(spec.sizes.tokens)]
+        return write_rows(out, spec.sizes.tokens, columns, result, places)
     if spec.sizes.tokens < MMA_TOKENS:
         return write_rows(out, spec.sizes.tokens, columns, result)
     if spec.sizes.tokens % block_t == 0:

@@ -12,7 +12,12 @@ from pallas_kernels.lib.device import current_device
 from pallas_kernels.quantised_gemm.ref import QuantisedGemmArgs
 from pallas_kernels.quantised_gemm.tiled import launch
 from pallas_kernels.quantised_gemm.tiled.arrange import TILE
-from pallas_kernels.quantised_gemm.tiled.launch import TiledConfig, TiledSizes, sizes_of
+from pallas_kernels.quantised_gemm.tiled.launch import (
+    INTEGER_KINDS,
+    TiledConfig,
+    TiledSizes,
+    sizes_of,
+)
 
 MIN_TOKENS = launch.MAX_TOKENS + 1
 BLOCK_TOKENS = 64, 96, 128, 160  # of a tile; more need too many registers
@@ -75,9 +80,10 @@ def choose_config(sizes: TiledSizes) -> LargeConfig:
     On an H100 a K step of 128 inputs takes about 0.005 us * (48 + ``block_t``), so larger tiles are
     faster unless the last ones leave SMs without work.
     """
-    whole = sizes.inner % (2 * TILE) == 0 and sizes.group >= TILE
+    scales = sizes.kind in INTEGER_KINDS and sizes.block == 1
+    whole = sizes.inner % (2 * TILE) == 0 and (scales or sizes.group >= TILE)
     span = 2 * TILE if whole else TILE  # with more and smaller groups registers are spilled
-    most = next(tokens for group, tokens in MOST_TOKENS if sizes.group >= group)
+    most = next(tokens for group, tokens in MOST_TOKENS if scales or sizes.group >= group)
     pairs = sizes.outer * sizes.halves // (PAIR * TILE)
     cluster = 2 if pairs % 2 == 0 else 1
 
@@ -87,7 +93,7 @@ def choose_config(sizes: TiledSizes) -> LargeConfig:
         return waves * (STEP_TOKENS + block_t)
 
     block_t = min((tokens for tokens in BLOCK_TOKENS if tokens <= most), key=cost)
-    step = TiledConfig(block_t, span, PAIR, 2, 1, by_half=True)
+    step = TiledConfig(block_t, span, PAIR, 2, 1, by_half=True, scales=scales)
     stages = min((SMEM_BYTES - ups_bytes(sizes, step)) // step_bytes(sizes, step), MAX_STAGES)
     return LargeConfig(replace(step, stages=stages), cluster)
 
@@ -102,5 +108,5 @@ def step_bytes(sizes: TiledSizes, step: TiledConfig) -> int:
     values = PAIR * sizes.tile_bytes * step.span // TILE
     tokens = 2 * step.block_t * step.span
     factors = PAIR * TILE * 4 * (1 + sizes.zeros + sizes.offsets + 2 * bool(sizes.super_group))
-    sums = 4 * step.block_t * sizes.offsets
+    sums = 4 * step.block_t * (sizes.offsets and not step.scales)
     return values + tokens + (factors + sums) * step.rows(sizes.group)

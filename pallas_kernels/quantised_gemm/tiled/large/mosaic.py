@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gemm.epilogues import load_bias, plus_bias
 from pallas_kernels.gemm.pipeline import Ring, copy_tiles, divide_roles, launch
 from pallas_kernels.gemm.tiles import Tile, TileGrid
 from pallas_kernels.lib.pdl import launch_dependents
@@ -56,7 +57,11 @@ class _Spec:
     @property
     def step(self) -> Spec:
         """Those of a K step."""
-        return Spec(self.sizes, self.config.step, sums_given=self.sizes.offsets)
+        return Spec(
+            self.sizes,
+            self.config.step,
+            sums_given=self.sizes.offsets and not self.config.step.scales,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -102,9 +107,14 @@ def _memory_warpgroup(spec: _Spec, gmem: Gmem, ring: Ring, scratch: TiledScratch
 
 
 def _compute_warpgroup(
-    spec: _Spec, out: Ref, ring: Ring, scratch: TiledScratch, warpgroup: jax.Array
+    spec: _Spec,
+    bias: Ref,  # [O], or None
+    out: Ref,  # [T, O]
+    ring: Ring,
+    scratch: TiledScratch,
+    warpgroup: jax.Array,
 ) -> None:
-    """The warpgroup's half of all tiles of the CTA; ``out`` is [T, O]."""
+    """The warpgroup's half of all tiles of the CTA."""
     ups = Ups(scratch)
 
     def step_at(_: jax.Array, stage: jax.Array) -> Step:
@@ -121,7 +131,9 @@ def _compute_warpgroup(
             pl.when(warpgroup == 1)(partial(ups.put, i, total))
             pl.when(warpgroup == 0)(partial(write_swiglu, tile, total))
         else:
-            write(spec.step, PAIR * tile.output + warpgroup, tile.token, [total], out)
+            index = PAIR * tile.output + warpgroup
+            total = plus_bias(total, load_bias(bias, pl.ds(index * TILE, TILE)))
+            write(spec.step, index, tile.token, [total], out)
 
     if spec.sizes.swiglu:
         pl.when(warpgroup == 1)(ups.wait_taken)
@@ -133,7 +145,7 @@ def _kernel(spec: _Spec, gmem: Gmem, out: Ref, scratch: TiledScratch) -> None:
     divide_roles(
         PAIR,
         partial(_memory_warpgroup, spec, gmem, ring, scratch),
-        partial(_compute_warpgroup, spec, out, ring, scratch),
+        partial(_compute_warpgroup, spec, gmem.bias, out, ring, scratch),
         moves_registers=True,
     )
 
@@ -167,8 +179,8 @@ def launch_with(config: LargeConfig, args: QuantisedGemmArgs) -> jax.Array:  # [
     if not config.fits(sizes):
         raise ValueError(f"{config} does not fit {sizes}")
     spec = _Spec(sizes, config)
-    gmem = Gmem(args.x, *gmem_views(sizes, args.w))
-    if sizes.offsets:
+    gmem = Gmem(args.x, *gmem_views(sizes, args.w), bias=args.bias)
+    if spec.step.sums_given:
         gmem = gmem._replace(sums=input_sums(args.x, sizes.group))
     return launch(
         "quantised_gemm_large",

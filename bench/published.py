@@ -1,0 +1,91 @@
+"""Speed ratios that other projects publish, next to ours: ``python -m bench.published FOLDER``.
+
+FOLDER holds runs of the presets in ``configs/bench``, under the names that the file of published
+ratios (``bench/results/peers/published.json``) gives them. A ratio says how many times as fast as
+vLLM an engine is (of ``openinfer-offload``: how many times as fast a restored prompt is as a
+computed one). Ours below 1 come first. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.bench.report import table
+from jaxinfer.bench.results import is_worse
+
+PUBLISHED = Path(__file__).parent / "results" / "peers" / "published.json"
+WORDS: Mapping[str, str] = {
+    "p50_ttft_ms": "TTFT p50",
+    "p99_ttft_ms": "TTFT p99",
+    "p50_tpot_ms": "TPOT p50",
+    "output_throughput": "output tokens/s",
+    "cold_over_host": "TTFT p50",
+}
+
+type Ours = tuple[float, tuple[float, float] | None]  # a ratio and its 95 % interval
+
+
+def ours_of(folder: Path, point: Mapping[str, Any], figure: str) -> Ours | None:
+    """Our ratio of a published point's workload; None if no run has it."""
+    rate = point["rate"]
+    for path in sorted(folder.glob(f"{point['run']}*/result.json")):
+        result = json.loads(path.read_text())
+        for one in result.get("tiers", ()):
+            if one["length"] == rate and figure in one:
+                return one[figure], None
+        for one in result.get("ratios", {}).values():
+            is_same = one["peer"] == "vllm" and (rate is None or one["rate"] == rate)
+            if is_same and figure in one["figures"]:
+                found = one["figures"][figure]
+                return times_as_fast(figure, found["median"], found["interval"])
+    return None
+
+
+def times_as_fast(figure: str, ratio: float, interval: Sequence[float] | None) -> Ours:
+    """A ratio of two figures as a ratio of speeds."""
+    if not is_worse(figure, 0.5):  # less is faster
+        ratio, interval = 1 / ratio, interval and [1 / one for one in reversed(interval)]
+    return ratio, (interval[0], interval[1]) if interval else None
+
+
+def lines_of(folder: Path, published: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The list of our ratios below 1, and the table."""
+    rows: list[list[str]] = []
+    slower: list[str] = []
+    for group in published:
+        points, figure = group["points"], group["figure"]
+        what = f"{group['workload']}: {WORDS[figure]}"
+        found = [ours_of(folder, point, figure) for point in points]
+        for point, ours in zip(points, found, strict=True):
+            if ours is not None and ours[0] < 1:
+                slower.append(
+                    f"- {what}, at {point['point']}: {_shown(*ours)}".replace(", at :", ":")
+                )
+        cells = (
+            [point["point"] for point in points],
+            [f"{point['times_as_fast']:.2f}" for point in points],
+            ["–" if ours is None else f"{ours[0]:.2f}" for ours in found],
+        )
+        rows.append([what, group["source"], *(" / ".join(cell) for cell in cells)])
+    heads = ["workload and figure", "published by", "at", "theirs", "here"]
+    return [*(["Below 1 here:", "", *slower, ""] if slower else []), *table(heads, rows)]
+
+
+def _shown(ratio: float, interval: tuple[float, float] | None) -> str:
+    between = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+    return f"{ratio:.2f}{between}"
+
+
+def main() -> None:
+    """Print the Markdown."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    print("\n".join(lines_of(parser.parse_args().folder, json.loads(PUBLISHED.read_text()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""all_gather in Triton: one launch; each CTA exchanges tiles of its device's values.
+
+See ``lib.exchange_triton`` for the protocol. A CTA that has several tiles exchanges one after the
+other, while other CTAs of its SM write or wait: together they have up to 2 MiB in flight, which
+NVLink moves in 5 us, and an exchange without data takes about 4 us.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.all_gather.ref import AllGatherArgs
+from pallas_kernels.all_reduce import launch
+from pallas_kernels.all_reduce.ref import peer_arrays
+from pallas_kernels.lib import exchange_triton
+from pallas_kernels.lib.exchange_triton import reads_left, received, send, words_of
+
+
+@triton.jit
+def _all_gather(
+    x,  # [T, WIDTH]
+    rank_at,  # int32[1]
+    addresses,  # int32[2 * RANKS]
+    order,  # see ``Peers``
+    out,  # [T, COLUMNS]
+    COUNT: tl.constexpr,  # T * WIDTH
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    CTAS: tl.constexpr,
+    MAX_VALUES: tl.constexpr,
+    LOST: tl.constexpr,
+    DATA: tl.constexpr,
+    MAX_READS: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    cta = tl.program_id(0)
+    rank = tl.load(rank_at)
+    words = words_of(addresses, rank)
+    place = cta * TILE + tl.arange(0, TILE)
+    number = 0
+    if RANKS > 1:
+        number = tl.load(words + cta)
+    for round in range(ROUNDS):
+        value = round * tl.num_programs(0) * TILE + place
+        inside = value < COUNT
+        own = tl.load(x + value, mask=inside, other=0.0).to(tl.float32)
+        number += 1
+        at = DATA + (number & 1) * RANKS * MAX_VALUES + place
+        reads = 0
+        if RANKS > 1:
+            send(own, at + rank * MAX_VALUES, inside, rank, addresses, cta, number, RANKS, CTAS)
+            reads = reads_left(words, LOST, MAX_READS)
+        row, column = value // WIDTH, value % WIDTH
+        for peer in range(RANKS):
+            part = own
+            if peer != rank:
+                theirs = at + peer * MAX_VALUES
+                part = received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+            column_of_all = peer * WIDTH + column
+            kept = inside & (column_of_all < COLUMNS)
+            result = out + row * COLUMNS + column_of_all
+            tl.store(result, part.to(out.dtype.element_ty), mask=kept)
+    if RANKS > 1:
+        tl.store(words + cta, number)
+
+
+def all_gather(args: AllGatherArgs) -> jax.Array:  # [T, C]
+    """See ``all_gather.api``."""
+    x, peers = args.x, peer_arrays(args.peers, args.axis)
+    ranks = peers[1].size // 2
+    gathered: jax.Array = jt.triton_call(
+        x,
+        *peers,
+        kernel=_all_gather,
+        out_type=jax.ShapeDtypeStruct((len(x), args.columns), x.dtype),
+        grid=(launch.ctas(x.size),),
+        num_warps=launch.NUM_WARPS,
+        num_stages=1,
+        COUNT=x.size,
+        WIDTH=x.shape[1],
+        COLUMNS=args.columns,
+        RANKS=ranks,
+        TILE=launch.TILE,
+        CTAS=launch.CTAS,
+        MAX_VALUES=launch.MAX_VALUES,
+        LOST=launch.lost_word(ranks),
+        DATA=launch.data_word(ranks),
+        MAX_READS=exchange_triton.MAX_READS,
+        ROUNDS=launch.rounds(x.size),
+    )
+    return gathered

@@ -1,0 +1,1 @@
+"""The keys of a tile in several splits, for few queries of long contexts."""

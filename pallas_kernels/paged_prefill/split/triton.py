@@ -1,0 +1,256 @@
+"""paged_prefill in Triton for few queries of long contexts: the keys of a tile in several splits.
+
+A tile is as in ``paged_prefill.triton``. The fewer tiles a row has and the more keys, the more
+splits each of its tiles has, so that one sequence's last tokens fill the GPU. A row's splits do not
+depend on other rows. The CTAs of a kv head take pairs of a tile and a split round-robin, so the
+grid depends on shapes alone and no CTA starts in vain. A tile's last CTA to arrive merges the
+states of its splits in order (Flash-Decoding: Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import jax_triton as jt
+import triton
+import triton.language as tl
+
+from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.splits_triton import arrives_last, merged, store_state
+from pallas_kernels.paged_prefill import launch
+from pallas_kernels.paged_prefill.ref import PrefillArgs
+from pallas_kernels.paged_prefill.triton import LOG2_E, attend_keys
+
+COLUMNS = tl.constexpr(32)  # of values that are merged at the same time ...
+UNROLL = tl.constexpr(6)  # ... from so many splits: more of both would spill registers
+
+
+@triton.jit
+def _splits_of(
+    tiles,  # of a row
+    length,  # of its context
+    WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CTAS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+):
+    """The splits of each tile of a row; a tile that sees fewer keys may use fewer."""
+    keys = tl.minimum(length, WINDOW + TOKENS - 1) if WINDOW > 0 else length
+    splits = tl.minimum(CTAS // tl.maximum(tiles, 1), SPLITS)
+    return tl.maximum(tl.minimum(splits, tl.cdiv(keys, MIN_KEYS)), 1)
+
+
+@triton.jit
+def _merge_tile(
+    out,  # [T, N, H]
+    accs,  # float32[splits, pairs, VALUE_TILE], of the tile
+    m_l,  # float32[splits, 2, pairs]
+    used,  # splits
+    pair,  # int32[ROWS]
+    in_count,  # mask of pairs
+    at_head,  # int32[ROWS, 1]: of each pair in out
+    first_column,  # of the values that the CTA has
+    pairs,
+    HEAD_DIM: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge a tile's splits, some columns after the other."""
+    for first in range(0, VALUE_TILE, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        inside = in_count[:, None] & (column < VALUE_TILE)[None, :]
+        result = merged(
+            accs, m_l, used, pair, column, in_count, inside, pairs, VALUE_TILE, SPLITS, UNROLL
+        )
+        of_head = first_column + column
+        inside = in_count[:, None] & (of_head < HEAD_DIM)[None, :]
+        to = out + at_head + of_head[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_splits(
+    q,  # [T, N, H]
+    k_pages,  # [P, S, K, H]
+    v_pages,  # [P, S, K, H]
+    page_table,  # int32[R, M]
+    seq_lens,  # int32[R]
+    query_start_loc,  # int32[R + 1]
+    arrivals,  # int32[>= T * K * PARTS]: zeros, before and after
+    sinks,  # [N]; unused without HAS_SINKS
+    k_scales,  # float32[P, S, K]; unused without SCALED
+    v_scales,  # float32[P, S, K]; unused without SCALED
+    out,  # [T, N, H]
+    accs,  # float32[T, K * PARTS, SPLITS, G * VALUE_TILE]: see ``at_states``
+    m_l,  # float32[T, K * PARTS, SPLITS, 2 * G]
+    num_tokens,  # T; this and the next two are not constexpr, so all buckets share a kernel
+    num_starts,  # R + 1
+    table_width,  # M
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    STARTS_TILE: tl.constexpr,  # at least R + 1
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per kv head
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,  # columns of values of the CTA
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # (token, query head) pairs of the tile
+    TOKENS: tl.constexpr,  # tokens of the tile: ROWS // GROUP
+    BLOCK: tl.constexpr,  # keys per loop iteration
+    SPLITS: tl.constexpr,  # of a tile at most, a power of two
+    CTAS: tl.constexpr,  # of a kv head and part that run at the same time
+    MIN_KEYS: tl.constexpr,  # of a split at least, if a context has as many
+):
+    PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
+    part = tl.program_id(0)
+    kv_head = part // PARTS
+    columns = part % PARTS * VALUE_TILE + tl.arange(0, VALUE_TILE)
+
+    # The padding after the last row is one more row, without context.
+    rows = tl.arange(0, STARTS_TILE)
+    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
+    ends = tl.load(query_start_loc + rows + 1, mask=rows + 1 < num_starts, other=num_tokens)
+    lengths = tl.load(seq_lens + rows, mask=rows + 1 < num_starts, other=0)
+    tiles_of_rows = tl.cdiv(ends - starts, TOKENS)
+    items = tiles_of_rows * _splits_of(
+        tiles_of_rows, lengths, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS
+    )
+    items_up_to = tl.cumsum(items, 0)
+
+    pair = tl.arange(0, ROWS)
+    token = pair // GROUP
+    dims = tl.arange(0, DIM_TILE)
+    for item in range(tl.program_id(1), tl.sum(items, 0), tl.num_programs(1)):
+        row = tl.sum((items_up_to <= item).to(tl.int32), 0)
+        index = item - tl.sum(tl.where(rows < row, items, 0), 0)  # among the row's
+        row_start = tl.load(query_start_loc + row)
+        is_row = row + 1 < num_starts  # False for padding
+        row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
+        length = tl.load(seq_lens + row, mask=is_row, other=0)
+        tiles = tl.cdiv(row_end - row_start, TOKENS)
+        splits = _splits_of(tiles, length, WINDOW, TOKENS, SPLITS, CTAS, MIN_KEYS)
+        split = index // tiles
+        first_token = row_start + index % tiles * TOKENS
+        count = tl.minimum(row_end - first_token, TOKENS)
+        position = length - (row_end - first_token)  # of the first query in its context
+        end = position + count
+        start = 0
+        if WINDOW > 0:
+            start = tl.maximum(position - WINDOW + 1, 0)
+        keys = tl.maximum(end - start, 0)
+        per_split = tl.cdiv(tl.cdiv(keys, splits), BLOCK) * BLOCK
+        used = tl.maximum(tl.cdiv(keys, tl.maximum(per_split, 1)), 1)
+        if split < used:
+            lower = start + split * per_split
+            upper = tl.minimum(lower + per_split, end)
+            in_count = token < count
+            head = (first_token + token) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
+            at_head = (head * HEAD_DIM)[:, None]
+            readable = in_count[:, None] & (dims < HEAD_DIM)[None, :]
+            query = tl.load(q + at_head + dims[None, :], mask=readable, other=0.0)
+            if SCALED and q.dtype.element_ty == tl.bfloat16:
+                query = query.to(tl.float16)  # see paged_prefill.triton
+            m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+            l_i = tl.zeros((ROWS,), tl.float32)
+            if HAS_SINKS and split == used - 1:
+                m_i = tl.load(sinks + kv_head * GROUP + pair % GROUP).to(tl.float32) * LOG2_E
+                l_i = tl.full((ROWS,), 1.0, tl.float32)
+            m_i, l_i, acc = attend_keys(
+                query, position, token, m_i, l_i, k_pages + kv_head * HEAD_DIM,
+                v_pages + kv_head * HEAD_DIM, k_scales + kv_head, v_scales + kv_head, columns,
+                page_table + row.to(tl.int64) * table_width, start, end, lower, upper, SCALE, CAP,
+                WINDOW, SCALED, NUM_KV_HEADS, HEAD_DIM, DIM_TILE, VALUE_TILE, PAGE_SIZE, ROWS,
+                BLOCK, True,
+            )  # fmt: skip
+            if used == 1:
+                result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]  # padding has l_i = 0
+                inside = in_count[:, None] & (columns < HEAD_DIM)[None, :]
+                to = out + at_head + columns[None, :]
+                tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+            else:
+                # The states of a tile are adjacent, without those of tokens that it lacks.
+                pairs = count * GROUP
+                at_states = first_token.to(tl.int64) * (NUM_KV_HEADS * PARTS) + part * count
+                own_accs = accs + at_states * (SPLITS * GROUP * VALUE_TILE)
+                own_m_l = m_l + at_states * (SPLITS * 2 * GROUP)
+                column = tl.arange(0, VALUE_TILE)
+                inside = in_count[:, None] & (column >= 0)[None, :]
+                store_state(
+                    own_accs, own_m_l, split, pair, column, in_count, inside, m_i, l_i, acc, pairs,
+                    VALUE_TILE,
+                )  # fmt: skip
+                if arrives_last(arrivals + first_token * (NUM_KV_HEADS * PARTS) + part, used):
+                    _merge_tile(
+                        out, own_accs, own_m_l, used, pair, in_count, at_head,
+                        part % PARTS * VALUE_TILE, pairs, HEAD_DIM, VALUE_TILE, SPLITS,
+                    )  # fmt: skip
+
+
+def paged_prefill(args: PrefillArgs) -> jax.Array:  # [T, N, H]
+    """See ``paged_prefill.api``."""
+    return launch_with(launch.split_config(args), args)
+
+
+def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # [T, N, H]
+    """``paged_prefill`` with a given configuration."""
+    (t, n, h), (page_size, num_kv_heads) = args.q.shape, args.k_pages.shape[1:3]
+    num_seqs, table_width = args.page_table.shape
+    num_starts = num_seqs + 1
+    group = n // num_kv_heads
+    tile, splits = config.tile, config.splits
+    tokens = tile.rows // group
+    dim_tile = power_of_two(h)
+    value_tile = min(tile.value_columns or dim_tile, dim_tile)
+    parts = num_kv_heads * (dim_tile // value_tile)
+    arrivals = args.arrivals
+    if arrivals is None:
+        arrivals = jax.new_ref(jnp.zeros(t * parts, jnp.int32))
+    states = (t, parts, splits)
+    out, _, _ = jt.triton_call(
+        args.q,
+        args.k_pages,
+        args.v_pages,
+        args.page_table,
+        args.seq_lens,
+        args.query_start_loc,
+        arrivals,
+        args.seq_lens if args.sinks is None else args.sinks,
+        args.seq_lens if args.k_scales is None else args.k_scales,
+        args.seq_lens if args.v_scales is None else args.v_scales,
+        kernel=_attend_splits,
+        out_type=(
+            jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+            jax.ShapeDtypeStruct((*states, group * value_tile), jnp.float32),
+            jax.ShapeDtypeStruct((*states, 2 * group), jnp.float32),
+        ),
+        grid=(parts, min(config.ctas, splits * (t // tokens + num_starts))),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        SCALE=args.scale * LOG2_E.value,
+        CAP=(args.cap or 0.0) / args.scale,
+        WINDOW=args.window or 0,
+        HAS_SINKS=args.sinks is not None,
+        SCALED=args.k_scales is not None,
+        num_tokens=t,
+        num_starts=num_starts,
+        table_width=table_width,
+        STARTS_TILE=max(launch.FEW_STARTS_TILE, power_of_two(num_starts)),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=h,
+        DIM_TILE=dim_tile,
+        VALUE_TILE=value_tile,
+        PAGE_SIZE=page_size,
+        ROWS=tile.rows,
+        TOKENS=tokens,
+        BLOCK=tile.block,
+        SPLITS=splits,
+        CTAS=config.ctas,
+        MIN_KEYS=launch.MIN_KEYS,
+    )
+    return out

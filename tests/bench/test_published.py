@@ -1,0 +1,101 @@
+"""Published ratios next to ours, and the server with known delays that clients are compared on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.clients import PacedServer, differences_of
+from bench.published import PUBLISHED, lines_of
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.server_process import free_port
+
+
+def group(figure: str, *points: tuple[str, str, float | None]) -> dict[str, Any]:
+    """A published row whose points all have the ratio 1.5."""
+    rows = [
+        {"point": point, "run": run, "rate": rate, "times_as_fast": 1.5}
+        for point, run, rate in points
+    ]
+    return {"source": "an engine", "workload": "a load", "figure": figure, "points": rows}
+
+
+def write(folder: Path, **result: Any) -> None:
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def ratio(rate: float | None, **medians: float) -> dict[str, Any]:
+    figures = {name: {"median": one, "interval": [one, 2 * one]} for name, one in medians.items()}
+    return {"peer": "vllm", "rate": rate, "reason": "", "figures": figures}
+
+
+def test_our_ratios_stand_next_to_published_ones(tmp_path: Path) -> None:
+    two = {"at 4": ratio(4, p50_ttft_ms=0.5), "at 8": ratio(8, p50_ttft_ms=2.0)}
+    write(tmp_path / "qps-low", ratios=two)
+    write(tmp_path / "offline", ratios={"vllm": ratio(None, output_throughput=0.8)})
+    write(tmp_path / "tiers", tiers=[{"length": 256, "cold_over_host": 3.0}])
+    lines = lines_of(
+        tmp_path,
+        [
+            group("p50_ttft_ms", ("4", "qps", 4), ("8", "qps", 8), ("16", "qps", 16)),
+            group("output_throughput", ("", "offline", None)),
+            group("cold_over_host", ("256", "tiers", 256), ("512", "tiers", 512)),
+        ],
+    )
+    assert lines[:5] == [
+        "Below 1 here:",
+        "",
+        "- a load: TTFT p50, at 8: 0.50 (0.25 to 0.50)",
+        "- a load: output tokens/s: 0.80 (0.80 to 1.60)",
+        "",
+    ]
+    assert [line.split(" | ")[-1] for line in lines[7:10]] == [
+        "2.00 / 0.50 / – |",
+        "0.80 |",
+        "3.00 / – |",
+    ]
+
+
+def test_the_published_ratios_are_read(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, json.loads(PUBLISHED.read_text()))
+    assert "Below" not in lines[0] and len(lines) == 3 + len(json.loads(PUBLISHED.read_text()))
+
+
+def test_a_paced_server_notes_its_own_times() -> None:
+    port = free_port()
+
+    async def ask() -> tuple[list[float], dict[str, float]]:
+        server = asyncio.create_task(PacedServer().serve(port))
+        client = Client(f"http://127.0.0.1:{port}")
+        while (await client.get("/v1/models")).status != 200:
+            await asyncio.sleep(0.02)
+        body = {"model": "paced", "prompt": [1, 2], "max_tokens": 4, "stream": True}
+        answer = await client.post("/v1/completions", json.dumps(body).encode())
+        measured = json.loads((await client.get("/measured")).body)
+        client.close()
+        server.cancel()
+        assert (answer.error, answer.prompt_tokens, answer.output_tokens) == ("", 2, 4)
+        return [1e3 * answer.ttft, *(1e3 * gap for gap in answer.gaps)], measured
+
+    seen, measured = asyncio.run(ask())
+    assert 199 < measured["ttft_ms"] <= seen[0] and len(seen) == 4
+    assert 0 < measured["itl_ms"] < 1000
+
+
+def test_differences_are_of_medians_over_rounds() -> None:
+    def row(ours: float, other: float) -> dict[str, Any]:
+        server = {"ttft_ms": 100.0, "itl_ms": 10.0}
+        figures = {"ttft": ours, "itl": 10.0, "tpot": 10.0}
+        return {
+            "jaxinfer": {"client": figures, "server": server},
+            "guidellm": {"client": {"ttft": other, "tpot": 10.0}, "server": server},
+        }
+
+    found = differences_of([row(101, 100), row(102, 100), row(150, 100)], ["jaxinfer", "guidellm"])
+    assert found["server"] == pytest.approx({"ttft": 0.02, "itl": 0.0})
+    assert found["guidellm"] == pytest.approx({"ttft": 0.02, "tpot": 0.0})

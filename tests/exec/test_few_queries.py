@@ -1,0 +1,64 @@
+"""Steps of a few prompt tokens, as a prefix hit leaves them, on a GPU that is not present."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from jaxinfer.core.step import Bucket
+from jaxinfer.exec.compile.memory_plan import block_bytes
+from jaxinfer.exec.compile.program import Program
+from jaxinfer.models.registry import build_model
+from kit.checkpoints import tiny_llama_config
+from kit.engines import tiny_limits
+from pallas_kernels.harness import registry
+from pallas_kernels.harness.pins import NO_PINS
+from pallas_kernels.lib.device import Device, compiling_for
+
+H200 = Device("gpu", "NVIDIA H200", "9.0")
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
+MODEL = build_model(tiny_llama_config(**SIZES, max_position_embeddings=8192), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "kernel", "counters"),
+    [
+        pytest.param(Bucket(0, 128, 8), "split", 128 * 2 * 4, id="few"),
+        pytest.param(Bucket(16, 128, 8), "split", 128 * 2 * 4, id="beside_decode_rows"),
+        pytest.param(Bucket(0, 512, 8), "mosaic", None, id="many"),
+    ],
+)
+def test_few_tokens_of_long_contexts(
+    bucket: Bucket, kernel: str, counters: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has counters for the kernel that splits their keys."""
+    found: list[tuple[str, Any]] = []
+    select = registry._select
+
+    def recorded(op: Any, platform: str, args: Any, *rest: Any) -> Any:
+        chosen = select(op, platform, args, *rest)
+        if op.name == "paged_prefill":
+            found.append((chosen[0].name, args[0].arrivals))
+        return chosen
+
+    monkeypatch.setattr(registry, "_select", recorded)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "page_size": 16}
+    limits = tiny_limits(**sizes, max_model_len=8192, groups=MODEL.state.groups)
+    limits = replace(limits, buckets=(bucket,))
+    with compiling_for(H200):
+        Program(MODEL, limits, platform="gpu").trace(bucket.name)
+    names, arrivals = zip(*found, strict=True)
+    assert set(names) == {kernel}
+    shapes = {None if x is None else x.shape for x in arrivals}
+    assert shapes == {None if counters is None else (counters,)}
+
+
+def test_the_states_of_splits_are_planned() -> None:
+    """16 splits of float32 for each token and head, and two sums."""
+    with compiling_for(H200):
+        few, many = (
+            block_bytes(MODEL, Bucket(0, tokens, 8), "gpu", NO_PINS) for tokens in (128, 2048)
+        )
+    assert few >= 16 * 128 * 4 * (64 + 2) * 4 > many
