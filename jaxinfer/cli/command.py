@@ -49,12 +49,6 @@ METAVARS: Mapping[Reader, str] = MappingProxyType(
     }
 )
 REPEATED = (texts, plain_texts, integers)
-OLD_FLAGS = MappingProxyType(  # of earlier commits; the help leaves them out
-    {
-        "--prefix-caching": "--enable-prefix-caching",
-        "--no-prefix-caching": "--no-enable-prefix-caching",
-    }
-)
 
 
 class SettingsCommand(click.Command):
@@ -164,7 +158,7 @@ def _option(setting: Setting, *, hidden: bool) -> click.Option:
 
 
 def _dashed(arguments: Sequence[str]) -> list[str]:
-    """Flags with dashes in place of underscores, old flags as new ones; values are unchanged.
+    """Flags with dashes in place of underscores; values are unchanged.
 
     What follows ``--`` is no flag.
     """
@@ -173,8 +167,7 @@ def _dashed(arguments: Sequence[str]) -> list[str]:
     for argument in arguments[:end]:
         flag, equals, value = argument.partition("=")
         if flag.startswith("--"):
-            flag = flag.replace("_", "-")
-            argument = OLD_FLAGS.get(flag, flag) + equals + value
+            argument = flag.replace("_", "-") + equals + value
         dashed.append(argument)
     return dashed + list(arguments[end:])
 

@@ -242,7 +242,7 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def trusts_cache() -> bool:
-    """True if the user trusts the cache and bundles whoever owns them and may write them."""
+    """True if the user trusts the cache and bundles, whatever their owners and permissions."""
     return os.environ.get(TRUST_CACHE, "").lower() in ("1", "true", "yes", "on")
 
 

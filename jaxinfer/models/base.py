@@ -194,7 +194,7 @@ def hidden_states(
     """
     module = model.module_on(ctx.axis)
     if isinstance(ctx.points, Points):
-        module = module.clone(apart=ctx.points.layers, dense=ctx.rows is None)
+        module = module.clone(with_points=ctx.points.layers, dense=ctx.rows is None)
     arguments = (token_ids, state, ctx, only)
     return module.apply({"params": params}, *arguments)  # type: ignore[return-value]
 

@@ -268,7 +268,7 @@ def join_flat(*tensors: np.ndarray) -> np.ndarray:  # of any shapes -> [sum of e
 
 
 def gates_first(interleaved: np.ndarray) -> np.ndarray:  # [O, ...] -> [O, ...]
-    """Outputs that are of a gate and an up in turn, with all gates before all ups."""
+    """Outputs that alternate between gates and ups, with all gates before all ups."""
     return _module((interleaved,)).concat([interleaved[::2], interleaved[1::2]])
 
 
@@ -277,7 +277,7 @@ def transposed_gates_first(weight: np.ndarray) -> np.ndarray:  # [in, out] -> [o
     return gates_first(weight.T)
 
 
-def _in_turn(array: np.ndarray, _: object = None) -> list[np.ndarray]:
+def _interleaved_gates(array: np.ndarray, _: object = None) -> list[np.ndarray]:
     """The inverse of ``gates_first``."""
     return [np.stack(np.split(array, 2), axis=1).reshape(array.shape)]
 
@@ -321,8 +321,8 @@ _INVERSES: Mapping[Callable[..., Any], Callable[..., list[np.ndarray]]] = Mappin
         transposed: lambda array, _: [array.T],
         conv_taps: lambda array, to: [taps[:, None] for taps in _split_outputs(array, to)],
         join_flat: _split_flat,
-        gates_first: _in_turn,
-        transposed_gates_first: lambda array, _: [_in_turn(array)[0].T],
+        gates_first: _interleaved_gates,
+        transposed_gates_first: lambda array, _: [_interleaved_gates(array)[0].T],
     }
 )
 

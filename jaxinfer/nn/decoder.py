@@ -250,12 +250,12 @@ def _output(point: str, x: jax.Array, delta: Any, post: Norm | None, ctx: StepCo
 class Decoder(nn.Module):
     """Tokens to hidden states (``__call__``), hidden states to logits (``unembed``).
 
-    ``apart`` are the layers with points in use (``nn.points.Points.layers``), which in a step share
-    no trace with equal ones; ``dense`` says that they run in the dense form.
+    ``with_points`` are the layers with points in use (``nn.points.Points.layers``), which in a step
+    share no trace with equal ones; ``dense`` says that they run in the dense form.
     """
 
     spec: DecoderSpec
-    apart: frozenset[int] = frozenset()
+    with_points: frozenset[int] = frozenset()
     dense: bool = False
 
     def setup(self) -> None:
@@ -264,9 +264,9 @@ class Decoder(nn.Module):
         self.embed = weight(self, "embed", by_output=True)
         if c.num_positions is not None:
             self.positions = param(self, "positions")
-        apart: Any = SharedLayerWithPoints if self.dense else DecoderLayer
+        unshared: Any = SharedLayerWithPoints if self.dense else DecoderLayer
         self.layers = [
-            (apart if i in self.apart else SharedLayer)(layer, c.norms, c.residual)
+            (unshared if i in self.with_points else SharedLayer)(layer, c.norms, c.residual)
             for i, layer in enumerate(c.layers)
         ]
         self.residual = c.residual.module("residual")
@@ -343,7 +343,7 @@ class Decoder(nn.Module):
                 ctx, only = ctx.of_rows(only), None
             own_only = only if i == last else None
             own_ctx = ctx.of_layer(i, place.groups, rotation)
-            if self.dense and i in self.apart:
+            if self.dense and i in self.with_points:
                 assert isinstance(ctx.points, Points)
                 cut: Any = partial(self.layers[i], stream, own, own_ctx)
                 total, dense[i] = ctx.points.run_layer(i, cut)

@@ -155,7 +155,7 @@ class Points:
         return sorted({*self._taps, *self._edits} - self._passed)
 
     def found(self, taps: Iterable[str]) -> dict[str, jax.Array]:
-        """The recorded activations, by the names that were asked for."""
+        """The recorded activations, by the requested names."""
         return {name: self._found[canonical(name)] for name in taps}
 
 

@@ -19,7 +19,7 @@ from jaxinfer.weights.hub.names import HUB_FORM, HubName, is_meant, parse_name
 @dataclass(frozen=True)
 class Places:
     """Where models are kept: jaxinfer's cache, and the hub's (None: as huggingface-hub's settings
-    say); ``revision`` is that of a model of the hub. With ``offline`` the hub is not asked.
+    say); ``revision`` is that of a model of the hub. ``offline``: no request to the hub.
     """
 
     cache_dir: Path

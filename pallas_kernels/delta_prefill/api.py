@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.delta_prefill import cases, launch, ref, xla
 from pallas_kernels.delta_prefill.ref import DeltaPrefillArgs
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_row_indices
 
 _triton = imported_when_called("pallas_kernels.delta_prefill.triton", "delta_prefill")
 
@@ -60,14 +61,5 @@ def delta_prefill(args: DeltaPrefillArgs, impl: str | None = None) -> tuple[jax.
             f"decays {args.log_decay.shape}, {args.beta.shape} and states {args.states.shape} do "
             "not fit together"
         )
-    rows = args.begins.shape
-    if (
-        args.reads.shape != rows
-        or args.writes.shape != rows
-        or args.query_start_loc.shape != (rows[0] + 1,)
-    ):
-        raise ValueError(
-            f"delta_prefill: the indices of {rows[0]} rows have different lengths: "
-            f"{args.query_start_loc.shape}, {args.reads.shape}, {args.writes.shape}"
-        )
+    check_row_indices(OP.name, args.query_start_loc, args.begins, args.reads, args.writes)
     return dispatch(OP, (args,), {}, impl)

@@ -35,13 +35,13 @@ from pallas_kernels.delta_prefill.triton_channels import channel_inverses, chann
 from pallas_kernels.delta_prefill.triton_parts import (
     halves,
     joined,
-    row_of_chunk,
     split,
     times,
     unit_inverse,
 )
 from pallas_kernels.lib.chunk_scan import CHUNK
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.rows_triton import row_of_tile
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _chunks(
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    row, row_end, first = row_of_chunk(  # type: ignore[misc]
+    row, _, row_end, first = row_of_tile(  # type: ignore[misc]
         chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
     )
     if first >= row_end:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pallas_kernels.delta_prefill.triton_parts import halves, row_of_chunk, unit_inverse
+from pallas_kernels.delta_prefill.triton_parts import halves, unit_inverse
+from pallas_kernels.lib.rows_triton import row_of_tile
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def channel_products(
     """
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    row, row_end, first = row_of_chunk(  # type: ignore[misc]
+    row, _, row_end, first = row_of_tile(  # type: ignore[misc]
         chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
     )
     if first >= row_end:
@@ -212,7 +213,7 @@ def channel_inverses(
     """The inverses of chunks, and their products with keys and with values."""
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    row, row_end, first = row_of_chunk(  # type: ignore[misc]
+    row, _, row_end, first = row_of_tile(  # type: ignore[misc]
         chunk, query_start_loc, num_tokens, num_starts, STARTS_TILE, CHUNK
     )
     if first >= row_end or row + 1 == num_starts:

@@ -1,30 +1,9 @@
-"""Parts that the Triton kernels of delta_prefill share: rows of chunks, operands in halves, and the
-inverse.
-"""
+"""Parts that the Triton kernels of delta_prefill share: operands in halves, and the inverse."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def row_of_chunk(
-    chunk,
-    query_start_loc,  # int32[R + 1]
-    num_tokens,  # T
-    num_starts,  # R + 1
-    STARTS_TILE: tl.constexpr,  # at least R + 1
-    CHUNK: tl.constexpr,
-):
-    """The row of a chunk and its end, and the chunk's first token. The padding is one more row."""
-    rows = tl.arange(0, STARTS_TILE)
-    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
-    owned = (starts // CHUNK + rows <= chunk) & (rows < num_starts)
-    row = tl.sum(owned.to(tl.int32), 0) - 1
-    row_start = tl.load(query_start_loc + row)
-    row_end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
-    return row, row_end, row_start + (chunk - row_start // CHUNK - row) * CHUNK
 
 
 @triton.jit

@@ -42,7 +42,7 @@ class _Spec(Spec):
 
     @property
     def step(self) -> tiled.Spec:
-        """Those of a K step."""
+        """The constants of one K step."""
         return tiled.Spec(self.sizes.tiled, self.config.step)
 
 

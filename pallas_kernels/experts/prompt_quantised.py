@@ -42,7 +42,7 @@ class _Spec(Spec):
 
     @property
     def step(self) -> tiled.Spec:
-        """Those of a K step."""
+        """The constants of one K step."""
         sizes, step = self.sizes.tiled, self.config.step
         return tiled.Spec(sizes, step, sums_given=sizes.offsets and not step.scales)
 

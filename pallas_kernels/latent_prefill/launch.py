@@ -31,7 +31,7 @@ class TritonConfig:
 
 @dataclass(frozen=True)
 class TritonConfigs:
-    """Those of the two kernels."""
+    """The configs of the two kernels."""
 
     chunk: TritonConfig
     context: TritonConfig

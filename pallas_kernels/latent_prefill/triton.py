@@ -23,29 +23,7 @@ from pallas_kernels.latent_prefill import launch
 from pallas_kernels.latent_prefill.ref import LatentPrefillArgs
 from pallas_kernels.lib.latent_pages import as_stored, pools_of
 from pallas_kernels.lib.numerics import power_of_two
-
-
-@triton.jit
-def _row_of_tile(
-    tile,
-    query_start_loc,  # int32[R + 1]
-    num_tokens,  # T
-    num_starts,  # R + 1
-    STARTS_TILE: tl.constexpr,  # at least R + 1
-    TOKENS: tl.constexpr,
-):
-    """The row of a tile, its first token and end, and the tile's first token.
-
-    Row r has the tiles from query_start_loc[r] // TOKENS + r on: at least as many as it needs. The
-    padding after the last row is one more row.
-    """
-    rows = tl.arange(0, STARTS_TILE)
-    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
-    owned = (starts // TOKENS + rows <= tile) & (rows < num_starts)
-    row = tl.sum(owned.to(tl.int32), 0) - 1
-    row_start = tl.load(query_start_loc + row)
-    row_end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
-    return row, row_start, row_end, row_start + (tile - row_start // TOKENS - row) * TOKENS
+from pallas_kernels.lib.rows_triton import row_of_tile
 
 
 @triton.jit
@@ -132,7 +110,7 @@ def _attend_chunk(
     head = tl.program_id(0)
     # The longest tiles, those at the end of a row, come first, so none runs alone at the end.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row, row_start, row_end, first = _row_of_tile(  # type: ignore[misc]
+    row, row_start, row_end, first = row_of_tile(  # type: ignore[misc]
         tile, query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     if first >= row_end:
@@ -243,7 +221,7 @@ def _attend_context(
 ):
     """Merge the attention of a tile of one head's queries to the tokens before the step."""
     head = tl.program_id(0)
-    row, row_start, row_end, first = _row_of_tile(  # type: ignore[misc]
+    row, row_start, row_end, first = row_of_tile(  # type: ignore[misc]
         tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     is_row = row + 1 < num_starts

@@ -16,6 +16,22 @@ WIDEST_FLOAT32 = 128
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert 8-bit floats of ``lib.page_scales``
 
 
+def check_row_indices(
+    op: str,
+    query_start_loc: jax.Array,  # int32[R + 1]
+    begins: jax.Array,  # int32[R]
+    reads: jax.Array,  # int32[R]
+    writes: jax.Array,  # int32[R]
+) -> None:
+    """Raise ValueError when the indices of the rows of prompts have different lengths."""
+    rows = begins.shape
+    if reads.shape != rows or writes.shape != rows or query_start_loc.shape != (rows[0] + 1,):
+        raise ValueError(
+            f"{op}: the indices of {rows[0]} rows have different lengths: "
+            f"{query_start_loc.shape}, {reads.shape}, {writes.shape}"
+        )
+
+
 def check_paged(
     op: str,
     q: jax.Array | jax.ShapeDtypeStruct,  # [T, N, H]

@@ -18,7 +18,7 @@ from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 
 
 @triton.jit
-def _turn_and_append(
+def _rotate_and_append(
     qkv,  # [T, N + 2K, H]
     cos,  # float32[T, H / 2]
     sin,  # float32[T, H / 2]
@@ -137,7 +137,7 @@ def _launch_with(tile: int, args: RopeAppendArgs) -> tuple[jax.Array, ...]:
         *pools[:2],
         args.slot_mapping,
         *(pools[2:] or (args.slot_mapping, args.slot_mapping)),
-        kernel=_turn_and_append,
+        kernel=_rotate_and_append,
         out_type=jax.ShapeDtypeStruct((t, num_heads, h), args.qkv.dtype),
         grid=(t, tiles),
         num_warps=max(1, tile // 2),

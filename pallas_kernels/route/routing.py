@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 SCORES = ("softmax", "sigmoid")
-GROUP_SCORES = ("best", "best_two")
 
 
 class Groups(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
+from pallas_kernels.lib.checks import check_row_indices
 from pallas_kernels.short_conv import cases, launch, ref, xla
 from pallas_kernels.short_conv.ref import ShortConvArgs
 
@@ -48,14 +49,5 @@ def short_conv(args: ShortConvArgs, impl: str | None = None) -> tuple[jax.Array,
             f"short_conv: inputs {args.x.dtype}{args.x.shape}, weights {args.weights.shape} and "
             f"kept inputs {args.kept.dtype}{args.kept.shape} do not fit together"
         )
-    rows = args.begins.shape
-    if (
-        args.reads.shape != rows
-        or args.writes.shape != rows
-        or args.query_start_loc.shape != (rows[0] + 1,)
-    ):
-        raise ValueError(
-            f"short_conv: the indices of {rows[0]} rows have different lengths: "
-            f"{args.query_start_loc.shape}, {args.reads.shape}, {args.writes.shape}"
-        )
+    check_row_indices(OP.name, args.query_start_loc, args.begins, args.reads, args.writes)
     return dispatch(OP, (args,), {}, impl)

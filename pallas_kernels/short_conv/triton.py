@@ -14,29 +14,9 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.rows_triton import row_of_tile
 from pallas_kernels.short_conv import launch
 from pallas_kernels.short_conv.ref import ShortConvArgs
-
-
-@triton.jit
-def _row_of_tile(
-    tile,
-    query_start_loc,  # int32[R + 1]
-    num_tokens,  # T
-    num_starts,  # R + 1
-    STARTS_TILE: tl.constexpr,  # at least R + 1
-    TOKENS: tl.constexpr,
-):
-    """The row of a tile, its tokens' begin and end, and the tile's first one. The padding is one
-    more row.
-    """
-    rows = tl.arange(0, STARTS_TILE)
-    starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
-    owned = (starts // TOKENS + rows <= tile) & (rows < num_starts)
-    row = tl.sum(owned.to(tl.int32), 0) - 1
-    start = tl.load(query_start_loc + row)
-    end = tl.load(query_start_loc + row + 1, mask=row + 1 < num_starts, other=num_tokens)
-    return row, start, end, start + (tile - start // TOKENS - row) * TOKENS
 
 
 @triton.jit
@@ -86,7 +66,7 @@ def _convolve(
 ):
     STATE: tl.constexpr = WIDTH * NUM_CHANNELS
     dtype: tl.constexpr = out.dtype.element_ty
-    row, start, end, first = _row_of_tile(  # type: ignore[misc]
+    row, start, end, first = row_of_tile(  # type: ignore[misc]
         tl.program_id(1), query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
     )
     if first >= end:

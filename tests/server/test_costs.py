@@ -19,9 +19,9 @@ from jaxinfer.engine.link import client as client_module
 from jaxinfer.engine.link.client import EngineClient
 from jaxinfer.engine.link.link import Link
 from jaxinfer.engine.link.wire import Command, Submission
-from jaxinfer.engine.requests.facts import check_request
 from jaxinfer.engine.requests.news import EngineStats, News
 from jaxinfer.engine.requests.outputs import Delta
+from jaxinfer.engine.requests.validate import check_request
 from jaxinfer.server.http.log import EventLog
 from jaxinfer.server.http.sse import frame
 from jaxinfer.server.metrics.registry import Metrics

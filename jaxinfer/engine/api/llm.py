@@ -25,10 +25,10 @@ from jaxinfer.engine.api.pooling import PoolingMethods
 from jaxinfer.engine.api.vllm_args import engine_config
 from jaxinfer.engine.loop.interfaces import reference_of
 from jaxinfer.engine.loop.profiler import NUM_STEPS
-from jaxinfer.engine.requests.facts import ValidatedRequest
 from jaxinfer.engine.requests.news import EngineStats
 from jaxinfer.engine.requests.outputs import Collector, Delta, RequestOutput
 from jaxinfer.engine.requests.prompts import Prompt, encode, parse_prompts
+from jaxinfer.engine.requests.validate import ValidatedRequest
 from jaxinfer.engine.start.progress import progress_on
 from jaxinfer.engine.start.start import start_engine
 from jaxinfer.text.answers.formats import answer_format

@@ -13,7 +13,6 @@ from jaxinfer.core.errors import RequestError
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.progress import NO_PROGRESS, Progress
 from jaxinfer.core.request import RequestSpec
-from jaxinfer.engine.requests.facts import check_task
 from jaxinfer.engine.requests.pooled import (
     NO_SAMPLING,
     EmbeddingOutput,
@@ -33,6 +32,7 @@ from jaxinfer.engine.requests.scoring import (
     score_prompt,
     score_sampling,
 )
+from jaxinfer.engine.requests.validate import check_task
 
 if TYPE_CHECKING:
     from jaxinfer.core.request import SamplingParams

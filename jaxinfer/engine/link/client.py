@@ -35,9 +35,9 @@ from jaxinfer.engine.link.wire import (
     SetSteering,
     Submission,
 )
-from jaxinfer.engine.requests.facts import check_request
 from jaxinfer.engine.requests.news import News
 from jaxinfer.engine.requests.outputs import Delta, joined
+from jaxinfer.engine.requests.validate import check_request
 
 PONG_SECONDS = 1.0  # for the answer to a ping
 STEPS_REMEMBERED = 256  # that say how long the longest one may take

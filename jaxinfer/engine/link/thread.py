@@ -124,7 +124,7 @@ class EngineThread(Link):
 
     def _put_change(self, change: _Change) -> None:
         self._inbox.put(change)
-        if self._ended is not None:  # it has ended meanwhile, and may not have seen the change
+        if self._ended is not None:  # it ended, perhaps without seeing the change
             self._fail_changes(self._ended)
 
     def stop(self) -> None:

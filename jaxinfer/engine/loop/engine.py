@@ -24,16 +24,12 @@ from jaxinfer.engine.loop.loop import LOGGER, EngineLoop, StepExecutor
 from jaxinfer.engine.loop.processor import SequenceProcessor, delta_of
 from jaxinfer.engine.loop.profiler import Profiler
 from jaxinfer.engine.loop.timeline import Timeline
-from jaxinfer.engine.requests.facts import (
-    ModelFacts,
-    ValidatedRequest,
-    check_request,
-    resolved_max_tokens,
-)
+from jaxinfer.engine.requests.facts import ModelFacts
 from jaxinfer.engine.requests.news import NO_TIERS, EngineStats, News
 from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.engine.requests.points import SteeringVectors
 from jaxinfer.engine.requests.seeds import seed_of
+from jaxinfer.engine.requests.validate import ValidatedRequest, check_request, resolved_max_tokens
 from jaxinfer.text.grammar.compile import ConstraintCompiler
 
 if TYPE_CHECKING:

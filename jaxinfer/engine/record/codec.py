@@ -43,7 +43,6 @@ from jaxinfer.sched.schedule import ScheduleOutput, SchedulerState
 from jaxinfer.sched.state import Sequence as SchedSequence
 
 OF_TOKENS, POOLED = 1, 2  # the kinds of a row's output
-DIGEST_BYTES = 8
 _STATE, _CALL, _NOTE = "state", "call", "note"  # the kinds of records after the header
 
 _row_fields = attrgetter("slot", "epoch", "num_computed_tokens", "num_scheduled_tokens")

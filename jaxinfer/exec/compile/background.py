@@ -53,7 +53,7 @@ def begin_executables(store: Store, bundle: Bundle | None, progress: Progress) -
 class Building:
     """A thread that loads executables, and waits for a process that compiles those not saved yet.
 
-    The first ones are compiled by this process, which needs nothing else meanwhile.
+    The first ones are compiled by this process, which has nothing else to do.
     """
 
     store: Store

@@ -208,7 +208,8 @@ class Executor:
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a launched step and read the results of its rows.
 
-        The tokens give the masks of the next step in flight, whose draws are launched first.
+        The next step in flight may need masks that follow from these tokens; its draws are then
+        launched before the rows are read.
         """
         assert self._in_flight.popleft() is step, "steps are collected in the order of launch"
         token_ids, rows = self._tokens_of(step), step.prepared.plan.rows

@@ -81,20 +81,23 @@ class Experts(nn.Module):
         if c.latent is not None:
             out = linear(out, weight(self, "from_latent"), ctx).y
         out = out if kept is None else added_partials(out, kept)
-        shared, apart = None, c.shared is not None and c.shared.bias  # else one sum over devices
+        shared, is_separate = (
+            None,
+            c.shared is not None and c.shared.bias,
+        )  # else one sum over devices
         if c.shared is not None:
             none = Norm(norm.weights, norm.row, norm.eps, "none")
-            _, own = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=apart)
+            _, own = FeedForward(c.shared, name="shared")(Stream(h), none, ctx, summed=is_separate)
             shared = whole(own)
             if c.shared_gate:
                 gate = weight(self, "shared_gate").matmul(h, Matmul(ctx.pins, wide=True))
                 shared = _weighted(shared, gate)
             if c.shared_scale != 1.0:
                 shared = shared * c.shared_scale
-            if not apart:
+            if not is_separate:
                 out = added_partials(out, shared)
         mixed = ctx.addends(out)
-        return stream.x, added(mixed, shared) if shared is not None and apart else mixed
+        return stream.x, added(mixed, shared) if shared is not None and is_separate else mixed
 
     def _routed(self, h: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """The experts of each token and their weights, int32[T, k] and float32[T, k].

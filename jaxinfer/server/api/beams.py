@@ -1,4 +1,4 @@
-"""vLLM's fields of a beam search, and what cannot be asked for together with one."""
+"""vLLM's fields of a beam search, and the fields that exclude one."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.request import SamplingParams
 from jaxinfer.core.version import VERSION
-from jaxinfer.engine.requests.facts import check_task
 from jaxinfer.engine.requests.prompts import Prompt
+from jaxinfer.engine.requests.validate import check_task
 from jaxinfer.server.api.answer import Answer
 from jaxinfer.server.api.custom_tools import enforceable
 from jaxinfer.server.api.fields import (

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 
 from jaxinfer.core.pooling import PoolingParams, check_dimensions
 from jaxinfer.core.request import RequestSpec, SamplingParams
-from jaxinfer.engine.requests.facts import check_task
 from jaxinfer.engine.requests.outputs import Delta
 from jaxinfer.engine.requests.pooled import NO_SAMPLING, embedding, truncated
 from jaxinfer.engine.requests.prompts import Prompt
@@ -25,6 +24,7 @@ from jaxinfer.engine.requests.scoring import (
     score_sampling,
     score_template,
 )
+from jaxinfer.engine.requests.validate import check_task
 from jaxinfer.server.api.answer import Answer
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.pooling import (

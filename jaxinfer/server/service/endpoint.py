@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.core.errors import JaxinferError
 from jaxinfer.core.structured import FIELD
 from jaxinfer.engine.link.client import MAX_UNJOINED_DELTAS
-from jaxinfer.engine.requests.facts import check_task
+from jaxinfer.engine.requests.validate import check_task
 from jaxinfer.server.api.answer import Answer, Caller, ChoiceUpdate
 from jaxinfer.server.api.fields import AnyRequest, GenerationFields, field_error
 from jaxinfer.server.api.parse import parse

@@ -12,9 +12,9 @@ from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import RequestSpec, SamplingParams
 from jaxinfer.core.server_config import ServerConfig
 from jaxinfer.engine.link.client import EngineClient
-from jaxinfer.engine.requests.facts import resolved_max_tokens
 from jaxinfer.engine.requests.points import tap_bytes
 from jaxinfer.engine.requests.prompts import Prompt
+from jaxinfer.engine.requests.validate import resolved_max_tokens
 from jaxinfer.server.api.fields import GenerationFields, RequestedTokens, field_error
 from jaxinfer.server.http.errors import ApiError
 from jaxinfer.server.openai.schema import ChatCompletionRequest, CompletionRequest

@@ -7,7 +7,7 @@ import asyncio
 from jaxinfer.core.request import RequestSpec
 from jaxinfer.engine.link.beam_stream import BeamStream
 from jaxinfer.engine.link.client import EngineClient, Stream
-from jaxinfer.engine.requests.facts import resolved_max_tokens
+from jaxinfer.engine.requests.validate import resolved_max_tokens
 from jaxinfer.server.api.beams import BeamFields
 from jaxinfer.server.api.fields import GenerationFields
 from jaxinfer.server.openai.pooling import PoolingFields

@@ -225,8 +225,8 @@ def _joined(header: GGUFHeader, joined: Joined, members: Mapping[str, GGUFTensor
         return KeysAndValues(*tensors)
     if joined.layout == "rows":
         return Rows((*tensors,))
-    in_turn = joined.layout == "experts_in_turn"
-    return ExpertStack((*tensors,), in_turn, transposed=joined.layout != "experts")
+    alternating = joined.layout == "alternating"
+    return ExpertStack((*tensors,), alternating, transposed=joined.layout != "experts")
 
 
 def _check_rank(header: GGUFHeader, name: str, tensor: GGUFTensor, rank: int) -> None:

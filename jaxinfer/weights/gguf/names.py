@@ -45,7 +45,7 @@ type Layout = Literal[
     "channel_taps",
 ]
 # How several tensors of the file make one, see ``stored``.
-type Joint = Literal["keys_and_values", "experts_in_turn", "experts_transposed", "experts", "rows"]
+type Joint = Literal["keys_and_values", "alternating", "experts_transposed", "experts", "rows"]
 
 
 class Joined(NamedTuple):

@@ -44,15 +44,15 @@ _GPT_OSS = replace(
         Joined(
             "mlp.experts.gate_up_proj",
             ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-            "experts_in_turn",
+            "alternating",
         ),
         Joined(
             "mlp.experts.gate_up_proj_bias",
             ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-            "experts_in_turn",
+            "alternating",
         ),
-        Joined("mlp.experts.down_proj", ("ffn_down_exps.weight",), "experts_in_turn"),
-        Joined("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",), "experts_in_turn"),
+        Joined("mlp.experts.down_proj", ("ffn_down_exps.weight",), "alternating"),
+        Joined("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",), "alternating"),
     ),
 )
 DEEPSEEK = replace(

@@ -182,13 +182,13 @@ class Numbers(NamedTuple):
 class ExpertStack(NamedTuple):
     """A layer's experts in one tensor, gates and ups together.
 
-    Weights are [E, O, I] in the file and biases [E, O]. ``in_turn``: rows of gates and ups
+    Weights are [E, O, I] in the file and biases [E, O]. ``alternating``: rows of gates and ups
     alternate, instead of the gates being first. ``transposed``: Hugging Face has
     [E, I, outputs], unless they are quantised.
     """
 
     tensors: tuple[GGUFTensor, ...]  # gates and ups, or downs alone; equal shapes
-    in_turn: bool
+    alternating: bool
     transposed: bool
 
     @property
@@ -211,16 +211,18 @@ class ExpertStack(NamedTuple):
         if part is None:
             return np.stack([self.read(number) for number in range(self.shape[0])])
         members = [read_tensor(_expert(tensor, part)) for tensor in self.tensors]
-        values = _in_turn(members) if self.in_turn else np.concatenate(members)
+        values = _alternating(members) if self.alternating else np.concatenate(members)
         return values.T if self.transposed else values
 
     def read_quantised(self, part: int | None) -> Quantised:
         """See ``Stored``."""
         assert part is not None, "a stack is read expert by expert"
         members = [converted(_expert(tensor, part)) for tensor in self.tensors]
-        if not self.in_turn:
+        if not self.alternating:
             return quantised(_one_behind_another(members))
-        return quantised({name: _in_turn([one[name] for one in members]) for name in members[0]})
+        return quantised(
+            {name: _alternating([one[name] for one in members]) for name in members[0]}
+        )
 
 
 def experts_of(stack: GGUFTensor) -> list[GGUFTensor]:
@@ -241,7 +243,7 @@ def _expert(stack: GGUFTensor, number: int) -> GGUFTensor:
     return replace(stack, shape=stack.shape[1:], offset=offset, nbytes=nbytes)
 
 
-def _in_turn(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * parts, ...]
+def _alternating(parts: list[np.ndarray]) -> np.ndarray:  # [O, ...] each -> [O * parts, ...]
     """The rows of the parts in turn: the first of each, the second of each, ..."""
     return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 

@@ -99,7 +99,7 @@ def locate(
 
 
 def in_cache(request: Request, *, of_others: bool = False) -> Path | None:
-    """The model's folder or GGUF file if all of it is in the cache; the hub is not asked.
+    """The model's folder or GGUF file if all of it is in the cache; without a request to the hub.
 
     The list of the repository's files is known if this or another program fetched a snapshot.
     ``of_others``: without it, files that are there are taken as all of them.
