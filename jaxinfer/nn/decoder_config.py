@@ -169,7 +169,8 @@ class AttentionConfig(BlockSpec):
 class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
-    ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies.
+    ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
+    ``gate_cutoff`` a gate is what exceeds its mean by so many standard deviations, and else 0.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -180,6 +181,7 @@ class FeedForwardConfig(FeedForwardSpec):
     gate_scale: float = 1.0
     out_scale: float = 1.0
     norm: float | None = None
+    gate_cutoff: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""
