@@ -6,7 +6,8 @@ Run from the repository root; a client whose interpreter is not named is left ou
 
 The server streams each answer by a clock, and notes when it read the request and wrote each chunk:
 those times are what a client should report. Clients take turns; exits with 1 if the medians of ours
-differ by more than 2 % from another's.
+differ by more than 2 % from another's. Before, 64 streams show how many tokens a second our client
+reads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from jaxinfer.bench.circumstances import host_circumstances, write_report
+from jaxinfer.bench.client import Client
+from jaxinfer.bench.offer import in_loop, offer, wait_until_ready
 from jaxinfer.bench.server_process import CommandProcess, free_port
 
-TTFT, ITL = 0.200, 0.020  # seconds
+STREAMS, STREAM_TOKENS = 64, 800  # at once, for tokens a second
+STREAM_ITL = STREAMS / 40_000  # seconds: the server is to be faster than 20,000 tokens a second
 STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
@@ -47,13 +53,16 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", type=int, metavar="PORT", help="be the server")
+    parser.add_argument("--ttft", type=float, default=0.2, help="of the server, s")
+    parser.add_argument("--itl", type=float, default=0.02, help="of the server, s")
     return parser
 
 
 class PacedServer:
-    """Answers of ``max_tokens`` chunks: the first after ``TTFT``, then one each ``ITL``."""
+    """Answers of ``max_tokens`` chunks: the first after ``ttft`` seconds, then one each ``itl``."""
 
-    def __init__(self) -> None:
+    def __init__(self, ttft: float = 0.2, itl: float = 0.02) -> None:
+        self._ttft, self._itl = ttft, itl
         self.ttfts: list[float] = []  # seconds, as they were
         self.itls: list[float] = []
 
@@ -92,7 +101,7 @@ class PacedServer:
         begun, last, count = time.perf_counter(), 0.0, asked["max_tokens"]
         writer.write(STREAM)
         for index in range(count):
-            await asyncio.sleep(begun + TTFT + index * ITL - time.perf_counter())
+            await asyncio.sleep(begun + self._ttft + index * self._itl - time.perf_counter())
             choice = {"index": 0, "text": f" w{index}", "finish_reason": None}
             data = _event({"id": "x", "object": "text_completion", "choices": [choice]})
             now = time.perf_counter()
@@ -110,6 +119,31 @@ def _event(data: dict[str, Any]) -> bytes:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+@contextmanager
+def paced(ttft: float, itl: float) -> Generator[str]:
+    """The URL of a server with these delays, in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.clients", f"--serve={port}", f"--ttft={ttft}"]
+    with tempfile.TemporaryFile() as log, CommandProcess([*command, f"--itl={itl}"], log):
+        yield f"http://127.0.0.1:{port}"
+
+
+async def streamed() -> dict[str, float]:
+    """Tokens a second that our client reads of many streams, and its CPU time for each."""
+    asked = {"model": "paced", "prompt": [1, 2, 3], "max_tokens": STREAM_TOKENS, "stream": True}
+    path, body = "/v1/completions", json.dumps(asked).encode()
+    with paced(0.0, STREAM_ITL) as url, closing(Client(url)) as client:
+        await wait_until_ready(client, path, json.dumps({**asked, "max_tokens": 1}).encode(), 60)
+        outcome = await offer(client, path, [body] * STREAMS, [0.0] * STREAMS)
+    tokens = sum(answer.output_tokens for answer in outcome.answers)
+    return {
+        "load": os.getloadavg()[0],
+        "tokens": tokens,
+        "tokens_per_second": tokens / outcome.seconds,
+        "client_cpu_us_per_token": outcome.cpu_us_per_chunk,
+    }
 
 
 def ours(given: argparse.Namespace, url: str, folder: Path) -> dict[str, float]:
@@ -161,16 +195,14 @@ def main() -> None:
     """Measure in turns, print, write; exits with 1 if a median of ours is off."""
     given = arguments().parse_args()
     if given.serve:
-        asyncio.run(PacedServer().serve(given.serve))
+        in_loop(PacedServer(given.ttft, given.itl).serve(given.serve))
     clients = {"jaxinfer": ours}
     clients |= {"vllm": vllm} if given.python_vllm else {}
     clients |= {"guidellm": guidellm} if given.python_guidellm else {}
     rounds: list[dict[str, Any]] = []
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    server = [sys.executable, "-m", "bench.clients", "--serve", str(port)]
-    with tempfile.TemporaryFile() as log, CommandProcess(server, log):
-        time.sleep(3)
+    streams = in_loop(streamed())
+    print(json.dumps(streams), flush=True)
+    with paced(given.ttft, given.itl) as url:
         for number in range(given.rounds):
             row: dict[str, Any] = {"load": os.getloadavg()[0]}
             for name, client in clients.items():
@@ -183,10 +215,10 @@ def main() -> None:
     differences = differences_of(rounds, list(clients))
     print(json.dumps(differences, indent=1))
     if given.output:
-        settings = {name: str(value) for name, value in vars(given).items() if value}
-        settings |= {"ttft_ms": str(1e3 * TTFT), "itl_ms": str(1e3 * ITL)}
-        report = {**host_circumstances("bench", "jaxinfer"), "settings": settings}
-        write_report(given.output, {**report, "differences": differences, "rounds": rounds})
+        numbers = {k: v for k, v in vars(given).items() if isinstance(v, int | float)}
+        report = {**host_circumstances("bench", "jaxinfer"), "settings": numbers}
+        report |= {"streams": streams, "differences": differences, "rounds": rounds}
+        write_report(given.output, report)
     others = [one for name, one in differences.items() if name != "server"]
     if any(abs(value) > LIMIT for one in others for value in one.values()):
         raise SystemExit(1)

@@ -93,7 +93,7 @@ class EngineConfig:
     uses the fastest implementation that can run.
     ``batch_invariant``: a request's tokens and logprobs have the same bits whatever else is in its
     steps, however its prompt is divided into chunks, and whether pages were reused or it was
-    preempted; for CPUs in float32 (``docs/replay.md`` says what it costs and what is refused).
+    preempted (``docs/replay.md`` says what it costs and what is refused).
     ``cpu_weights``: on a CPU, "quantised" keeps a quantised checkpoint as it is and multiplies it
     with the native kernel where that runs, "float32" dequantises it. "auto" keeps the matrices that
     the kernel can multiply, if it is installed.

@@ -69,9 +69,7 @@ class FeedForwardSpec(BlockSpec, Protocol):
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """The mixture of experts among whose parameters are the layer's gate_up and down, or None,
-        which is the default.
-        """
+        """The experts that the layer's gate_up and down are of. The default is None."""
         return None
 
     def with_experts(self, **fields: Any) -> Self:

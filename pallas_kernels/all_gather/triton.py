@@ -58,9 +58,11 @@ def _all_gather(
         row, column = value // WIDTH, value % WIDTH
         for peer in range(RANKS):
             part = own
-            if peer != rank:
-                theirs = at + peer * MAX_VALUES
-                part = received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+            if RANKS > 1:
+                where = at + peer * MAX_VALUES
+                part = received(
+                    own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST
+                )
             column_of_all = peer * WIDTH + column
             kept = inside & (column_of_all < COLUMNS)
             result = out + row * COLUMNS + column_of_all

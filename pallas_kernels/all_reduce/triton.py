@@ -56,11 +56,10 @@ def _all_reduce(
             reads = reads_left(words, LOST, MAX_READS)
             sums = tl.zeros((TILE,), tl.float32)
             for peer in tl.static_range(RANKS):  # type: ignore[misc]
-                if peer == rank:
-                    sums += own
-                else:
-                    theirs = at + peer * MAX_VALUES
-                    sums += received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+                where = at + peer * MAX_VALUES
+                sums += received(
+                    own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST
+                )
         tl.store(total + value, sums.to(total.dtype.element_ty), mask=inside)
     if RANKS > 1:
         tl.store(words + cta, number)

@@ -46,11 +46,8 @@ def _exchanged(
     reads = reads_left(words, LOST, MAX_READS)
     sums = tl.zeros_like(own)
     for peer in range(RANKS):  # not unrolled, which would take registers
-        if peer == rank:
-            sums += own
-        else:
-            theirs = at + peer * MAX_VALUES
-            sums += received(theirs, inside, peer, words, cta, number, reads, CTAS, LOST)
+        where = at + peer * MAX_VALUES
+        sums += received(own, where, inside, peer, rank, words, cta, number, reads, CTAS, LOST)
     tl.store(words + cta, number)
     return sums
 

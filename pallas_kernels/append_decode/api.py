@@ -13,10 +13,10 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
-from pallas_kernels.paged_prefill import fixed_launch
+from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 
 _triton = imported_when_called("pallas_kernels.append_decode.triton", "append_decode")
-_triton_fixed = imported_when_called("pallas_kernels.append_decode.triton_fixed", "append_decode")
+_triton_fixed = imported_when_called("pallas_kernels.append_decode.fixed", "append_decode")
 _mosaic = imported_when_called(
     "pallas_kernels.append_decode.mosaic", "append_decode", mosaic_launch.result_shapes
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts import cases, fixed_launch, launch, native, ref, xla
+from pallas_kernels.experts import cases, launch, native, ref, xla
+from pallas_kernels.experts.fixed import launch as fixed_launch
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import Stack, arrays_of, size_of
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
@@ -13,7 +14,7 @@ from pallas_kernels.lib.numerics import sum_partials
 from pallas_kernels.lib.quantised import Quantised
 
 _hopper = imported_when_called("pallas_kernels.experts.hopper", "experts")
-_triton_fixed = imported_when_called("pallas_kernels.experts.triton_fixed", "experts")
+_triton_fixed = imported_when_called("pallas_kernels.experts.fixed.triton", "experts")
 
 
 OP = KernelOp(

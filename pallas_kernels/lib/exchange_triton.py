@@ -40,11 +40,14 @@ def send(
     RANKS: tl.constexpr,
     CTAS: tl.constexpr,
 ):
-    """Write values into the memory of the other devices, and then the number into its flag."""
+    """Write values into the memory of the other devices, and then the number into its flag.
+
+    A mask, no branch, leaves the own memory out: Triton 3.6 does not compile the branches of three
+    devices (TritonGPURemoveLayoutConversions, bfloat16).
+    """
     for peer in tl.static_range(RANKS):  # type: ignore[misc]
-        if peer != rank:
-            data = words_of(addresses, peer).to(tl.pointer_type(tl.float32)) + at
-            tl.store(tl.multiple_of(data, 16), own, mask=inside)
+        data = words_of(addresses, peer).to(tl.pointer_type(tl.float32)) + at
+        tl.store(tl.multiple_of(data, 16), own, mask=inside & (peer != rank))
     tl.debug_barrier()  # the flag is set after the writes of all threads
     for peer in tl.static_range(RANKS):  # type: ignore[misc]
         if peer != rank:
@@ -60,9 +63,11 @@ def reads_left(words, LOST: tl.constexpr, MAX_READS: tl.constexpr):
 
 @triton.jit
 def received(
+    own,  # float32[TILE]: this device's values
     at,  # int32[TILE]: the words of the data, with 16 bytes aligned
     inside,  # bool[TILE]
     peer,
+    rank,  # of this device
     words,  # int32: this device's memory
     cta,
     number,
@@ -70,17 +75,24 @@ def received(
     CTAS: tl.constexpr,
     LOST: tl.constexpr,
 ):
-    """The values of another device, float32[TILE]; NaN if it does not answer."""
-    flag = words + (1 + peer) * CTAS + cta
-    seen = tl.load(flag, volatile=True)
-    done = 0
-    while (seen - number < 0) & (done < reads):  # a faster device may be one ahead
+    """The values of a device, float32[TILE]: its own ones, or those that it waits for; NaN if the
+    other device does not answer.
+
+    Branches have no result but ``came``: Triton 3.6 does not compile tensors that come from one
+    (TritonGPURemoveLayoutConversions, three devices with bfloat16).
+    """
+    came = rank >= 0
+    if peer != rank:
+        flag = words + (1 + peer) * CTAS + cta
         seen = tl.load(flag, volatile=True)
-        done += 1
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    came = seen - number >= 0
-    if not came:
-        tl.store(words + LOST, 1)
-    data = words.to(tl.pointer_type(tl.float32)) + at
-    data = tl.load(tl.multiple_of(data, 16), mask=inside, other=0.0, volatile=True)
-    return tl.where(came, data, float("nan"))
+        done = 0
+        while (seen - number < 0) & (done < reads):  # a faster device may be one ahead
+            seen = tl.load(flag, volatile=True)
+            done += 1
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        came = seen - number >= 0
+        if not came:
+            tl.store(words + LOST, 1)
+    data = tl.multiple_of(words.to(tl.pointer_type(tl.float32)) + at, 16)
+    theirs = tl.load(data, mask=inside & (peer != rank), other=0.0, volatile=True)
+    return tl.where(peer == rank, own, tl.where(came, theirs, float("nan")))

@@ -32,7 +32,9 @@ def sum_last(x: jax.Array, *, fixed: bool = False) -> jax.Array:  # float32[...,
 
 
 def _of_rows(x: jax.Array, *, exponents: bool = False) -> jax.Array:  # [..., D] -> [..., 1]
-    from pallas_kernels.lib.row_sums import row_sums  # Triton is optional, and slow to import
+    from pallas_kernels.lib.row_sums.triton import (
+        row_sums,  # Triton is optional, and slow to import
+    )
 
     flat = row_sums(x.reshape(-1, x.shape[-1]), exponents=exponents)
     return flat.reshape(*x.shape[:-1], 1)

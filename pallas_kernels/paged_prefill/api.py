@@ -11,7 +11,8 @@ from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_w
 from pallas_kernels.lib.checks import check_paged
 from pallas_kernels.lib.page_scales import check_scales
 from pallas_kernels.native import attention
-from pallas_kernels.paged_prefill import cases, fixed_launch, launch, ref, xla
+from pallas_kernels.paged_prefill import cases, launch, ref, xla
+from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 
 _mosaic = imported_when_called(
@@ -19,7 +20,7 @@ _mosaic = imported_when_called(
 )
 _split = imported_when_called("pallas_kernels.paged_prefill.split.triton", "paged_prefill")
 _triton = imported_when_called("pallas_kernels.paged_prefill.triton", "paged_prefill")
-_triton_fixed = imported_when_called("pallas_kernels.paged_prefill.triton_fixed", "paged_prefill")
+_triton_fixed = imported_when_called("pallas_kernels.paged_prefill.fixed.triton", "paged_prefill")
 
 
 def _without_arrivals(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -82,7 +82,7 @@ def _few_queries() -> tuple[PagedCase, ...]:
     return (
         PagedCase("smollm2_tp3_splits", _SMOL_TP3, (4200, 0, 600, 40), (3, 0, 9, 5), padding=4),
         # more tiles and splits than CTAs
-        PagedCase("gpt2_splits", shapes.GPT2, (520, *(5,) * 10), (2, *(1,) * 10), dtype="bfloat16"),
+        PagedCase("gpt2_splits", shapes.GPT2, (520, *(5,) * 22), (2, *(1,) * 22), dtype="bfloat16"),
         PagedCase("smollm2_tp3_splits_window", _SMOL_TP3, (1500, 9), (20, 9), window=700),
         PagedCase("qwen2_5_7b_tp4_splits", shapes.Heads(7, 1, 128), (1300,), (20,), page_size=64),
         PagedCase("gpt_oss_tp8_splits_sinks", gpt_oss, (1100, 300), (3, 30), sinks=True, **ragged),
@@ -289,6 +289,7 @@ CASES = (
         ("t8192_32x256", 32, 256, 256, 16),
         ("t1024_ctx1024", 1, 1024, 1024, 16),
         ("t512_ctx512", 1, 512, 512, 16),
+        ("t256_ctx256", 1, 256, 256, 16),
     ),
     *_prompts_with_sinks(),
     *_prompts_of_gemma4(),

@@ -73,6 +73,7 @@ FEW_STARTS_TILE = 64  # as STARTS_TILE
 # A tile's last CTA reads the states of all its splits, 32 KB each.
 MAX_SPLITS = 16
 MIN_KEYS = 256  # of a split, if a context has as many
+RESIDENT = 2  # CTAs of an SM, which heads of up to 128 have; splits of one tile need one
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class SplitConfig:
     """Tile sizes and launch parameters of the Triton kernel with splits.
 
     ``splits``: of a tile at most, a power of two; ``ctas``: of each kv head and part of its values,
-    about as many as run at the same time.
+    one for each SM.
     """
 
     tile: TritonConfig

@@ -11,8 +11,8 @@ import triton.language as tl
 from pallas_kernels.lib.numerics import power_of_two
 from pallas_kernels.route.ref import SMALLEST, RouteArgs
 from pallas_kernels.route.xla import logits_of
+from pallas_kernels.skinny_gemm.fixed.triton import skinny_gemm
 from pallas_kernels.skinny_gemm.ref import GemmArgs
-from pallas_kernels.skinny_gemm.triton_fixed import skinny_gemm
 
 VALUES_OF_WARP = 256  # scores of experts, 8 of each thread
 

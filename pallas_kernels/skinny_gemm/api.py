@@ -7,13 +7,14 @@ import jax
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
 from pallas_kernels.lib.checks import check_bias
 from pallas_kernels.lib.numerics import sum_partials
-from pallas_kernels.skinny_gemm import cases, fixed_launch, launch, native, ref, xla
+from pallas_kernels.skinny_gemm import cases, launch, native, ref, xla
+from pallas_kernels.skinny_gemm.fixed import launch as fixed_launch
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 _mosaic = imported_when_called(
     "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", launch.result_shapes
 )
-_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.triton_fixed", "skinny_gemm")
+_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.fixed.triton", "skinny_gemm")
 
 
 OP = KernelOp(

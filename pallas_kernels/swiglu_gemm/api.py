@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.harness.registry import Impl, KernelOp, dispatch, imported_when_called
-from pallas_kernels.skinny_gemm import fixed_launch, native, ref, xla
 from pallas_kernels.skinny_gemm import launch as skinny_launch
+from pallas_kernels.skinny_gemm import native, ref, xla
 from pallas_kernels.skinny_gemm.api import check
+from pallas_kernels.skinny_gemm.fixed import launch as fixed_launch
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 from pallas_kernels.swiglu_gemm import cases, launch
 
@@ -17,7 +18,7 @@ _mosaic = imported_when_called(
 _skinny_mosaic = imported_when_called(
     "pallas_kernels.skinny_gemm.mosaic", "skinny_gemm", skinny_launch.result_shapes
 )
-_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.triton_fixed", "skinny_gemm")
+_triton_fixed = imported_when_called("pallas_kernels.skinny_gemm.fixed.triton", "skinny_gemm")
 
 OP = KernelOp(
     name="swiglu_gemm",

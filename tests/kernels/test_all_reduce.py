@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.all_reduce import launch
-from pallas_kernels.all_reduce.api import AllReduceArgs, Peers, all_reduce
+from pallas_kernels.all_reduce.api import OP, AllReduceArgs, Peers, all_reduce
 
 ROOT = Path(__file__).parents[2]
 PEERS = Peers(rank=jnp.zeros(1, jnp.int32), addresses=jnp.zeros(4, jnp.int32))
@@ -92,3 +92,23 @@ def test_results_of_decode_steps_may_be_larger() -> None:
         values = jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
         args: Any = AllReduceArgs(partials=values, peers=peers, axis="tensor")
         assert (launch.supports(args) is None) == (rows % 2 == 0 or devices == 2), (rows, devices)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no packages for this system")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_compiles_for_several_devices(ranks: int, dtype: str) -> None:
+    """Of three devices or more Triton 3.6 compiled no bfloat16."""
+    from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
+
+    def build() -> AllReduceArgs:
+        words = jnp.zeros(2 * ranks, jnp.int32)
+        peers = Peers(rank=words[:1], addresses=words)
+        return AllReduceArgs(partials=jnp.ones((1, 2880), dtype), peers=peers, axis="t")
+
+    recorder = Recorder()
+    with in_place_of_triton_call(recorder):
+        jax.eval_shape(OP.impls[0].fn, jax.eval_shape(build))
+    (call,) = recorder.calls
+    code = compile_call(call)
+    assert code.spilled_bytes == 0 and code.registers <= 128, code

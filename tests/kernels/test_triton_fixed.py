@@ -63,7 +63,7 @@ def test_the_same_bits_in_any_company(name: str, interpreted: dict[str, list[str
 
 
 def _gemm(dtype: str, rows: int, **static: Any) -> None:
-    from pallas_kernels.skinny_gemm.triton_fixed import skinny_gemm
+    from pallas_kernels.skinny_gemm.fixed.triton import skinny_gemm
 
     of = partial(jax.ShapeDtypeStruct, dtype=dtype)
     shape = (32064, 2560) if static.get("by_output") else (2560, 6144)
@@ -71,7 +71,7 @@ def _gemm(dtype: str, rows: int, **static: Any) -> None:
 
 
 def _attention(dtype: str, heads: int, kv_heads: int, dim: int) -> None:
-    from pallas_kernels.paged_prefill.triton_fixed import attend_rows, paged_prefill
+    from pallas_kernels.paged_prefill.fixed.triton import attend_rows, paged_prefill
 
     of, ints = partial(jax.ShapeDtypeStruct, dtype=dtype), partial(jax.ShapeDtypeStruct, dtype="i4")
     common: dict[str, Any] = {"scale": 0.1, "k_pages": of((99, 16, kv_heads, dim))}
@@ -83,7 +83,7 @@ def _attention(dtype: str, heads: int, kv_heads: int, dim: int) -> None:
 
 
 def _experts(dtype: str) -> None:
-    from pallas_kernels.experts.triton_fixed import experts
+    from pallas_kernels.experts.fixed.triton import experts
 
     of, chosen = partial(jax.ShapeDtypeStruct, dtype=dtype), (100, 8)
     args = ExpertsArgs(
@@ -117,7 +117,7 @@ def test_compiles_for_hopper_without_spills(name: str) -> None:
     recorder = Recorder()
     with in_place_of_triton_call(recorder):
         CALLS[name]()
-    own = [call for call in recorder.calls if "fixed" in call.kernel.__module__]
+    own = [call for call in recorder.calls if ".fixed." in call.kernel.__module__]
     assert own
     for call in own:
         code = compile_call(call)

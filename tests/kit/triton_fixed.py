@@ -29,8 +29,8 @@ from pallas_kernels.harness.registry import all_ops
 from pallas_kernels.harness.testing import mismatch
 from pallas_kernels.lib.device import Device, compiling_for
 from pallas_kernels.lib.numerics import logsumexp_last, sum_last
-from pallas_kernels.paged_prefill import fixed_launch
 from pallas_kernels.paged_prefill.api import PrefillArgs, paged_prefill
+from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.qk_rope_append.api import RopeAppendArgs, qk_rope_append
 from pallas_kernels.residual_norm.api import NormArgs, residual_norm
 from pallas_kernels.route.api import RouteArgs, route

@@ -103,7 +103,7 @@ def _attend_splits(
     TOKENS: tl.constexpr,  # tokens of the tile: ROWS // GROUP
     BLOCK: tl.constexpr,  # keys per loop iteration
     SPLITS: tl.constexpr,  # of a tile at most, a power of two
-    CTAS: tl.constexpr,  # of a kv head and part that run at the same time
+    CTAS: tl.constexpr,  # of a kv head and part, if each SM has one
     MIN_KEYS: tl.constexpr,  # of a split at least, if a context has as many
 ):
     PARTS: tl.constexpr = DIM_TILE // VALUE_TILE  # CTAs of a tile, which divide the values' columns
@@ -228,7 +228,7 @@ def launch_with(config: launch.SplitConfig, args: PrefillArgs) -> jax.Array:  # 
             jax.ShapeDtypeStruct((*states, group * value_tile), jnp.float32),
             jax.ShapeDtypeStruct((*states, 2 * group), jnp.float32),
         ),
-        grid=(parts, min(config.ctas, splits * (t // tokens + num_starts))),
+        grid=(parts, min(launch.RESIDENT * config.ctas, splits * (t // tokens + num_starts))),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         SCALE=args.scale * LOG2_E.value,

@@ -1,7 +1,7 @@
 """experts in Triton, whose bits for a token do not depend on the other tokens.
 
 Tokens are sorted into tiles of one width by expert. A row of a tile is multiplied as in
-``skinny_gemm.triton_fixed``, in an order that neither the row's place nor the number of rows
+``skinny_gemm.fixed.triton``, in an order that neither the row's place nor the number of rows
 changes, and a token's outputs are added in the order of its choices.
 """
 
@@ -15,13 +15,13 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.experts import fixed_launch
+from pallas_kernels.experts.fixed import launch as fixed_launch
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.experts.stack import size_of
 from pallas_kernels.experts.tiles import Tiles
 from pallas_kernels.experts.triton import gather, spread, tiles_of
-from pallas_kernels.skinny_gemm.fixed_launch import FixedTiles
-from pallas_kernels.skinny_gemm.triton_fixed import weights_tile
+from pallas_kernels.skinny_gemm.fixed.launch import FixedTiles
+from pallas_kernels.skinny_gemm.fixed.triton import weights_tile
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from pallas_kernels.experts.stack import size_of
 from pallas_kernels.experts.tiles import max_tiles
 from pallas_kernels.lib.checks import unfit_for_triton
 from pallas_kernels.lib.quantised import Quantised
-from pallas_kernels.skinny_gemm.fixed_launch import FixedTiles
+from pallas_kernels.skinny_gemm.fixed.launch import FixedTiles
 
-WIDTH = 64  # rows of a tile: see ``skinny_gemm.fixed_launch``
+WIDTH = 64  # rows of a tile: see ``skinny_gemm.fixed.launch``
 TILES = FixedTiles(WIDTH, 64, 64, 4, 4)
 FLOAT32 = FixedTiles(WIDTH, 32, 32, 4, 3)  # without tensor cores
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
-from pallas_kernels.paged_prefill import fixed_launch
+from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.paged_prefill.launch import STARTS_TILE
 from pallas_kernels.paged_prefill.ref import PrefillArgs
 

@@ -13,8 +13,8 @@ import jax_triton as jt
 import triton
 import triton.language as tl
 
-from pallas_kernels.skinny_gemm import fixed_launch
-from pallas_kernels.skinny_gemm.fixed_launch import FixedTiles
+from pallas_kernels.skinny_gemm.fixed import launch as fixed_launch
+from pallas_kernels.skinny_gemm.fixed.launch import FixedTiles
 from pallas_kernels.skinny_gemm.ref import GemmArgs
 
 

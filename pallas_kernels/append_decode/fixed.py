@@ -12,7 +12,7 @@ from pallas_kernels.append_decode.ref import DecodeArgs
 from pallas_kernels.kv_append.ref import KvAppendArgs
 from pallas_kernels.kv_append.triton import kv_append
 from pallas_kernels.lib.numerics import split_heads
-from pallas_kernels.paged_prefill.triton_fixed import attend_rows
+from pallas_kernels.paged_prefill.fixed.triton import attend_rows
 from pallas_kernels.qk_rope_append.ref import RopeAppendArgs
 from pallas_kernels.qk_rope_append.triton import qk_rope_append_fixed
 

@@ -1,0 +1,1 @@
+"""experts whose bits for a token depend on no other token, on a GPU."""

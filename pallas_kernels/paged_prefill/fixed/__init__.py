@@ -1,0 +1,1 @@
+"""paged_prefill whose bits for a token depend on no other token, on a GPU."""
