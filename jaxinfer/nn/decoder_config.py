@@ -342,8 +342,8 @@ class DecoderSpec:
         return replace(self, layers=tuple(layers))
 
     def with_pages(self, dtype: jnp.dtype) -> DecoderSpec:
-        """The decoder with pages of ``dtype``; raises ``ConfigError`` if a layer has other pages, or
-        if no layer has any.
+        """The decoder with pages of ``dtype``; raises ``ConfigError`` if a layer has others, or if
+        none has any.
         """
         layers = tuple(_with_pages(layer, self.dtype, dtype) for layer in self.layers)
         if layers == self.layers:
