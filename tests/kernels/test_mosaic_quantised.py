@@ -89,7 +89,7 @@ def _definition(args: QuantisedGemmArgs, *, rounded: bool) -> jax.Array:
     """The op's definition; kernels that scale weights round these to bfloat16."""
     if not rounded:
         return OP.ref(args)  # type: ignore[no-any-return]
-    w = np.asarray(dequantised(args.w).astype(jnp.bfloat16), np.float32)
+    w = dequantised(args.w).astype(jnp.bfloat16).astype(jnp.float32)
     dense = GemmArgs(x=args.x, w=w.T, bias=args.bias, swiglu=args.swiglu, wide=args.wide)
     return skinny_gemm(dense)
 

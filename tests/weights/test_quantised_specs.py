@@ -191,7 +191,9 @@ def test_k_forms_of_one_parameter_are_one_matrix_for_hopper(
 
     rng = np.random.default_rng(0)
     tensors = [
-        random_matrix(rng, "q6_k" if form == Q6_K else "q4_k", *source.shape, form.group or 0)
+        random_matrix(
+            rng, "q6_k" if form == Q6_K else "q4_k", source.shape[0], WIDTH, form.group or 0
+        )
         for source, (_, form) in zip(spec.sources, forms, strict=True)
     ]
     made = kept().build(*tensors)
