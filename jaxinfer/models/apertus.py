@@ -15,7 +15,6 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import with_rope
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import PLAIN
 from jaxinfer.models.params import ParamSpec, join
 from jaxinfer.models.sources import ArraySpec, Source
@@ -50,7 +49,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",
-        windows=windows_by_layer(config, None),
         theta=_THETA,
         gated=False,
         activation="xielu",

@@ -69,6 +69,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         decoder = gqa_config(
             config,
             dtype,
+            windows=(None,) * len(kinds),
             qk_norm="head" if hf.flag(config, "use_qk_norm", True) else None,
             head_dim=head_dim,
             rope=rope,

@@ -45,6 +45,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
+        windows=(None,) * num_layers,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),

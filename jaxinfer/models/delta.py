@@ -89,7 +89,8 @@ def _specs(
     """The parameters; ``tensors`` are those of the inputs and of the gates, ``convs`` of the
     convolution, by default one.
     """
-    parts = ((*c.channels.widths, c.values), (c.num_v_heads, c.num_v_heads))
+    heads = c.num_v_heads
+    parts = ((*c.channels.widths, c.values), (heads, c.decays))
     linears = [
         Linear(
             name,
@@ -107,9 +108,13 @@ def _specs(
     # a decay to the power of the tokens is sensitive, so that the gates are never quantised
     yield from (replace(w, matrix=None) if w.path == f"{path}ba" else w for w in weights)
     yield _conv_spec(path, c, convs or {f"{own}conv1d": sum(c.channels.widths)})
-    decay = tuple(Source(f"{own}{name}", (c.num_v_heads,)) for name in ("A_log", "dt_bias"))
-    array = ArraySpec((2, c.num_v_heads), (None, "heads"), _FLOAT32)
-    yield ParamSpec(f"{path}decay", array, decay, stack)
+    decay = (Source(f"{own}A_log", (heads,)), Source(f"{own}dt_bias", (c.decays,)))
+    if c.decay == "channel":
+        array = ArraySpec((heads + c.decays,), (Fused("heads", (heads, c.decays)),), _FLOAT32)
+        yield ParamSpec(f"{path}decay", array, decay, join_flat)
+    else:
+        array = ArraySpec((2, heads), (None, "heads"), _FLOAT32)
+        yield ParamSpec(f"{path}decay", array, decay, stack)
     yield _norm_spec(path, c, f"{own}{norm}", norm_dtype)
 
 
@@ -163,6 +168,21 @@ def channel_delta_specs(
     tensors = zip((f"{own}{name}_conv1d" for name in "qkv"), channels, strict=True)
     yield _conv_spec(path, c, dict(tensors))
     yield _norm_spec(path, c, f"{own}o_norm", norm_dtype)
+
+
+def channel_gates_delta_specs(
+    path: str, source: str, c: DeltaConfig, width: int, norm_dtype: jnp.dtype | None
+) -> Iterator[ParamSpec]:
+    """The parameters with decays of channels and gates without latents, with Ling 3's names."""
+    own, keys, values = f"{source}attention.", c.keys, c.values
+    tensors = (
+        _Tensors(("q_proj", "k_proj", "v_proj", "g_proj"), (keys, keys, values, values)),
+        _Tensors(("b_proj", "f_proj"), (c.num_v_heads, c.decays)),
+    )
+    convs = zip((f"{own}{name}_conv1d" for name in "qkv"), c.channels.widths, strict=True)
+    yield from _specs(
+        path, own, c, width, norm_dtype, tensors, out="dense", convs=dict(convs), norm="o_norm"
+    )
 
 
 def _conv_spec(path: str, c: DeltaConfig, tensors: Mapping[str, int]) -> ParamSpec:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -55,7 +54,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        windows=windows_by_layer(config, None),
         rotates=(not alibi,) * layers,
         attention={"alibi": Alibi(heads, (width // heads) ** -0.5) if alibi else None},
         gated=False,

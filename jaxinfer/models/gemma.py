@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.params import plus_one, stack_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -35,7 +34,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
-        windows=windows_by_layer(config, None),
         activation="gelu_tanh" if name == "gelu" else name,
         tied=True,
         norm_dtype=jnp.dtype(jnp.float32),

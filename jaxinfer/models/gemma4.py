@@ -21,7 +21,15 @@ from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, expert_specs
-from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
+from jaxinfer.models.gemma_parts import (
+    FULL,
+    IGNORED_TENSORS,
+    SLIDING,
+    input_specs,
+    key_layers,
+    shared_specs,
+)
+from jaxinfer.models.gqa import NormSources, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config
 from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
@@ -45,11 +53,10 @@ from pallas_kernels.route.routing import Routing
 # transformers' defaults
 _HEAD_DIM, _GLOBAL_HEAD_DIM, _PATTERN, _WINDOW = 256, 512, 6, 512
 _LAYER_INPUT, _LAYER_INPUT_TOKENS = 256, 262_144
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     }
 )
 _SIZES = ("head_dim", "num_key_value_heads")  # that may differ from layer to layer
@@ -75,12 +82,6 @@ _TENSORS = ExpertTensors(
     down="experts.{}.down_proj",
 )
 _EXPERT_ACTIVATIONS = MappingProxyType({"silu": SWIGLU, "gelu_tanh": GEGLU})
-IGNORED_TENSORS = (
-    # layers that use the keys and values of another one may have such tensors as well
-    r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)",
-    *GQA_IGNORED_TENSORS,
-    r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*",
-)
 
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
@@ -102,7 +103,7 @@ def gemma4_config(
     """
     hf.supported_only(config, "use_bidirectional_attention", "vision", False)
     windows = _windows(config, hf.positive_int(config, "sliding_window", window))
-    sources = _key_layers(config, windows)
+    sources = key_layers(config, windows)
     activation = hf.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     bias = hf.flag(config, "attention_bias", False)
     head_dim = hf.positive_int(config, "head_dim", _HEAD_DIM)
@@ -116,8 +117,8 @@ def gemma4_config(
         qk_norm="head",
         head_dim=head_dim,
         windows=windows,
-        rope=_rope(config, _FULL, global_dim),
-        local_rope=_rope(config, _SLIDING, head_dim),
+        rope=_rope(config, FULL, global_dim),
+        local_rope=_rope(config, SLIDING, head_dim),
         tied=True,
         scale=1.0,
         norms="both",
@@ -145,23 +146,6 @@ def _attention(
         return replace(mixer, values="normalised")
     values, (head_dim, kv_heads) = "keys" if keys_too else "normalised", global_sizes
     return replace(mixer, head_dim=head_dim, num_kv_heads=kv_heads, values=values)
-
-
-def _key_layers(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> list[int | None]:
-    """The layer whose keys and values each one uses; None for those with their own.
-
-    The last layers have none of their own, and use those of the last of their kind that has.
-    """
-    shared = hf.layer_index(config, "num_kv_shared_layers", 0)
-    last = {window: i for i, window in enumerate(windows[: max(len(windows) - shared, 0)])}
-    if missing := {*windows} - {*last}:
-        kinds = " and ".join(_FULL if window is None else _SLIDING for window in missing)
-        raise ConfigError(
-            f"config key 'num_kv_shared_layers' is {shared}, and no layer of {kinds} has keys and "
-            "values of its own; correct it"
-        )
-    own = len(windows) - shared
-    return [None if i < own else last[window] for i, window in enumerate(windows)]
 
 
 def _networks(
@@ -304,28 +288,12 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int) -> RopeConfig:
 def param_specs(config: DecoderSpec) -> tuple[ParamSpec, ...]:
     """The parameters of ``Decoder``, with Hugging Face's names of their sources."""
     d, inputs = config.hidden_size, config.layer_inputs
-    specs = list(gqa_param_specs(config, norms=_NORMS, experts=_beside_specs, mixers=_shared_specs))
+    specs = list(gqa_param_specs(config, norms=_NORMS, experts=_beside_specs, mixers=shared_specs))
     for i in range(len(config.layers)):
         specs.extend(_end_specs(f"layers_{i}/", f"model.layers.{i}.", d, inputs))
     if inputs is not None:
-        specs.extend(_input_specs(inputs, d))
+        specs.extend(input_specs(inputs, d))
     return tuple(specs)
-
-
-def _shared_specs(
-    path: str, source: str, mixer: SharedAttentionConfig, width: int, norm_dtype: Any
-) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.mixers.shared``."""
-    own, heads = mixer.attention, mixer.attention.num_heads * mixer.attention.head_dim
-    linears = (
-        Linear("q", ("self_attn.q_proj",), (width, heads), (None, "heads"), own.qkv_bias),
-        Linear("o", ("self_attn.o_proj",), (heads, width), ("heads", None), own.o_bias),
-    )
-    weights, biases = linear_specs(path, source, linears)
-    yield from (*weights, *biases)
-    norm = (Source(f"{source}self_attn.q_norm.weight", (own.head_dim,)),)
-    array = ArraySpec((1, own.head_dim), (None, None), norm_dtype)
-    yield ParamSpec(f"{path}q_norm", array, norm, stack)
 
 
 def _beside_specs(
@@ -361,20 +329,6 @@ def _end_specs(
     yield from weights
     norm = (Source(f"{source}post_per_layer_input_norm.weight", (width,)),)
     yield ParamSpec(f"{path}end_norm", ArraySpec((1, width), axes), norm, stack)
-
-
-def _input_specs(inputs: LayerInputsConfig, width: int) -> Iterator[ParamSpec]:
-    """The parameters of ``nn.layer_inputs.LayerInputs``."""
-    path, columns = "layer_inputs/", inputs.num_layers * inputs.width
-    table = Source("model.embed_tokens_per_layer.weight", (inputs.num_tokens, columns))
-    array = ArraySpec(table.shape, ("vocab", None))
-    yield ParamSpec(f"{path}embed", array, (table,), as_is, matrix="rows")
-    tensor, axes = "per_layer_model_projection", (None, None)
-    linear = Linear("projection", (tensor,), (width, columns), axes, bias=False)
-    weights, _ = linear_specs(path, "model.", (linear,))
-    yield from weights
-    norm = (Source("model.per_layer_projection_norm.weight", (inputs.width,)),)
-    yield ParamSpec(f"{path}norm", ArraySpec((inputs.width,), (None,)), norm, as_is)
 
 
 FAMILY = ModelFamily(

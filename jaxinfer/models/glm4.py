@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -42,7 +41,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=hf.flag(config, "attention_bias", True),
         head_dim=hf.positive_int(config, "head_dim", head_dim),
-        windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
         norms="both",
     )

@@ -18,7 +18,6 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -48,7 +47,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
-        windows=windows_by_layer(config, None),
         rope=rope_config(config, head_dim, theta_key="rotary_emb_base", partial=part),
         gated=False,
         activation=hf.activation(config, "hidden_act", "gelu"),

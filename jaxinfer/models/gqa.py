@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.hf_rope import rope_config
+from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.linears import Linear, dense_linears, linear_specs
 from jaxinfer.models.names import LLAMA, TensorNames
 from jaxinfer.models.params import ParamSpec, as_is, join, join_outputs, stack
@@ -88,13 +89,13 @@ def gqa_config(
 ) -> DecoderSpec:
     """A decoder from ``config.json``, with a layer for each of ``windows``.
 
-    Without them no layer has a window. If others are None, ``head_dim`` is read or derived from the
-    width, ``rope`` and ``activation`` are read (``theta``: the default base), ``scale`` is head_dim
-    ** -0.5, layers with a window rotate like the others (``local_rope``), all layers rotate
-    (``rotates``: which do), heads rotate whole (``partial_rotary``: the default for the part that
-    does), all layers have the same dense network (``ffns``: the network of each), and ``norm_eps``
-    is read. ``attention`` are further fields of attention, ``more`` of the decoder. Raises
-    ``ConfigError`` with the key.
+    Without them ``layer_types`` may be absent or name no window. If others are None, ``head_dim``
+    is read or derived from the width, ``rope`` and ``activation`` are read (``theta``: the default
+    base), ``scale`` is head_dim ** -0.5, layers with a window rotate like the others
+    (``local_rope``), all layers rotate (``rotates``: which do), heads rotate whole
+    (``partial_rotary``: the default for the part that does), all layers have the same dense network
+    (``ffns``: the network of each), and ``norm_eps`` is read. ``attention`` are further fields of
+    attention, ``more`` of the decoder. Raises ``ConfigError`` with the key.
     """
     hidden_size = hf.positive_int(config, "hidden_size")
     num_heads = hf.positive_int(config, "num_attention_heads")
@@ -107,7 +108,7 @@ def gqa_config(
     head_dim = head_dim or hf.positive_int(config, "head_dim", hidden_size // num_heads)
     rope = rope or rope_config(config, head_dim, theta=theta, partial=partial_rotary)
     if windows is None:
-        windows = (None,) * hf.positive_int(config, "num_hidden_layers")
+        windows = windows_by_layer(config, None)
     if ffns is None:
         ffn = FeedForwardConfig(
             width=hf.positive_int(config, "intermediate_size"),

@@ -32,6 +32,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = granite_config(
         config,
         dtype,
+        windows=(None,) * num_layers,
         bias=hf.flag(config, "attention_bias", False),
         ffns=[_network(config)] * num_layers,
         rotates=[rotates] * num_layers,

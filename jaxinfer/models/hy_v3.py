@@ -15,7 +15,6 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 # transformers' defaults
@@ -47,7 +46,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qk_norm="head",
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,
-        windows=windows_by_layer(config, None),
         ffns=networks_by_layer(config, experts, first=1),
     )
 

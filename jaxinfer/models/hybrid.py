@@ -50,6 +50,7 @@ def hybrid_config(
     decoder = gqa_config(
         config,
         dtype,
+        windows=(None,) * len(kinds),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="head",

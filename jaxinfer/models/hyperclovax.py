@@ -19,7 +19,6 @@ from jaxinfer.models.gqa import (
     gqa_config,
     gqa_param_specs,
 )
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
 from jaxinfer.nn.residual_spec import PlainResidual
@@ -38,7 +37,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        windows=windows_by_layer(config, None),
         scale=None if scale is None else hf.positive_float(config, "attention_multiplier"),
         norms="both" if hf.flag(config, "use_post_norm", True) else "before",
         norm_eps=hf.positive_float(config, "rms_norm_eps", _EPS),

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _HEAD_DIM = 128  # transformers' default
@@ -33,7 +32,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         o_bias=others,
         mlp_bias=others,
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
-        windows=windows_by_layer(config, None),
     )
 
 

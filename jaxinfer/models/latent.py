@@ -256,6 +256,9 @@ def _attention_linears(
     if c.query_rank is not None:
         shape = (c.query_rank, c.num_heads * c.head_dim)
         yield Linear("q_b", (f"{names.own}q_b_proj",), shape, (None, "heads"), bias=False)
+    if c.head_gate:
+        gate = (width, c.num_heads)
+        yield Linear("head_gate", (f"{names.own}g_proj",), gate, (None, "heads"), bias=False)
 
 
 def _norm_spec(

@@ -68,6 +68,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
+        windows=(None,) * len(kinds),
         qk_norm="head",
         theta=_THETA,
         norm_eps=eps,

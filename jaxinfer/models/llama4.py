@@ -56,6 +56,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
+        windows=(None,) * len(rotates),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="rotated_plain" if hf.flag(config, "use_qk_norm", True) else None,

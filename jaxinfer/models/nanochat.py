@@ -16,7 +16,6 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
 from jaxinfer.models.hf_rope import rope_config
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -34,7 +33,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="rotated_plain",
-        windows=windows_by_layer(config, None),
         rope=replace(rope_config(config, hf.head_dim(config)), backwards=True),
         gated=False,
         activation=hf.activation(config, "hidden_act", "relu2"),

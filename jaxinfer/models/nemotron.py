@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import PLAIN
 from jaxinfer.models.params import affine_plus_one
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -36,7 +35,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=hf.flag(config, "mlp_bias", False),
-        windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
         gated=False,
         activation=hf.activation(config, "hidden_act", "relu2"),

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _EPS = 1e-5  # not a key of config.json
@@ -29,7 +28,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=bias,
         o_bias=bias,
-        windows=windows_by_layer(config, None),
         norm="layer_plain",
         norm_eps=_EPS,
         attention={"clip": None if clip is None else hf.positive_float(config, "clip_qkv")},

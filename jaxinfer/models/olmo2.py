@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, NormSources, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.nn.decoder_config import DecoderSpec
 
 _NORMS = NormSources(names=("post_attention_layernorm", "post_feedforward_layernorm"))
@@ -30,7 +29,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="all_heads",
-        windows=windows_by_layer(config, None),
         norms="after",
     )
 

@@ -41,6 +41,7 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     decoder = gqa_config(
         config,
         dtype,
+        windows=(None,) * num_layers,
         qkv_bias=bias,
         o_bias=bias,
         qk_norm="all_heads",

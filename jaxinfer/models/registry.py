@@ -25,6 +25,8 @@ _MODULES = (
     ("Qwen3ForCausalLM", "jaxinfer.models.qwen3"),
     ("GPT2LMHeadModel", "jaxinfer.models.gpt2"),
     ("Gemma3ForCausalLM", "jaxinfer.models.gemma3"),
+    ("Gemma3nForCausalLM", "jaxinfer.models.gemma3n"),
+    ("Gemma3nForConditionalGeneration", "jaxinfer.models.gemma3n"),
     ("Gemma4ForCausalLM", "jaxinfer.models.gemma4"),
     ("Gemma4ForConditionalGeneration", "jaxinfer.models.gemma4"),
     ("Gemma4UnifiedForCausalLM", "jaxinfer.models.gemma4_unified"),
@@ -135,6 +137,8 @@ _MODULES = (
     ("BailingMoeV2ForCausalLM", "jaxinfer.models.bailing"),
     ("BailingMoeLinearV2ForCausalLM", "jaxinfer.models.bailing_linear"),
     ("BailingMoeV2_5ForCausalLM", "jaxinfer.models.bailing_linear"),
+    ("BailingMoeV3ForCausalLM", "jaxinfer.models.bailing_hybrid"),
+    ("BailingHybridForCausalLM", "jaxinfer.models.bailing_hybrid"),  # as transformers saves it
     ("AXK1ForCausalLM", "jaxinfer.models.axk1"),
     ("DbrxForCausalLM", "jaxinfer.models.dbrx"),
     ("DiffLlamaForCausalLM", "jaxinfer.models.diffllama"),
@@ -187,6 +191,7 @@ _OF_IMAGES = (
 # Models of text and images, of which the text decoder is read.
 _WITH_IMAGES = (
     "Exaone4_5_ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "KimiK25ForConditionalGeneration",

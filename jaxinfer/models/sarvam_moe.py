@@ -16,7 +16,6 @@ from jaxinfer.models import hf_config as hf
 from jaxinfer.models.base import ModelFamily
 from jaxinfer.models.experts import ExpertTensors, biased_experts, expert_specs, networks_by_layer
 from jaxinfer.models.gqa import GQA_IGNORED_TENSORS, gqa_config, gqa_param_specs
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.nn.decoder_config import DecoderSpec
 
@@ -55,7 +54,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         head_dim=hf.positive_int(config, "head_dim", _HEAD_DIM),
         theta=_THETA,
         partial_rotary=1.0,
-        windows=windows_by_layer(config, None),
         ffns=networks_by_layer(config, biased_experts(own), first=1),
     )
 

@@ -21,7 +21,6 @@ from jaxinfer.models.gqa import (
     gqa_config,
     gqa_param_specs,
 )
-from jaxinfer.models.layer_kinds import windows_by_layer
 from jaxinfer.models.names import TensorNames
 from jaxinfer.models.params import ParamSpec
 from jaxinfer.nn.decoder_config import DecoderSpec
@@ -39,7 +38,6 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         dtype,
         qkv_bias=hf.flag(config, "use_qkv_bias", False),
         qk_norm="layers" if hf.flag(config, "qk_layernorm", False) else None,
-        windows=windows_by_layer(config, None),
         partial_rotary=_PARTIAL_ROTARY,
         norms="shared" if parallel else "before",
         norm="layer",

@@ -69,9 +69,7 @@ class FeedForwardSpec(BlockSpec, Protocol):
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """The mixture of experts among whose parameters are the layer's gate_up and down, or None,
-        which is the default.
-        """
+        """The experts that the layer's gate_up and down are of. The default is None."""
         return None
 
     def with_experts(self, **fields: Any) -> Self:
@@ -171,7 +169,8 @@ class AttentionConfig(BlockSpec):
 class FeedForwardConfig(FeedForwardSpec):
     """A dense feed-forward network; ``activation`` is a name in ``ACTIVATIONS``, or "xielu", which
     has parameters. A gate is multiplied by ``gate_scale`` before it, and the output by
-    ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies.
+    ``out_scale``. ``norm`` is the epsilon of an RMS norm of what the last matrix multiplies. With
+    ``gate_cutoff`` a gate is what exceeds its mean by so many standard deviations, and else 0.
     """
 
     is_invariant_on_gpu: ClassVar[bool] = True
@@ -182,6 +181,7 @@ class FeedForwardConfig(FeedForwardSpec):
     gate_scale: float = 1.0
     out_scale: float = 1.0
     norm: float | None = None
+    gate_cutoff: float | None = None
 
     def share(self, devices: int) -> FeedForwardConfig:
         """See ``MixerSpec``."""

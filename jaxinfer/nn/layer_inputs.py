@@ -40,6 +40,9 @@ class LayerInputs(nn.Module):
         """See ``LayerInputsConfig``."""
         c = self.config
         shape = (len(token_ids), c.num_layers, c.width)
+        token_ids = jnp.where(
+            token_ids < c.num_tokens, token_ids, 0
+        )  # others have row 0 (Gemma 3n)
         own = weight(self, "embed", by_output=True).take_of(token_ids, ctx).astype(x.dtype)
         own = own * jnp.asarray(c.width**0.5, x.dtype)
         made = linear(x, weight(self, "projection"), ctx).y

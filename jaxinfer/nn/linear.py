@@ -331,6 +331,21 @@ def divided_rms_norms(
     return [(x * weight.astype(jnp.float32)).astype(own.dtype) for x, weight, own in given]
 
 
+def above_cutoff(x: jax.Array, cutoff: float, ctx: StepContext) -> jax.Array:  # [T, F]
+    """What exceeds the mean by ``cutoff`` standard deviations, and else 0; several devices have
+    equal parts of the columns.
+    """
+
+    def mean_of(y: jax.Array) -> jax.Array:  # [T, 1]
+        mean = mean_last(y, fixed=ctx.pins.invariant)
+        return mean if ctx.axis is None else jax.lax.pmean(mean, ctx.axis)
+
+    x32 = x.astype(jnp.float32)
+    mean = mean_of(x32)
+    deviation = jnp.sqrt(mean_of(jnp.square(x32 - mean)))
+    return jax.nn.relu(x32 - (mean + deviation * cutoff)).astype(x.dtype)
+
+
 @partial(jax.jit, static_argnames=("eps", "fixed"))  # the same bits outside ``jax.jit``
 def layer_norm(
     x: jax.Array,  # [..., D]

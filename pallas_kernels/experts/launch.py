@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -399,6 +400,13 @@ class QuantisedPromptConfig:
         return pair and replace(self.step, by_half=False, warpgroups=1).fits(sizes.tiled)
 
 
+def fits_span(inner: int, groups: Iterable[int], span: int) -> bool:
+    """True if spans divide the inputs, and groups divide spans and tiles or are divided by them."""
+    pairs = product(groups, (span, TILE))
+    nested = all(max(group, size) % min(group, size) == 0 for group, size in pairs)
+    return inner % span == 0 and nested
+
+
 def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
     """K steps of up to 192 inputs. Groups that are scaled one by one take registers, so with small
     groups longer steps would spill some.
@@ -408,7 +416,8 @@ def quantised_prompt_config(sizes: GemmSizes) -> QuantisedPromptConfig:
     scales = form.kind in INTEGER_KINDS and form.block == 1
     whole = sizes.form.scales_weights or scales
     spans = (3 * TILE, 2 * TILE) if whole else (2 * TILE,) if form.group >= TILE else ()
-    span = next((span for span in spans if form.inner % span == 0), TILE)
+    nested = (form.group, form.super_group or form.group)
+    span = next((span for span in spans if fits_span(form.inner, nested, span)), TILE)
     step = TiledConfig(sizes.width, span, PAIR, 2, 1, by_half=True, scales=scales)
     ups = large_launch.ups_bytes(form, step)
     stages = (SMEM_BYTES - ups) // large_launch.step_bytes(form, step)

@@ -29,10 +29,12 @@ GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)  # past a border of 64
 # of Mamba-2: among attention, beside it, in layers of one block, and alone; lightning attention
 MAMBAS = ("bamba", "falcon_h1", "nemotron_h", "mamba2", "falcon_mamba", "minimax")
-NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2", *MAMBAS)
+NAMES = ("qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS)
 # scans over chunks of 64 tokens: decays of heads, of channels
-SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", *MAMBAS])
-EACH = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "lfm2", *MAMBAS])
+SCANS = pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "bailing_hybrid", *MAMBAS])
+EACH = pytest.mark.parametrize(
+    "name", ["qwen3_5", "kimi_linear", "bailing_hybrid", "lfm2", *MAMBAS]
+)
 
 
 @cache

@@ -230,6 +230,17 @@ GEMMA4 = merged(
     hidden_size_per_layer_input=0,
     final_logit_softcapping=10.0,
 )
+GEMMA3N = merged(
+    num_hidden_layers=6,
+    head_dim=8,
+    sliding_window=7,
+    layer_types=kinds("sfs") * 2,
+    num_kv_shared_layers=3,
+    hidden_size_per_layer_input=6,
+    vocab_size_per_layer_input=64,
+    laurel_rank=5,
+    final_logit_softcapping=10.0,
+)
 GEMMA4_KEYS_TOO = merged(attention_k_eq_v=True, num_global_key_value_heads=2)
 GEMMA4_EXPERTS = merged(
     enable_moe_block=True, num_experts=5, top_k_experts=3, moe_intermediate_size=12
@@ -474,6 +485,20 @@ CASES = {
         moe_intermediate_size=8, q_lora_rank=20, num_experts=12, n_shared_experts=1,
         norm_topk_prob=False, layer_types=kinds("fll"), mlp_layer_types=kinds("ede"),
         linear_num_heads=2, linear_head_dim=16, linear_conv_kernel_dim=3),
+    "bailing_hybrid": case("bailing_hybrid", LATENT, NO_TOKENS, vocab_size=64,  # in two chunks
+        max_position_embeddings=96, head_dim=8, layer_group_size=3, routed_scaling_factor=1.5,
+        num_experts=12, n_group=4, topk_group=2, n_shared_experts=2, q_lora_rank=20,
+        kda_lower_bound=-0.4, rope_theta=1e4),
+    "bailing_hybrid_kinds": case("bailing_hybrid", LATENT, NO_TOKENS, head_dim=16, num_experts=6,
+        n_group=2, topk_group=1, n_shared_experts=1, norm_topk_prob=False, kda_safe_gate=False,
+        attention_bias=True, short_conv_kernel_size=3, layer_types=kinds("fll"),
+        mlp_layer_types=kinds("ede"), rope_theta=1e4, rope_parameters=DEEPSEEK_ROPE),
+    "gemma3n": case("gemma3n_text", SIZES, GEMMA3N, intermediate_size=[48, 40, 40, 48, 48, 40],
+        activation_sparsity_pattern=[0.9, 0.0, 0.8, 0.0, 0.0, 0.5]),
+    "gemma3n_active": case("gemma3n_text", SIZES, without(GEMMA3N, "layer_types"),
+        num_hidden_layers=7, num_kv_shared_layers=0, vocab_size_per_layer_input=96,
+        altup_num_inputs=2, altup_active_idx=1, altup_correct_scale=False, attention_bias=True,
+        hidden_activation="silu"),
     "dots1": case("dots1", SIZES, BIASED_EXPERTS, num_hidden_layers=3, head_dim=16,
         attention_bias=True, n_shared_experts=2, norm_topk_prob=True, first_k_dense_replace=1,
         sliding_window=7, max_window_layers=1),

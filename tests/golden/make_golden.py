@@ -42,6 +42,7 @@ LENGTH, GENERATED = 24, 8
 LENGTHS = {
     "qwen3_5_long": 150,
     "kimi_linear": 80,
+    "bailing_hybrid": 70,
     "bamba": 80,
     "mamba2_tied": 80,
     "falcon_mamba": 80,
@@ -56,6 +57,7 @@ SEEDS = {  # others have 0; norms of small values magnify rounding by luck of th
     "qwen3_next": 8,
     "qwen3_next_sparse_step": 8,
     "kimi_linear": 5,
+    "bailing_hybrid": 3,
     "gemma4_layer_inputs": 4,
     "gemma4_all": 4,
     "granite_hybrid": 1,
@@ -83,8 +85,11 @@ DERIVED = {
     "kimi_linear": (
         *("layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim"),
         *("linear_conv_kernel_dim", "head_dim", "qk_head_dim"),
-    )
+    ),
+    "bailing_hybrid": ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"),
 }
+# and those that it overwrites, with the widths of other heads
+GIVEN = {"bailing_hybrid_kinds": {"head_dim": 16}}
 # Architectures of published files, for which transformers has the modules of another one.
 ARCHITECTURES = {
     "sarvam_moe": "SarvamMoEForCausalLM",
@@ -208,7 +213,7 @@ def make(name: str, config: PreTrainedConfig) -> None:
         "greedy_tokens": sequence[:, length:].int().contiguous(),
     }
     architecture = ARCHITECTURES.get(name, type(model).__name__)
-    facts = {**config.to_dict(), "architectures": [architecture]}
+    facts = {**config.to_dict(), "architectures": [architecture], **GIVEN.get(name, {})}
     for key in DERIVED.get(name, ()):
         facts.pop(key, None)
     metadata = {"config": json.dumps(facts, sort_keys=True)}

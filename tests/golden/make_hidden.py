@@ -74,6 +74,7 @@ CASES = (
     "deepseek_v2",
     "deepseek_v3",
     "kimi_linear",
+    "bailing_hybrid",
     "dots1",
     "minimax_m2",
     "glm4_moe_lite",

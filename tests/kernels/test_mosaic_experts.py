@@ -212,14 +212,14 @@ def test_factors_are_loaded_before_the_matmuls(monkeypatch: pytest.MonkeyPatch) 
 
         return call
 
-    monkeypatch.setattr(step, "matmuls", noted("matmuls", step.matmuls))
+    monkeypatch.setattr(step.plgpu, "wgmma", noted("wgmma", step.plgpu.wgmma))
     for name in ("factor", "given"):
         monkeypatch.setattr(step.Step, name, noted(name, getattr(step.Step, name)))
     for tokens in (40, 200):  # sizes that no other test has traced
         args = _shapes(replace(CASES["qwen3_30b_int4_t64"], tokens=tokens))
         jax.jit(hopper.experts).trace(args)
-        assert calls.count("matmuls") >= 2
-        assert re.fullmatch("((factor )+matmuls )+", "".join(f"{name} " for name in calls))
+        assert calls.count("wgmma") >= 2
+        assert re.fullmatch("((factor )+(wgmma )+)+", "".join(f"{name} " for name in calls))
         calls.clear()
 
 

@@ -13,7 +13,8 @@ from jaxinfer.text.tokenizer_config import TokenizerSpec
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizers"
 VECTORS = DATA / "vectors"
-GOLDEN_CHAT = Path(__file__).parents[1] / "golden" / "data" / "chat.json.gz"
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+GOLDEN_CHAT = GOLDEN / "chat.json.gz"
 
 TINY_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
 TINY_BOS_ID, TINY_EOS_ID = 256, 257

@@ -70,6 +70,7 @@ _FACTORS = {
 _CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 READ_BY = {
     "gemma3": {"query_pre_attn_scalar", "sliding_window_pattern"},
+    "gemma3n": {"final_logit_softcapping", "query_pre_attn_scalar"},
     "gemma4": {"final_logit_softcapping"},
     "gemma4_all": {"final_logit_softcapping", "num_experts", "moe_intermediate_size"},
     "gemma4_unified": {"final_logit_softcapping"},
@@ -100,6 +101,7 @@ READ_BY = {
     "deepseek_v2": {"moe_intermediate_size"},
     "deepseek_v3": {"moe_intermediate_size"},
     "kimi_linear": {*_COUNTS, "moe_intermediate_size"},
+    "bailing_hybrid": {*_COUNTS, "moe_intermediate_size"},
     "dots1": {"moe_intermediate_size", "num_local_experts"},
     "minimax_m2": {*_COUNTS, "use_qk_norm"},
     "glm4_moe_lite": {"moe_intermediate_size", "num_local_experts"},

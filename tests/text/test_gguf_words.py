@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import unicodedata
 from typing import Any
@@ -14,6 +15,7 @@ from jaxinfer.text.gguf_words import WORD_RULES
 from jaxinfer.text.tokenizer import load_tokenizer
 from kit.tokenizers import (
     DATA,
+    GOLDEN,
     TINY_BOS_ID,
     gguf_spec_of,
     kitoken_inputs,
@@ -62,7 +64,7 @@ def tiny(pre: str, **more: Any) -> tokenizers.Tokenizer:
     return load_tokenizer(spec)._tokenizer
 
 
-@pytest.mark.parametrize("pre", WORD_RULES)
+@pytest.mark.parametrize("pre", BY_NAME)
 def test_words_are_those_of_the_published_tokenizer(pre: str) -> None:
     published = BY_NAME[pre]
     ours = tiny(pre)
@@ -107,6 +109,18 @@ EXAMPLE = "don't abc123456 Été e\u0301a \n\nHTTPServer/\n 中文字か?!x"
         ("deepseek-v3", "don|'t| abc|123|456| Été| e\u0301a| \n\n|HTTPServer|/\n| |中文字か|?!|x"),
         ("kimi-k2", "don't| abc|123|456| Été| e\u0301a| \n\n|HTTPServer|/\n| |中文字|か|?!|x"),
         ("gpt-4o", "don't| abc|123|456| Été| e\u0301a| \n\n|HTTPServer|/\n| 中文字か|?!|x"),
+        (
+            "youtu",
+            "don't| abc|1|2|3|4|5|6| Été| e\u0301a| \n\n|HTTPServer|/\n| |中文字か|?!|x",
+        ),
+        (
+            "tiny_aya",
+            "don't| abc|123|456| Été| e\u0301a| \n\n|HTTPServer|/\n| 中文字か|?!|x",
+        ),
+        (
+            "afmoe",
+            "don|'t| abc|123|456| Été| e\u0301a| \n\n|HTTPServer|/\n| |中文字か|?!|x",
+        ),
         ("tekken", "don|'t| abc|1|2|3|4|5|6| Été| e\u0301a| \n\n|HTTPServer|/\n| 中文字か|?!|x"),
     ],
 )
@@ -114,17 +128,55 @@ def test_words_of_an_example(pre: str, expected: str) -> None:
     assert "|".join(words(tiny(pre), EXAMPLE)) == expected
 
 
+# What tests/golden/make_gguf_words.py has written, and the texts in which llama.cpp approximates.
+LLAMA_CPP = json.loads(gzip.decompress((GOLDEN / "gguf_words.json.gz").read_bytes()))
+_MARKS, _CAPITALS = r"\p{M}", "[a-z][A-Z]"
+APPROXIMATED = {
+    "gpt-4o": _MARKS,
+    "llama4": _MARKS,
+    "kanana2": _MARKS,
+    "talkie": _MARKS,
+    "minimax-m2": _MARKS,
+    "tekken": _MARKS,
+    "pixtral": "",
+    "kimi-k2": f"{_MARKS}|{_CAPITALS}",
+    "tiny_aya": _CAPITALS,
+    "cohere2moe": _CAPITALS,
+    "youtu": _CAPITALS,
+    "deepseek-llm": "\\p{N}{2}|\u3000",
+    "deepseek-coder": "\u3000",
+    "superbpe": "[\u0660-\u0669]",
+}
+
+
 @pytest.mark.parametrize("pre", WORD_RULES)
-def test_whole_words_as_published(pre: str) -> None:
-    """Where the published tokenizer ignores merges, a word of the vocabulary is one token."""
+def test_words_are_those_of_llama_cpp(pre: str) -> None:
+    """But where llama.cpp approximates the model's rules, or the model's text is normalised."""
+    tokenizer, exceptions = tiny(pre), APPROXIMATED.get(pre)
+    differ: set[bool] = set()
+    expected = LLAMA_CPP["words"][LLAMA_CPP["rules"][pre]["words"]]
+    for text, lengths in zip(LLAMA_CPP["texts"], expected, strict=True):
+        found = [len(word.encode()) for word in words(tokenizer, text)]
+        if exceptions is not None and regex.search(exceptions, text):
+            differ.add(found != lengths)
+        elif not (WORD_RULES[pre].nfc and not unicodedata.is_normalized("NFC", text)):
+            assert found == lengths, text
+    assert exceptions is None or True in differ
+
+
+@pytest.mark.parametrize("pre", WORD_RULES)
+def test_whole_words(pre: str) -> None:
+    """A word of the vocabulary is one token if the model, or else llama.cpp, ignores merges."""
+    whole = BY_NAME.get(pre, {}).get("ignore_merges", LLAMA_CPP["rules"][pre]["whole_words"])
+    whole |= pre == "llama4"  # converted from tiktoken's form, by transformers' TikTokenConverter
     ids = load_tokenizer(tiny_gguf_spec(pre, "abc")).encode("abc")
-    assert ids == ([261] if BY_NAME[pre]["ignore_merges"] else [97, 98, 99])
+    assert ids == ([261] if whole else [97, 98, 99])
 
 
 @pytest.mark.parametrize("pre", WORD_RULES)
 def test_bos_is_added_as_by_llama_cpp(pre: str) -> None:
     """llama-vocab.cpp sets ``add_bos`` for Llama 3 and tekken; metadata wins."""
-    by_default = pre in {"llama-bpe", "llama3", "llama-v3", "tekken", "pixtral"}
+    by_default = LLAMA_CPP["rules"][pre]["add_bos"]
     for said, is_added in ((None, by_default), (True, True), (False, False)):
         more = {} if said is None else {"add_bos_token": said}
         spec = gguf_spec_of(tiny_tokenizer_spec(), pre, bos_token_id=TINY_BOS_ID, **more)

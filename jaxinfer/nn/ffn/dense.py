@@ -22,6 +22,7 @@ from jaxinfer.nn.decoder_config import FeedForwardConfig
 from jaxinfer.nn.linear import (
     Norm,
     Stream,
+    above_cutoff,
     block_output,
     divided_rms_norm,
     linear,
@@ -50,7 +51,7 @@ class FeedForward(nn.Module):
         bias = param(self, f"{name}_bias") if c.bias else None
         gelu = c.activation == "gelu_tanh" and w.is_dense
         swiglu = c.gated and (c.activation == "silu" or gelu) and not c.bias  # in one kernel
-        swiglu = swiglu and c.gate_scale == c.out_scale == 1.0
+        swiglu = swiglu and c.gate_scale == c.out_scale == 1.0 and c.gate_cutoff is None
         swiglu = swiglu and not ctx.uses("mlp_pre", "mlp_linear")
         # for one token ``norm_gemm`` has a kernel
         fused = swiglu and not ctx.uses("mlp_post") and len(stream.x) > 1 and c.norm is None
@@ -69,6 +70,7 @@ class FeedForward(nn.Module):
         if c.gated and not swiglu:
             gate, up = jnp.split(hidden, 2, axis=-1)
             gate = gate if c.gate_scale == 1.0 else gate * c.gate_scale
+            gate = gate if c.gate_cutoff is None else above_cutoff(gate, c.gate_cutoff, ctx)
             hidden = activation(ctx.at("mlp_pre", gate)) * ctx.at("mlp_linear", up)
         elif not c.gated:
             hidden = activation(ctx.at("mlp_pre", hidden))

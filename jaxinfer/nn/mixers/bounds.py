@@ -88,7 +88,9 @@ def delta_bytes(config: DeltaConfig, step: StepShape) -> int:
     between = channels * x.dtype.itemsize + gates * float32.itemsize
     sliced = (channels + config.values) * x.dtype.itemsize
     expanded = 0  # and joined, and those of prompts after decode rows
-    if config.gate_rank is not None:
+    if config.decay_floor is not None:
+        expanded = 2 * gates * float32.itemsize
+    elif config.gate_rank is not None:
         expanded = 2 * (gates + config.values) * x.dtype.itemsize
     return conv + delta + tokens * (between + sliced + expanded)
 

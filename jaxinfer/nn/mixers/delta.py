@@ -88,6 +88,9 @@ class Delta(nn.Module):
     def _with_gates(self, qkvz: jax.Array, ba: jax.Array, ctx: StepContext) -> _Tokens:
         """The tokens, with gates expanded from their latents."""
         c, rank = self.config, self.config.gate_rank
+        if c.decay_floor is not None:
+            assert rank is None
+            return _Tokens(qkvz, _bounded(ba, param(self, "decay"), c), None)
         if rank is None:
             return _Tokens(qkvz, ba, None)
         b, of_decay, of_output = jnp.split(ba, (-2 * rank, -rank), axis=1)
@@ -130,7 +133,7 @@ class Delta(nn.Module):
             gates=tokens.gates,
             z=z,
             conv=param(self, "conv"),
-            decay=param(self, "decay").reshape(-1),
+            decay=self._decays(),
             norm=param(self, "head_norm"),
             states=state["delta"],
             convs=state["conv"],
@@ -187,8 +190,7 @@ class Delta(nn.Module):
         conv = ShortConvArgs(x=qkvz, weights=param(self, "conv"), kept=state["conv"], **indices)
         mixed, convs = short_conv(conv, ctx.pinned("short_conv"))
         q, k, v = jnp.split(mixed, (c.keys, 2 * c.keys), axis=1)
-        decay = param(self, "decay").reshape(-1)
-        beta, log_decay = betas_and_decays(given.gates, decay, c.num_v_heads)
+        beta, log_decay = betas_and_decays(given.gates, self._decays(), c.num_v_heads)
         beta = beta if c.beta_scale == 1 else beta * c.beta_scale
         args = DeltaPrefillArgs(
             q=(unit(q.reshape(tokens, -1, c.k_dim)) * c.k_dim**-0.5).astype(qkvz.dtype),
@@ -206,9 +208,32 @@ class Delta(nn.Module):
         out = out.reshape(tokens, -1).astype(qkvz.dtype)
         return out, {"delta": states, "conv": convs}
 
+    def _decays(self) -> jax.Array:  # float32[V + G]
+        """Logarithms of the rates, and biases of the steps: none where gates are bounded."""
+        decay = param(self, "decay").reshape(-1)
+        return decay if self.config.decay_floor is None else jnp.zeros_like(decay)
+
     def _split(self, tokens: _Tokens) -> tuple[jax.Array, jax.Array]:  # [T, C], [T, V * Dv]
         """The channels of the convolution, and the gate of the output."""
         if tokens.z is not None:
             return tokens.qkvz, tokens.z
         channels = sum(self.config.channels.widths)
         return tokens.qkvz[:, :channels], tokens.qkvz[:, channels:]
+
+
+def _bounded(
+    gates: jax.Array,  # [T, V + G]
+    decay: jax.Array,  # float32[V + G]
+    config: DeltaConfig,
+) -> jax.Array:  # float32[T, V + G]
+    """The gates for which the ops, whose decay is exp(-softplus(gate)) with rates of 1 and without
+    biases, have the bounded one: the inverse of a softplus of the bound times a sigmoid.
+    """
+    heads, floor = config.num_v_heads, config.decay_floor
+    assert floor is not None
+    gates, rates = gates.astype(jnp.float32), jnp.exp(decay[:heads])
+    steps = (gates[:, heads:] + decay[heads:]).reshape(len(gates), heads, -1)
+    size = -floor * jax.nn.sigmoid(rates[:, None] * steps).reshape(len(gates), -1)
+    size = jnp.maximum(size, jnp.finfo(jnp.float32).tiny)  # of which the logarithm is finite
+    inverse = size + jnp.log(-jnp.expm1(-size))
+    return jnp.concatenate((gates[:, :heads], inverse), axis=1)

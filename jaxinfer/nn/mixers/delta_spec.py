@@ -28,8 +28,10 @@ class DeltaConfig(MixerSpec):
     the epsilon of the norm of each head's output, which is multiplied by ``gate_act`` of a gate.
     ``decay`` is of a head, or of each channel: a row of the head's state (Kimi Linear: 2025,
     arXiv:2510.26692). With ``gate_rank`` the gates of the decay and of the output are expanded from
-    two latents of that width. The strength of a correction, a sigmoid, is multiplied by
-    ``beta_scale``: with 2 a state may have negative eigenvalues (arXiv:2411.12537).
+    two latents of that width. With ``decay_floor`` the logarithm of a decay is that negative bound
+    times a sigmoid, instead of the rate times a softplus (Ling 3). The strength of a correction, a
+    sigmoid, is multiplied by ``beta_scale``: with 2 a state may have negative eigenvalues
+    (arXiv:2411.12537).
     """
 
     is_invariant: ClassVar[bool] = True
@@ -42,6 +44,7 @@ class DeltaConfig(MixerSpec):
     decay: Literal["head", "channel"] = "head"
     gate_act: Literal["silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
+    decay_floor: float | None = None
     beta_scale: float = 1.0
 
     @property

@@ -9,6 +9,7 @@ of the queries' latent, K width of keys without rope (``nope_dim``), V width of 
       or    [D, N * (K + R) + C + R]  if queries have no latent
     kv_norm [C]                       kv_b/k [N * K, C]   kv_b/v [N * V, C]
     o       [N * V, D]                o_bias [D]   q_kv_a_bias [Q + C + R], of the last columns
+    head_gate [D, N] with gates of the heads' outputs
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.linear import Norm, Stream, block_output, linear
-from jaxinfer.nn.mixers.heads import growth_factors
+from jaxinfer.nn.mixers import heads as on_heads
 from jaxinfer.nn.mixers.latent_spec import POOLS, LatentAttentionConfig
 from jaxinfer.nn.state import LayerArrays
-from jaxinfer.nn.weight import param, weight
+from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.kv_append.xla import written
 from pallas_kernels.latent_decode.api import LatentDecodeArgs, latent_decode
 from pallas_kernels.latent_prefill.api import LatentPrefillArgs, latent_prefill
@@ -67,19 +68,26 @@ class LatentAttention(nn.Module):
     ) -> tuple[jax.Array, PlainOutput, LayerArrays | None]:
         """See ``mixers.attention.Attention``."""
         c = self.config
-        stream, tokens = self._projected(stream, norm, ctx)
+        stream, tokens, gates = self._projected(stream, norm, ctx)
         kv_b = _Expansion(**param(self, "kv_b"))
         out, state = _attend(tokens, kv_b, state, ctx, c, only)
+        if gates is not None:
+            own = gates if only is None else take_rows(gates, only)
+            out = on_heads.gated(out, own[..., None], "sigmoid")
         out = ctx.at("z", out)
         x = stream.x if only is None else stream.take(only)
         bias = param(self, "o_bias") if c.bias else None
         out = out.reshape(len(out), -1)
         return x, block_output(out, weight(self, "o"), ctx, bias=bias), state
 
-    def _projected(self, stream: Stream, norm: Norm, ctx: StepContext) -> tuple[Stream, _Tokens]:
-        """The stream with its delta added, and the queries and entries of its tokens."""
+    def _projected(
+        self, stream: Stream, norm: Norm, ctx: StepContext
+    ) -> tuple[Stream, _Tokens, jax.Array | None]:  # the gates [T, N]
+        """The stream with its delta added, queries and entries of its tokens, gates of heads."""
         c, all_heads = self.config, self.config.num_heads * self.config.head_dim
-        both, stream, _ = linear(stream, weight(self, "q_kv_a"), ctx, norm=norm)
+        w = weight(self, "q_kv_a")
+        both, stream, h = linear(stream, w, ctx, norm=norm, keep=c.head_gate)
+        gates = linear(h, weight(self, "head_gate"), ctx).y if c.head_gate else None
         if c.bias:
             both = both + jnp.pad(param(self, "q_kv_a_bias"), (both.shape[1] - c.bias_dim, 0))
         width = both.shape[1] - c.entry_dim
@@ -94,14 +102,14 @@ class LatentAttention(nn.Module):
         latents = latents if c.latent_scale == 1 else latents * c.latent_scale
         q = q.reshape(len(q), c.num_heads, c.head_dim)
         if c.growth is not None:
-            q = q * growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
+            q = q * on_heads.growth_factors(c.growth, ctx.positions, q.dtype)[:, None, None]
         if c.rope is None:
-            return stream, _Tokens(q, jnp.concatenate((latents, kv[:, c.rank :]), axis=1))
+            return stream, _Tokens(q, jnp.concatenate((latents, kv[:, c.rank :]), axis=1)), gates
         angles = ctx.angles[0]
         k_rope = _rotated(kv[:, None, c.rank :], angles, interleaved=c.interleaved)[:, 0]
         q_rope = _rotated(q[..., c.nope_dim :], angles, interleaved=c.interleaved)
         q = jnp.concatenate((q[..., : c.nope_dim], q_rope), axis=2)
-        return stream, _Tokens(q, jnp.concatenate((latents, k_rope), axis=1))
+        return stream, _Tokens(q, jnp.concatenate((latents, k_rope), axis=1)), gates
 
 
 def _rotated(

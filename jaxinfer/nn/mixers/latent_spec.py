@@ -31,7 +31,8 @@ class LatentAttentionConfig(BlockSpec):
     the norms of latents. With ``interleaved`` component 2i is rotated with 2i + 1, else i with i +
     rope_dim / 2. ``scale`` multiplies scores. With ``bias`` the projections from and to the
     residual stream have biases, but for queries without a latent. Queries may grow with the
-    position. ``latent_scale`` multiplies the latents of keys and values. ``page_dtype`` is that of
+    position. ``latent_scale`` multiplies the latents of keys and values. With ``head_gate`` a
+    sigmoid of the token multiplies the output of each head. ``page_dtype`` is that of
     pages (None: the decoder's); 8 bits are those of latents alone
     (``pallas_kernels.lib.latent_pages``).
     """
@@ -50,6 +51,7 @@ class LatentAttentionConfig(BlockSpec):
     bias: bool = False
     growth: QueryGrowth | None = None
     latent_scale: float = 1.0
+    head_gate: bool = False
     page_dtype: jnp.dtype | None = None
 
     @property

@@ -225,6 +225,7 @@ class Step:
     scratch: Any  # x_smem, values_smem, parts_smem, perhaps sums_given_smem
     # float32 scalars by result and segment: the scales of blocks of outputs
     block_scales: Sequence[Sequence[jax.Array]] = field(default=(), kw_only=True)
+    loaded: dict[tuple[int, int], list[jax.Array]] = field(default_factory=dict, kw_only=True)
 
     @property
     def scales_weights(self) -> bool:
@@ -300,13 +301,24 @@ class Step:
         row = self.row(sizes.group, segment)
         scale = self.factor(parts.scales, result, row)
         offset = self.factor(parts.offsets, result, row) if sizes.offsets else None
-        if sizes.super_group:
-            count = 1 + sizes.offsets  # of supers in a group
+        if not sizes.super_group:
+            return scale * divisor(sizes.kind), offset
+        large, *more = self.supers(result, segment)
+        return scale * large, None if offset is None else offset * more[0]
+
+    def supers(self, result: int, segment: int) -> list[jax.Array]:  # float32[64] each
+        """What multiplies a segment's scales, and its offsets if there are any; loaded once for all
+        segments that share them.
+        """
+        sizes = self.spec.sizes
+        place = result, segment * self.spec.segment // sizes.super_group
+        if place not in self.loaded:
+            count = 1 + sizes.offsets
             row = self.row(sizes.super_group, segment) * count
-            scale *= self.factor(parts.supers, result, row)
-            if offset is not None:
-                offset *= self.factor(parts.supers, result, row + 1)
-        return scale * divisor(sizes.kind), offset
+            part = self.scratch.parts_smem.supers
+            scale, *more = (self.factor(part, result, row + i) for i in range(count))
+            self.loaded[place] = [scale * divisor(sizes.kind), *more]
+        return self.loaded[place]
 
     def tile(self, result: int, index: int, zero: jax.Array | float) -> jax.Array:
         """A tile's values minus ``zero`` as an operand, bfloat16[64, 64]."""
