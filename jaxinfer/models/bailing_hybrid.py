@@ -83,7 +83,7 @@ def _one_name_each(config: Mapping[str, Any]) -> Mapping[str, Any]:
     norm = "moe_renormalize" if "moe_renormalize" in config else "norm_topk_prob"
     values: dict[str, Any] = {
         "max_position_embeddings": hf.positive_int(config, length),
-        "norm_topk_prob": hf.flag_or_null(config, norm, True),
+        "norm_topk_prob": hf.flag(config, norm, True),
     }
     for name, saved in _SAVED.items():
         one, other = config.get(name), config.get(saved)
