@@ -125,6 +125,17 @@ def test_compiles_for_hopper_without_spills(name: str) -> None:
         assert code.shared_bytes <= HOPPER_SHARED_BYTES, f"{call}: {code}"
 
 
+@pytest.mark.nightly
+def test_all_tiles_have_one_kind_of_instruction() -> None:
+    """Others of the tensor cores could add the products of a row in another order."""
+    recorder = Recorder()
+    with in_place_of_triton_call(recorder):
+        for name in ("few rows", "many rows", "few rows, swiglu", "many rows, swiglu", "logits"):
+            CALLS[name]()
+    assert len(recorder.calls) == 5
+    assert {compile_call(call).matmuls for call in recorder.calls} == {frozenset({"m64k16"})}
+
+
 def test_decode_rows_and_prompts_have_one_tile() -> None:
     """The parameters that order a token's sums are equal in both launches."""
     recorder = Recorder()

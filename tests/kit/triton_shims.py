@@ -276,6 +276,7 @@ class MachineCode:
     registers: int
     spilled_bytes: int  # stores and loads of spilled registers
     shared_bytes: int
+    matmuls: frozenset[str]  # M and K of the tensor cores' instructions: "m64k16"
 
 
 def compile_call(call: KernelCall) -> MachineCode:
@@ -306,7 +307,9 @@ def compile_call(call: KernelCall) -> MachineCode:
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=HOPPER, options=dict(call.options))
     assert compiled.asm["cubin"]
-    return MachineCode(*_registers_and_spills(report.getvalue()), compiled.metadata.shared)
+    found = re.findall(r"\bw?g?mma\S*\.(m\d+)n\d+(k\d+)", compiled.asm["ptx"])
+    shapes = frozenset("".join(shape) for shape in found)
+    return MachineCode(*_registers_and_spills(report.getvalue()), compiled.metadata.shared, shapes)
 
 
 def _registers_and_spills(report: str) -> tuple[int, int]:

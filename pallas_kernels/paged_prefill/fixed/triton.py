@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.lib.numerics import power_of_two
+from pallas_kernels.lib.rows_triton import row_of_tile
 from pallas_kernels.paged_prefill.fixed import launch as fixed_launch
 from pallas_kernels.paged_prefill.launch import STARTS_TILE
 from pallas_kernels.paged_prefill.ref import PrefillArgs
@@ -163,19 +164,13 @@ def _attend(
         count = tl.minimum(length, 1)
         position = length - 1
     else:
-        # as in ``triton``: row r has the tiles from query_start_loc[r] // TOKENS + r on
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
-        rows = tl.arange(0, STARTS_TILE)
-        starts = tl.load(query_start_loc + rows, mask=rows < num_starts, other=num_tokens)
-        owned = (starts // TOKENS + rows <= tile) & (rows < num_starts)
-        row = tl.sum(owned.to(tl.int32), 0) - 1
-        row_start = tl.load(query_start_loc + row)
-        is_row = row + 1 < num_starts  # False for padding
-        row_end = tl.load(query_start_loc + row + 1, mask=is_row, other=num_tokens)
-        first_token = row_start + (tile - row_start // TOKENS - row) * TOKENS
+        row, _, row_end, first_token = row_of_tile(  # type: ignore[misc]
+            tile, query_start_loc, num_tokens, num_starts, STARTS_TILE, TOKENS
+        )
         if first_token >= row_end:
             return
-        length = tl.load(seq_lens + row, mask=is_row, other=0)
+        length = tl.load(seq_lens + row, mask=row + 1 < num_starts, other=0)  # 0: padding
         count = tl.minimum(row_end - first_token, TOKENS)
         position = length - (row_end - first_token)  # of the first query in its context
     end = position + count
