@@ -98,8 +98,10 @@ class Bench:
         settings = self.settings(config, **{"enable_prefix_caching": False, **more})
         if config == self.config:
             settings.setdefault("max_model_len", self.work.max_model_len)
-            limits = plan_engine(engine_config(None, settings)).program.limits
-            settings.setdefault("num_pages", self.work.num_pages(limits))
+        planned = plan_engine(engine_config(None, settings)).program
+        self.model = planned.model.whole  # ``llm.model`` would copy what several devices hold
+        if config == self.config:
+            settings.setdefault("num_pages", self.work.num_pages(planned.limits))
         if self._engine is None or self.used != settings:
             self._engine = None
             gc.collect()
@@ -155,7 +157,7 @@ def tpot(bench: Bench) -> Iterator[Row]:
     """TPOT by batch, and at a long context next to the prediction from the shorter one."""
     work, config = bench.work, bench.config
     llm, experts = bench.engine(config)
-    prompts, costs = bench.prompts(config), costs_of(llm.model.model)
+    prompts, costs = bench.prompts(config), costs_of(bench.model)
     floor, short = floor_of(costs), dict[int, float]()
     for batch in work.tpot_batches:
         samples = cases.tpot_ms(llm, prompts(batch, work.tpot_input), work.repeats)
@@ -180,7 +182,7 @@ def ttft(bench: Bench) -> Iterator[Row]:
     """TTFT of a single prompt by its length, in an engine that could hold a full batch."""
     work, config = bench.work, bench.config
     llm, experts = bench.engine(config)
-    prompts, costs = bench.prompts(config), costs_of(llm.model.model)
+    prompts, costs = bench.prompts(config), costs_of(bench.model)
     floor = floor_of(costs)
     for length in work.ttft_inputs:
         samples = cases.ttft_ms(llm, prompts(1, length)[0], work.repeats)
@@ -198,7 +200,7 @@ def offline(bench: Bench) -> Iterator[Row]:
 
 def _offline(bench: Bench, llm: LLM, config: Path, sampling: str, case: str) -> Row:
     count, tokens_in, tokens_out = bench.work.offline
-    prompts, costs = bench.prompts(config)(count, tokens_in), costs_of(llm.model.model)
+    prompts, costs = bench.prompts(config)(count, tokens_in), costs_of(bench.model)
     floor = floor_of(costs)
     samples = cases.offline_tok_s(llm, prompts, SAMPLINGS[sampling], tokens_out, bench.work.repeats)
     most = floor and count * tokens_out / floor.generate(
@@ -211,7 +213,7 @@ def gpt2(bench: Bench) -> Iterator[Row]:
     """A small model, limited by the host: speeds, and the share of time the device computes."""
     work, config = bench.work, bench.gpt2_config
     llm, _ = bench.engine(config)
-    single, floor = bench.prompts(config)(1, work.gpt2_input), floor_of(costs_of(llm.model.model))
+    single, floor = bench.prompts(config)(1, work.gpt2_input), floor_of(costs_of(bench.model))
     many, tokens_out = bench.prompts(config)(*work.offline[:2]), work.offline[2]
     samples = cases.tpot_ms(llm, single, work.repeats)
     least = _decode_floor_ms(floor, 1, work.gpt2_input)

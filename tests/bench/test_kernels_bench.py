@@ -25,10 +25,11 @@ def _op(name: str) -> KernelOp:
 
 
 def _of_arrays(op: KernelOp, case: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """The last implementation as a function of the arrays of a case, and these arrays."""
+    """XLA's implementation as a function of the arrays of a case, and these arrays."""
     inputs = kernels.on_device(op.build(case, 0))
     arrays, structure = arrays_of(inputs.args)
-    fn = partial(op.impls[-1].fn, **inputs.static)
+    (xla,) = [impl for impl in op.impls if impl.name == "xla"]
+    fn = partial(xla.fn, **inputs.static)
     return lambda *x: fn(*structure.unflatten(x)), arrays
 
 
@@ -64,10 +65,10 @@ def test_calls_that_feed_nothing_all_run() -> None:
     case = next(case for case in op.cases if case.name == "smollm2_qkv_t1")
     (xla,) = [impl for impl in op.impls if impl.name == "xla"]
     inputs = op.build(case, 0)
-    x, w = map(jnp.asarray, jax.tree.leaves(inputs.args))
+    x, w, bias = map(jnp.asarray, jax.tree.leaves(inputs.args))
 
     def function(x: jax.Array, w: jax.Array) -> jax.Array:
-        return xla.fn(GemmArgs(x=x, w=w))
+        return xla.fn(GemmArgs(x=x, w=w, bias=bias))
 
     arguments = ([{}], [{1: w}], {0: x})
     _, kept = kernels.chained(op, function, 3)(*arguments)

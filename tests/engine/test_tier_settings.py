@@ -14,7 +14,7 @@ from jaxinfer.core.config import EngineConfig
 from jaxinfer.core.errors import ConfigError
 from jaxinfer.engine.start.tiers import check_tiers, free_host_bytes
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.tier_memory import tier_memory, tier_save_bytes
+from jaxinfer.exec.compile.tier_memory import NUM_TIER_BLOCKS, block_bytes, tier_memory
 from kit.engines import tiny_limits
 from kit.tiny_models import tiny_model
 
@@ -99,10 +99,11 @@ def test_free_memory_of_the_host(tmp_path: Path) -> None:
     assert free_host_bytes(tmp_path / "none") > 1 << 60
 
 
-def test_a_step_saves_all_that_it_evicts() -> None:
-    """Else pages of long prompts would be evicted before they are saved."""
+def test_memory_for_what_steps_overwrite() -> None:
+    """Two steps are in flight, and each saves the pages that it writes to."""
     own = program()
     limits, page_bytes = own.limits, own.limits.page_size * own.model.state.bytes_per_entry[0]
-    evicted = limits.max_num_batched_tokens // limits.page_size * page_bytes
-    assert evicted < tier_save_bytes(own) < 2 * evicted + limits.max_num_seqs * page_bytes
-    assert tier_memory(own) > 2 * tier_save_bytes(own), "two steps are in flight"
+    pages = limits.max_num_batched_tokens // limits.page_size + limits.max_num_seqs
+    blocks = (NUM_TIER_BLOCKS + 2) * block_bytes(own)
+    assert block_bytes(own) >= page_bytes
+    assert tier_memory(own) == blocks + 2 * pages * page_bytes

@@ -27,7 +27,7 @@ from jaxinfer.core.tiers import SNAPSHOTS, CostModel
 from jaxinfer.engine.start.plan import EnginePlan
 from jaxinfer.exec.compile.memory_plan import shown
 from jaxinfer.exec.compile.program import Program
-from jaxinfer.exec.compile.tier_memory import tier_save_bytes
+from jaxinfer.exec.compile.tier_memory import block_bytes
 from jaxinfer.exec.run.copy_stream import CudaCopyStream
 from jaxinfer.exec.run.cuda_driver import registered_memory
 from jaxinfer.exec.run.executor import Executor
@@ -204,7 +204,7 @@ def begin_tiers(
         }
 
     policy = policy_of(mover.forms, cost, offloads=config.preemption == "offload")
-    policy = replace(policy, most_save_bytes=tier_save_bytes(plan.program))
+    policy = replace(policy, most_save_bytes=block_bytes(plan.program))
     return TierRunner(mover, connector, policy, sizes)
 
 
@@ -249,8 +249,7 @@ def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostMod
     step = max(0.0, short - few * each)
 
     seconds = _least_seconds(mover.copy_to_sink)
-    overlaps = isinstance(mover, DeviceMover)
-    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9), overlaps)
+    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9))
 
 
 def _run(executor: Executor, bucket: Bucket) -> None:
