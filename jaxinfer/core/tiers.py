@@ -64,7 +64,8 @@ class CostModel(msgspec.Struct, frozen=True):
     """The seconds of steps and copies, by straight lines that a start has fitted.
 
     ``step_seconds`` and ``token_seconds``: of a step, and of each prompt token in it.
-    ``bytes_per_second``: of units that are restored, from the tier to the device's pages.
+    ``load_seconds`` and ``bytes_per_second``: of a load, and of the units that are restored, from
+    the tier to the device's pages.
     ``overlaps``: units are copied while the device computes, so a request may compute its first
     tokens at the same time. Not with a GPU's mover: its blocks are unpacked between two steps, so
     at 16,384 tokens of Qwen3-4B this took 167 ms (an H200), the copies alone 60.
@@ -74,6 +75,7 @@ class CostModel(msgspec.Struct, frozen=True):
     token_seconds: float = 1.0
     bytes_per_second: float = 1e9
     overlaps: bool = False
+    load_seconds: float = 0.0
 
     def computing(self, num_tokens: int, chunk: int) -> float:
         """Seconds to compute so many prompt tokens, ``chunk`` at a time."""
@@ -81,7 +83,7 @@ class CostModel(msgspec.Struct, frozen=True):
 
     def copying(self, num_bytes: int) -> float:
         """Seconds to restore so many bytes."""
-        return num_bytes / self.bytes_per_second
+        return self.load_seconds + num_bytes / self.bytes_per_second
 
 
 class TierPolicy(msgspec.Struct, frozen=True):

@@ -21,12 +21,15 @@ class Moves:
     """The orders of one call while it builds them; and the keys that tiers have.
 
     ``evicted``: pages that are saved before a step or a load writes to them, the first one first.
-    A prompt takes all of its pages when it is admitted, so this may be long before.
+    A prompt takes all of its pages when it is admitted, so this may be long before. ``held``: loads
+    of earlier calls that wait until the pages to which they write are saved.
     """
 
-    def __init__(self, keys: Map[bytes, None], evicted: tuple[Evicted, ...]) -> None:
+    def __init__(
+        self, keys: Map[bytes, None], evicted: tuple[Evicted, ...], held: tuple[Load, ...]
+    ) -> None:
         self.keys: Map[bytes, None] = keys
-        self.evicted = evicted
+        self.evicted, self.held = evicted, held
         self.saves: list[TierUnit] = []
         self.offloads: dict[bytes, TierUnit] = {}  # saves of preempted sequences, by key
         self.loads: list[Load] = []
@@ -56,7 +59,7 @@ class Moves:
 
     def reset(self, *, keeps_keys: bool) -> None:
         """Order nothing that concerns the device's pages, whose content is lost."""
-        self.evicted = ()
+        self.evicted = self.held = ()
         self.saves.clear()
         self.offloads.clear()
         self.loads.clear()

@@ -18,7 +18,7 @@ from jaxinfer.core.errors import ConfigError, EngineError
 from jaxinfer.core.limits import Limits
 from jaxinfer.core.request import FinishReason
 from jaxinfer.core.step import Bucket, StepPlan, TokenEvent, choices
-from jaxinfer.core.tiers import NO_ORDERS, SNAPSHOTS, TierOrders, TierPolicy, TierUnit, key_in
+from jaxinfer.core.tiers import NO_ORDERS, SNAPSHOTS, Load, TierOrders, TierPolicy, TierUnit, key_in
 from jaxinfer.sched.moves import Evicted, Moves
 from jaxinfer.sched.pages import IndexChange, PagePool, PageWriter, new_pools
 from jaxinfer.sched.sequence import NO_SLOT, Order, Sequence
@@ -48,6 +48,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     tier_keys: Map[bytes, None] = Map()  # of units that can be loaded
     num_restored_tokens: int = 0  # since the start, at the first admission of each request
     evicted: tuple[Evicted, ...] = ()  # see ``Moves``
+    held_loads: tuple[Load, ...] = ()
 
     @property
     def num_unfinished(self) -> int:
@@ -156,7 +157,7 @@ class Draft:
         self.free_slots = list(state.free_slots)
         self.num_live_pages = list(state.num_live_pages)
         self.tiers = state.tiers
-        self.moves = Moves(state.tier_keys, state.evicted)
+        self.moves = Moves(state.tier_keys, state.evicted, state.held_loads)
         self.num_restored_tokens = state.num_restored_tokens
         self._open_pools(state.pools)
         self.has_windows = any([group.window is not None for group in self.limits.groups])
@@ -194,6 +195,7 @@ class Draft:
             self.moves.keys,
             self.num_restored_tokens,
             self.moves.evicted,
+            self.moves.held,
         )
 
     def add_buckets(self, loaded: Iterable[Bucket]) -> None:

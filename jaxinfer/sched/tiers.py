@@ -10,6 +10,7 @@ same time, it may compute the first of these tokens itself while the others are 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -197,8 +198,9 @@ def restored(seq: Sequence, own: Restoring) -> Sequence:
 
 
 def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
-    """Save what this call's step and loads overwrite; and, within the policy's bytes, pages that
-    were evicted, then pages and snapshots that are evicted next, below the watermark.
+    """Save what this call's step overwrites; and, within the policy's bytes, what loads overwrite,
+    which are held until then, other pages that were evicted, and those and snapshots that are
+    evicted next, below the watermark.
     """
     moves, limits = draft.moves, draft.limits
     page_bytes = {group.pool: policy.unit_bytes[i] for i, group in enumerate(limits.groups)}
@@ -209,13 +211,26 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
         return max(0, left) // max(1, num_bytes)
 
     added = [Evicted(i, unit) for i, pool in enumerate(draft.pools) for unit in pool.unsaved]
-    if evicted := (*moves.evicted, *added):
-        written = _written(draft, step)
-        moves.save(one.unit for one in evicted if (one.pool, one.unit.place) in written)
-        left = [one for one in evicted if (one.pool, one.unit.place) not in written]
-        count = most(max(page_bytes.values()))
-        moves.save(one.unit for one in left[:count])
-        moves.evicted = tuple(left[count:])
+    evicted = {(i, unit.place): unit for i, unit in (*moves.evicted, *added)}  # as it was evicted
+
+    def save(places: Iterable[tuple[int, int]]) -> None:
+        """Save those of these pages that were evicted."""
+        found = (evicted.pop(place, None) for place in places)
+        moves.save(unit for unit in found if unit is not None)
+
+    save(_written(draft, step))
+    loads, moves.loads, moves.held = (*moves.held, *moves.loads), [], ()
+    for load in loads:
+        if load.ticket in moves.dropped:
+            continue
+        missing = [place for place in _places(load, limits) if place in evicted]
+        save(missing[: max(1, most(max(page_bytes.values())))])  # one at least: it goes on
+        if any(place in evicted for place in missing):
+            moves.held += (load,)
+        else:
+            moves.loads.append(load)
+    save(tuple(evicted)[: most(max(page_bytes.values()))])
+    moves.evicted = tuple(Evicted(pool, unit) for (pool, _), unit in evicted.items())
     if not limits.enable_prefix_caching:
         return
     for i, (pool, size) in enumerate(zip(draft.pools, limits.num_pages, strict=True)):
@@ -228,20 +243,22 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
             moves.save_snapshot(page_hash, row)
 
 
-def _written(draft: Draft, step: StepPlan | None) -> set[tuple[int, int]]:
-    """The pages, by pool, to which the step and the loads of this call write."""
-    limits, found = draft.limits, set[tuple[int, int]]()
+def _written(draft: Draft, step: StepPlan | None) -> list[tuple[int, int]]:
+    """The pages, by pool, to which the step writes."""
+    limits, found = draft.limits, list[tuple[int, int]]()
     for row in () if step is None else step.rows:
         start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
         for group, own in zip(limits.groups, row.pages, strict=True):
             size = limits.tokens_per_page(group)
             ids = own.ids.array()[start // size - own.first : cdiv(end, size) - own.first]
-            found.update((group.pool, page) for page in ids.tolist())
-    for load in draft.moves.loads:
-        for unit in load.units:
-            if (group := group_of(unit.key)) != SNAPSHOTS:
-                found.add((limits.groups[group].pool, unit.place))
+            found += ((group.pool, page) for page in ids.tolist())
     return found
+
+
+def _places(load: Load, limits: Limits) -> list[tuple[int, int]]:
+    """The pages, by pool, to which a load writes."""
+    units = ((group_of(unit.key), unit.place) for unit in load.units)
+    return [(limits.groups[group].pool, place) for group, place in units if group != SNAPSHOTS]
 
 
 def _start(policy: TierPolicy, limits: Limits, known: int, end: int, num_bytes: int) -> int | None:

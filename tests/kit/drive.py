@@ -195,6 +195,7 @@ class Drive:
             self.tick()
             loading = self.tiers is not None and self.tiers.is_loading
             idle = self.last.step is None and not self.flying and not loading
+            idle = idle and not self.state.held_loads
             stuck = self.state.num_unfinished and idle
             assert not stuck, "unfinished requests, nothing in flight and no step planned"
         raise AssertionError("the run does not end")

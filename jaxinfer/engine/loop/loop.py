@@ -170,7 +170,7 @@ class EngineLoop[Handle]:
                 ended = (self._collect(),)
             elif not ended and self._tiers is not None and self._tiers.is_loading:
                 ended = self._tiers.poll(LOAD_SECONDS)
-            if not ended:
+            if not ended and not self._state.held_loads:
                 break
             news, launched = self._advance(ended)
         collected, self._collected = tuple(self._collected), []

@@ -248,8 +248,11 @@ def fitted_costs(executor: Executor, mover: ArrayMover | DeviceMover) -> CostMod
     each = short / few if many == few else max(long - short, 0.1 * long) / (many - few)
     step = max(0.0, short - few * each)
 
-    seconds = _least_seconds(mover.copy_to_sink)
-    return CostModel(step, each, mover.sink_bytes / max(seconds, 1e-9))
+    many = mover.most_measured
+    one, all_units = (_least_seconds(partial(mover.copy_to_sink, n)) for n in (1, many))
+    of_unit = max(all_units - one, 0.1 * all_units) / max(1, many - 1)
+    load = max(0.0, one - of_unit)
+    return CostModel(step, each, mover.forms[0].num_bytes / of_unit, load_seconds=load)
 
 
 def _run(executor: Executor, bucket: Bucket) -> None:

@@ -30,6 +30,7 @@ from jaxinfer.exec.tiers.mover import SINK, Pools
 
 MAX_WIDTH = 256  # units of a block
 WORD = np.dtype(np.uint32)  # of a block: XLA copies a word in the time of a byte
+_SINK_UNIT = TierUnit(bytes(DIGEST_SIZE), SINK)
 NUM_BLOCKS = 4  # of loads: while one is unpacked behind two steps, others are copied
 
 
@@ -134,24 +135,20 @@ class DeviceMover:
         block.is_taken = False
 
     @property
-    def sink_bytes(self) -> int:
-        """The bytes that ``copy_to_sink`` copies: those of eight blocks."""
-        return len(self._sunk()) * self.forms[0].num_bytes
+    def most_measured(self) -> int:
+        """The units of a long load, for ``copy_to_sink``: eight blocks, whose copies overlap."""
+        (pool,) = self.pools.split([_SINK_UNIT])
+        return 8 * self.widths[pool]
 
-    def copy_to_sink(self) -> None:
+    def copy_to_sink(self, count: int) -> None:
         """Load units to the page for padding, to measure the time that it takes."""
-        units = self._sunk()
         if self._measured is None:
             self._measured = self._allocate(self.forms[0].num_bytes)
-        loading = self.load([Unit(0, unit.key, self._measured) for unit in units], units)
+        unit = Unit(0, _SINK_UNIT.key, self._measured)
+        loading = self.load([unit] * count, [_SINK_UNIT] * count)
         while not loading.advance():
             pass
         jax.block_until_ready(self.arrays.state)
-
-    def _sunk(self) -> list[TierUnit]:
-        sink = TierUnit(bytes(DIGEST_SIZE), SINK)
-        (pool,) = self.pools.split([sink])
-        return [sink] * (8 * self.widths[pool])  # as a long prefix: copies overlap with unpacking
 
 
 class Part(NamedTuple):

@@ -173,15 +173,15 @@ class ArrayMover:
         """See ``PageMover``: nothing is under way."""
 
     @property
-    def sink_bytes(self) -> int:
-        """The bytes that ``copy_to_sink`` copies."""
-        return WIDTH * self.forms[0].num_bytes
+    def most_measured(self) -> int:
+        """The units of a long load, for ``copy_to_sink``."""
+        return WIDTH
 
-    def copy_to_sink(self) -> None:
+    def copy_to_sink(self, count: int) -> None:
         """Load units of zeros to the page for padding, to measure the time that it takes."""
         zeros = np.zeros(self.forms[0].num_bytes, np.uint8)
         key = bytes(DIGEST_SIZE)
-        self.load([Unit(0, key, zeros)] * WIDTH, [TierUnit(key, SINK)] * WIDTH)
+        self.load([Unit(0, key, zeros)] * count, [TierUnit(key, SINK)] * count)
         jax.block_until_ready(self._arrays.state)
 
     def _width(self, pool: int | None) -> int:

@@ -26,6 +26,7 @@ from jaxinfer.core.tiers import (
 from jaxinfer.exec.tiers.mover import Loading, PageMover, Saving
 
 POLL_SECONDS = 50e-6  # between two looks at copies, while nothing else is to be done
+MAX_SAVES = 2  # under way: the memory plan has space for those of two steps
 
 
 class Save(NamedTuple):
@@ -77,6 +78,9 @@ class TierRunner:
         for ticket in orders.dropped:
             self._forget(ticket)
         if orders.saves:
+            while len(self._gathers) + len(self._saves) >= MAX_SAVES:
+                time.sleep(POLL_SECONDS)
+                self._save_gathered()
             self._gathers.append(self._mover.gather(orders.saves))
         for load in orders.loads:
             self._loads[load.ticket] = load, time.monotonic()
