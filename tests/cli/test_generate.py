@@ -118,7 +118,7 @@ def test_stats_report_the_seed(generate: Generate) -> None:
     "flag",
     [
         *("--no-overlap", "--no-async-scheduling", "--no-prefill-first"),
-        *("--no-enable-prefix-caching", "--no_prefix_caching", "--max-num-mixed-tokens=1k"),
+        *("--no-enable-prefix-caching", "--max-num-mixed-tokens=1k"),
     ],
 )
 def test_engine_flags_change_no_token(flag: str, generate: Generate) -> None:

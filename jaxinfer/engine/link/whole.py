@@ -1,15 +1,20 @@
-"""``WholeAnswers``: joins the deltas of answers that are read when they are complete.
+"""``WholeAnswers``: several deltas at a time of answers that are read when they are complete.
 
-Each delta costs the server's process about 15 us, whether or not its client sees it. So of answers
-that are not streamed the first token is sent at once, as metrics need it, and the others together.
+A reader that is woken for each token costs the server's process more than its deltas do. So of
+answers that are not streamed the first token is sent at once, as metrics need it, and the others
+together. They are not joined: the text of a delta is that of its tokens, as usage and logprobs of
+parts of an answer count them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 from msgspec.structs import replace
 
 from jaxinfer.engine.requests.news import News
-from jaxinfer.engine.requests.outputs import Delta, joined
+from jaxinfer.engine.requests.outputs import Delta
 
 MAX_HELD = 16  # deltas; an answer that its reader stops lacks at most these
 
@@ -34,21 +39,20 @@ class WholeAnswers:
         """The news with the deltas that are sent now."""
         if not self._held:
             return news
-        deltas = [self._passed(delta) for delta in news.deltas]
-        return replace(news, deltas=tuple([delta for delta in deltas if delta is not None]))
+        return replace(news, deltas=tuple(chain.from_iterable(map(self._passed, news.deltas))))
 
-    def _passed(self, delta: Delta) -> Delta | None:
+    def _passed(self, delta: Delta) -> Sequence[Delta]:
         name, ends = delta.request_id, delta.finish_reason is not None
         if (of_request := self._held.get(name)) is None:
-            return delta
+            return (delta,)
         is_first = delta.index not in of_request
         held = of_request.setdefault(delta.index, [])
         held.append(delta)
         if not (is_first or ends or len(held) == MAX_HELD):
-            return None
+            return ()
         of_request[delta.index] = []
         if ends:
             self._num_open[name] -= 1
             if not self._num_open[name]:
                 self.forget(name)
-        return joined(held)
+        return held

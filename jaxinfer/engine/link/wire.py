@@ -45,7 +45,7 @@ class Submission(msgspec.Struct, frozen=True, tag=True):
     # structured_outputs are those of the last submission that had any: of 256 KB they are sent once
     # for 2,000 prompts of a request
     has_last_form: bool = False
-    is_whole: bool = False  # its deltas may come late and joined: see ``engine.link.whole``
+    is_whole: bool = False  # its deltas may come late: see ``engine.link.whole``
 
     def with_form(self, form: StructuredOutputsParams | None) -> Submission:
         """The submission with this form; None: with the last one."""
