@@ -98,7 +98,8 @@ async def offer_sessions(
                 now = time.perf_counter()
                 answers.append(Answer(now, error="not sent: the turn before failed", end=now))
                 continue
-            await asyncio.sleep(turn.think)
+            if answers:
+                await _sleep_until(answers[-1].end + turn.think)
             body = turn.body
             if turn.continues:
                 fields = msgspec.json.decode(body)
@@ -127,11 +128,16 @@ async def _paced(
     tasks: list[asyncio.Task[list[Answer]]] = []
     start, cpu = time.perf_counter(), time.process_time()
     for job, when in zip(jobs, times, strict=True):
-        while (delay := start + when - time.perf_counter()) > 0:
-            await asyncio.sleep(delay)  # uvloop rounds it to milliseconds, also down
+        await _sleep_until(start + when)
         tasks.append(asyncio.create_task(limited(job)))
     answers = [answer for done in await asyncio.gather(*tasks) for answer in done]
     return Outcome(answers, start, time.perf_counter() - start, time.process_time() - cpu)
+
+
+async def _sleep_until(when: float) -> None:
+    """Wait until this time of ``time.perf_counter``, not earlier."""
+    while (delay := when - time.perf_counter()) > 0:
+        await asyncio.sleep(delay)  # uvloop rounds it to milliseconds, also down
 
 
 async def wait_until_ready(client: Client, path: str, body: bytes, seconds: float) -> None:
