@@ -39,7 +39,7 @@ _FACTS = frozenset({"norm_dtype", "own_layout", "num_streams"})
 
 
 class Costs(NamedTuple):
-    """What one family costs."""
+    """The cost of one family."""
 
     lines: int
     options: tuple[str, ...]

@@ -71,7 +71,7 @@ def measure(llm: LLM, vocab_size: int, batches: list[int], prompt: int, repeats:
 
 
 def slower(rows: Mapping[str, Row]) -> list[str]:
-    """What is slower than in bf16, a line each."""
+    """The cases that are slower than in bf16, a line each."""
     base = rows[BASE]
     return [
         f"{form} {case}: {ms:.3f} ms, {BASE} {base[case]:.3f}"

@@ -280,7 +280,7 @@ async def _awaited[T](wait: Coroutine[Any, Any, T]) -> T:
 
 
 async def version_of(client: Client) -> str:
-    """What the server's ``/version`` says; "" of a server without that route."""
+    """The answer of the server's ``/version``; "" of a server without that route."""
     answer = await client.get("/version")
     try:
         return str(json.loads(answer.body)["version"])

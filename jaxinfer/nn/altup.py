@@ -156,7 +156,7 @@ def _split(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:  # [T, n, D
 
 
 def _ways(module: nn.Module, x: jax.Array, eps: float, ctx: StepContext) -> jax.Array:  # [T, n]
-    """What a token says of the streams: a small projection of it, between -1 and 1."""
+    """A token's weights of the streams: a small projection of it, between -1 and 1."""
     h = rms_norm(x, param(module, "altup_norm")[0], eps, fixed=ctx.pins.invariant)
     ways = (h * jnp.asarray(1 / x.shape[1], x.dtype)) @ param(module, "altup_router")
     return jnp.tanh(ways.astype(jnp.float32)).astype(x.dtype)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig, MixerSpec
 from jaxinfer.nn.layer_spec import LayerEndConfig
 from jaxinfer.nn.mixers.shared_spec import SharedAttentionConfig
@@ -82,10 +83,10 @@ class AltUpMixerConfig(MixerSpec):
         """See ``MixerSpec``."""
         return f"{self.attention.words()}, of {self.count} streams"
 
-    def workspace(self, *call: Any) -> int:
+    def workspace(self, params: Mapping[str, Any], step: StepShape) -> int:
         """See ``MixerSpec``: that of attention, the predicted streams and their products."""
-        _, x, *_ = call
-        return self.attention.workspace(*call) + 4 * (self.count + 1) * x.size * x.dtype.itemsize
+        own = 4 * (self.count + 1) * step.x.size * step.x.dtype.itemsize
+        return self.attention.workspace(params, step) + own
 
     def module(self) -> nn.Module:
         """See ``MixerSpec``."""

@@ -34,7 +34,7 @@ def kv_part(count: int, devices: int) -> int:
 
 
 class StepShape(NamedTuple):
-    """What a block's workspace depends on, besides its spec and its parameters."""
+    """The facts on which a block's workspace depends, besides its spec and its parameters."""
 
     x: jax.ShapeDtypeStruct  # [T, D]
     num_prompts: int  # prefill rows

@@ -332,13 +332,12 @@ def divided_rms_norms(
 
 
 def above_cutoff(x: jax.Array, cutoff: float, ctx: StepContext) -> jax.Array:  # [T, F]
-    """What exceeds the mean by ``cutoff`` standard deviations, and else 0; several devices have
+    """The part above the mean plus ``cutoff`` standard deviations, and else 0; several devices have
     equal parts of the columns.
     """
 
     def mean_of(y: jax.Array) -> jax.Array:  # [T, 1]
-        mean = mean_last(y, fixed=ctx.pins.invariant)
-        return mean if ctx.axis is None else jax.lax.pmean(mean, ctx.axis)
+        return ctx.mean_across(mean_last(y, fixed=ctx.pins.invariant))
 
     x32 = x.astype(jnp.float32)
     mean = mean_of(x32)

@@ -218,7 +218,8 @@ def save_units(draft: Draft, policy: TierPolicy, step: StepPlan | None) -> None:
         found = (evicted.pop(place, None) for place in places)
         moves.save(unit for unit in found if unit is not None)
 
-    save(_written(draft, step))
+    if evicted:
+        save(_written(draft, step))
     loads, moves.loads, moves.held = (*moves.held, *moves.loads), [], ()
     for load in loads:
         if load.ticket in moves.dropped:

@@ -115,7 +115,7 @@ def _few_queries() -> tuple[PagedCase, ...]:
 
 
 def _hits() -> tuple[PagedCase, ...]:
-    """What prefix hits leave, in a bucket of 128 tokens and 8 rows, and prompts that fill one."""
+    """Rests of prefix hits in a bucket of 128 tokens and 8 rows, and prompts that fill one."""
     qwen3, qwen3_5 = ("qwen3_4b", shapes.QWEN3_4B), ("qwen3_5_4b", shapes.QWEN3_5_4B)
     gpt_oss = "gpt_oss_20b", shapes.GPT_OSS_20B
     steps = (

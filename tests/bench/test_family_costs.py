@@ -1,4 +1,4 @@
-"""What each family costs, from a report of tests."""
+"""The costs of each family, from a report of tests."""
 
 from __future__ import annotations
 

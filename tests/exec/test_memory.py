@@ -53,7 +53,7 @@ from kit.engines import tiny_limits
 from kit.mixed_family import RecurrentSpec, mixed_model
 from kit.quantised_models import quantised_tensors
 from kit.residency import resident_pages
-from kit.tiny_models import tiny_config, tiny_model
+from kit.tiny_models import CONFIGS, tiny_config, tiny_model
 from pallas_kernels.experts import launch
 from pallas_kernels.experts.ref import ExpertsArgs
 from pallas_kernels.harness.pins import NO_PINS, Pins
@@ -548,3 +548,11 @@ def test_weights_are_counted_by_form() -> None:
     assert all(form in line for form in memory.weights)
     plain = program_memory(Program(tiny_model("qwen3")[0], limits), None)
     assert plain.described().startswith(f"memory: weights {shown(plain.weight_bytes)}, KV cache")
+
+
+def test_blocks_of_every_family_have_a_bound() -> None:
+    """An engine of a family whose spec takes another call would not start."""
+    for name in CONFIGS:
+        model = build_model(CONFIGS[name], "float32")
+        for bucket in (Bucket(2), Bucket(0, 64, 1)):
+            assert block_bytes(model, bucket, "cpu", NO_PINS) >= 0, name

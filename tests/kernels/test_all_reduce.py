@@ -98,7 +98,7 @@ def test_results_of_decode_steps_may_be_larger() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_compiles_for_several_devices(ranks: int, dtype: str) -> None:
-    """Of three devices or more Triton 3.6 compiled no bfloat16."""
+    """Triton 3.6 did not compile bfloat16 for three devices or more."""
     from kit.triton_shims import Recorder, compile_call, in_place_of_triton_call
 
     def build() -> AllReduceArgs:

@@ -41,7 +41,7 @@ def _often(names: tuple[str, ...], often: tuple[str, ...]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """What the checks of this session find in the interpreter."""
+    """The results of this session's checks in the interpreter."""
     names = [
         item.callspec.params["name"]
         for item in request.session.items

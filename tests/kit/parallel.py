@@ -290,7 +290,16 @@ def lowered(folder: Path) -> None:
 
 
 # by kind: dense, norms over all heads, experts, latent attention, recurrent, inputs of layers
-DECODERS = ("llama", "olmo2", "qwen3_moe", "deepseek_v2", "qwen3_5", "mamba2", "gemma4_all")
+DECODERS = (
+    "gemma3n",
+    "llama",
+    "olmo2",
+    "qwen3_moe",
+    "deepseek_v2",
+    "qwen3_5",
+    "mamba2",
+    "gemma4_all",
+)
 COLLECTIVE = re.compile(r"\b(?:psum|pm\w\w|all_\w+|ppermute|reduce_scatter)\w*\[")
 EXCHANGE = re.compile(r"JITFunction\(pallas_kernels\.all_(?:reduce|gather)")
 

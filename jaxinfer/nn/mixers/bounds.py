@@ -104,7 +104,7 @@ def gated_conv_bytes(config: GatedConvConfig, step: StepShape) -> int:
 
 
 def mamba2_bytes(config: Mamba2Config, step: StepShape) -> int:
-    """Of each chunk and head, in float32, some 4 matrices of chunk by chunk, 6 of keys and 6 of
+    """For each chunk and head, in float32, some 4 matrices of chunk by chunk, 6 of keys and 6 of
     inputs.
     """
     if not step.num_prompts:

@@ -307,7 +307,7 @@ class Step:
         return scale * large, None if offset is None else offset * more[0]
 
     def supers(self, result: int, segment: int) -> list[jax.Array]:  # float32[64] each
-        """What multiplies a segment's scales, and its offsets if there are any; loaded once for all
+        """The factors of a segment's scales, and its offsets if there are any; loaded once for all
         segments that share them.
         """
         sizes = self.spec.sizes
