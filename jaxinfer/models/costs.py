@@ -43,7 +43,8 @@ def costs_of(model: Model) -> Costs:
     config = model.config
     # attention, also latent, and beside another mixer
     mixers: list[Any] = [getattr(layer.mixer, "attention", layer.mixer) for layer in config.layers]
-    whole_context = [mixer for mixer in mixers if getattr(mixer, "window", None) is None]
+    in_part = [any(getattr(one, name, None) for name in ("window", "chunk")) for one in mixers]
+    whole_context = [mixer for mixer, part in zip(mixers, in_part, strict=True) if not part]
     mixtures = list(config.experts.values())
     share = mixtures[0].routing.chosen / mixtures[0].count if mixtures else 0.0
     floats = dict(_named(abstract_params(replace(model, forms=(), arrangement=None))))

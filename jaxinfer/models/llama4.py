@@ -1,8 +1,8 @@
 """Llama 4's text decoder: experts whose inputs are weighted, layers without rope.
 
 Source: ``modeling_llama4`` of Hugging Face transformers. Layers that rotate attend within chunks of
-``attention_chunk_size`` tokens; the context is limited to one chunk, in which that is plain
-attention. Heads that rotate are normalised without weights, queries of the others grow.
+``attention_chunk_size`` tokens. Heads that rotate are normalised without weights, queries of the
+others grow.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from pallas_kernels.route.routing import Routing
 # transformers' defaults
 _HEAD_DIM, _THETA = 128, 5e5
 _CHUNK, _FLOOR, _GROWTH = 8192, 8192, 0.1
+_CHUNKED = "chunked_attention"
 _TENSORS = ExpertTensors(router="feed_forward.router", shared="feed_forward.shared_expert.")
 _NAMES = TensorNames(
     into=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj"
@@ -46,8 +47,8 @@ _NAMES = TensorNames(
 
 def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
     """The config of a config.json; raises ``ConfigError`` for a missing or unsupported key."""
-    rotates, chunk = rotating_layers(config), config.get("attention_chunk_size", _CHUNK)
-    config.get("layer_types")  # derived from the layers that rotate
+    rotates = rotating_layers(config)
+    chunks = _chunks(config, rotates)
     bias, growth = hf.flag(config, "attention_bias", False), None
     beta = hf.positive_float(config, "attn_scale", _GROWTH)
     original = hf.positive_int(config, "floor_scale", _FLOOR)
@@ -66,15 +67,26 @@ def config_from_hf(config: Mapping[str, Any], dtype: jnp.dtype) -> DecoderSpec:
         ffns=_networks(config, len(rotates)),
     )
     layers = []
-    for layer in decoder.layers:
+    for layer, chunk in zip(decoder.layers, chunks, strict=True):
         assert isinstance(layer.mixer, AttentionConfig)
         own = {} if layer.mixer.rope else {"qk_norm": None, "growth": growth}
-        layers.append(replace(layer, mixer=replace(layer.mixer, **own)))
-    lengths = decoder.lengths
-    if chunk is not None and any(rotates):
-        most = hf.positive_int(config, "attention_chunk_size", _CHUNK)
-        lengths = (min(lengths[0], most), min(lengths[1], most))
-    return replace(decoder, layers=tuple(layers), lengths=lengths)
+        layers.append(replace(layer, mixer=replace(layer.mixer, chunk=chunk, **own)))
+    return replace(decoder, layers=tuple(layers))
+
+
+def _chunks(config: Mapping[str, Any], rotates: list[bool]) -> list[int | None]:
+    """The chunk of each layer: of those that rotate, unless ``layer_types`` names others."""
+    size = None
+    if config.get("attention_chunk_size", _CHUNK) is not None:
+        size = hf.positive_int(config, "attention_chunk_size", _CHUNK)
+    kinds = hf.layer_kinds(config, "layer_types", len(rotates), ("full_attention", _CHUNKED))
+    if kinds is None:
+        return [size if one else None for one in rotates]
+    if size is None and _CHUNKED in kinds:
+        raise ConfigError(
+            f"config key 'layer_types' holds {_CHUNKED!r}, but 'attention_chunk_size' is null"
+        )
+    return [size if kind == _CHUNKED else None for kind in kinds]
 
 
 def _networks(config: Mapping[str, Any], num_layers: int) -> list[FeedForwardSpec]:

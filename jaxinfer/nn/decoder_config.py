@@ -96,7 +96,7 @@ class AttentionConfig(BlockSpec):
     x become c tanh(x / c) with a ``cap`` c. ``alibi`` is a bias of scores. ``out_norm`` is the
     epsilon of an RMS norm of all heads' outputs. Values of ``own_value_dim`` components (None: as
     keys) are stored with zeros behind them, and are multiplied by ``value_scale``. ``page_dtype``
-    is that of pages (None: the decoder's).
+    is that of pages (None: the decoder's). With ``chunk``, tokens attend within chunks of so many.
     """
 
     is_invariant: ClassVar[bool] = True
@@ -106,6 +106,7 @@ class AttentionConfig(BlockSpec):
     head_dim: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     rope: RopeConfig | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -130,8 +131,9 @@ class AttentionConfig(BlockSpec):
         return self.own_value_dim or self.head_dim
 
     def for_context(self, length: int) -> AttentionConfig:
-        """See ``MixerSpec``."""
-        return replace(self, rope=self.rope and self.rope.for_context(length))
+        """See ``MixerSpec``. A context of one chunk needs no chunks."""
+        chunk = self.chunk if (self.chunk or length) < length else None
+        return replace(self, rope=self.rope and self.rope.for_context(length), chunk=chunk)
 
     def share(self, devices: int) -> AttentionConfig:
         """See ``MixerSpec``."""
@@ -141,7 +143,7 @@ class AttentionConfig(BlockSpec):
     def state(self, dtype: jnp.dtype) -> LayerState:
         """See ``MixerSpec``."""
         pages = self.page_dtype or dtype
-        return keys_and_values(self.num_kv_heads, self.head_dim, pages, self.window)
+        return keys_and_values(self.num_kv_heads, self.head_dim, pages, self.window, self.chunk)
 
     def with_pages(self, dtype: jnp.dtype) -> AttentionConfig:
         """See ``MixerSpec``."""

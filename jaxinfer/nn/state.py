@@ -94,6 +94,8 @@ class LayerState:
     does, at multiples of it, and only states there are saved. So a state does not depend on how the
     prompt was divided.
 
+    A token attends to those of its ``chunk`` of so many tokens, which are whole pages.
+
     With ``of`` the layer has no state of its own: it reads the arrays of an earlier layer, of this
     number, which has written them in the same step. In the dense form it gets what that layer's
     mixer returns as its state.
@@ -102,6 +104,7 @@ class LayerState:
     paged: tuple[PagedKind, ...] = ()
     per_slot: tuple[Entry, ...] = ()
     align: int = 1
+    chunk: int | None = None
     of: int | None = None
 
     def __post_init__(self) -> None:
@@ -137,10 +140,14 @@ def stored_states(
 
 
 def keys_and_values(
-    num_kv_heads: int, head_dim: int, dtype: jnp.dtype, window: int | None = None
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    window: int | None = None,
+    chunk: int | None = None,
 ) -> LayerState:
     """The state of an attention layer: K and V of each token, of 8 bits with a scale of each head
-    (``pallas_kernels.lib.page_scales``).
+    (``pallas_kernels.lib.page_scales``). Pages before a window of a chunk's size are not read.
     """
     heads = (num_kv_heads,)
     shape, axes = (num_kv_heads, head_dim), (Fused("heads", heads, heads), None)
@@ -148,7 +155,7 @@ def keys_and_values(
     if dtype == BITS:
         scales = (heads, jnp.dtype(jnp.float32), axes[:1])
         entries += tuple(Entry(name + SCALE, *scales) for name in ("k", "v"))
-    return LayerState((PagedKind(entries, window),))
+    return LayerState((PagedKind(entries, window or chunk),), chunk=chunk)
 
 
 @dataclass(frozen=True)

@@ -522,6 +522,9 @@ CASES = {
     "phimoe": case("phimoe", BARE, num_local_experts=5, router_jitter_noise=0.2,
         attention_bias=True, lm_head_bias=True, rope_parameters=PHIMOE_ROPE),
     "llama4": case("llama4_text", LLAMA4, NO_TOKENS),
+    # prompt and greedy tokens begin three chunks
+    "llama4_chunks": case("llama4_text", LLAMA4, NO_TOKENS, num_hidden_layers=4,
+        no_rope_layers=[1, 0, 1, 1], moe_layers=[1], attention_chunk_size=12),
     "llama4_plain": case("llama4_text", LLAMA4, NO_TOKENS, use_qk_norm=False,
         attn_temperature_tuning=False, attention_bias=True, moe_layers=[0],
         no_rope_layers=[0, 1, 1], tie_word_embeddings=True),

@@ -79,7 +79,7 @@ RENAMED = (
     *("gemma3_multimodal", "glm4v", "mistral4", "exaone"),
 )
 # published files stack the tensors of experts
-STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain")
+STACKED = ("qwen3_5_moe_multimodal", "llama4", "llama4_plain", "llama4_chunks")
 # keys of config.json that transformers derives from those of published files
 DERIVED = {
     "kimi_linear": (

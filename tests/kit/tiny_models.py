@@ -791,7 +791,7 @@ CONFIGS = MappingProxyType(
             "interleave_moe_layer_step": 2,
             "no_rope_layer_interval": 2,
             "floor_scale": 5,
-            "attention_chunk_size": MAX_LEN,
+            "attention_chunk_size": 24,
         },
         "minicpm3": {
             **{key: _LATENT[key] for key in _YOUTU},

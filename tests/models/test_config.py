@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from typing import Any
 
 import pytest
 
 from jaxinfer.core.errors import ConfigError, UnknownArchitectureError
 from jaxinfer.models import build_model, known_architectures
 from jaxinfer.models.registry import decoder_config, text_config
+from jaxinfer.nn.decoder_config import AttentionConfig
 from kit.tiny_models import NAMES, tiny_config
 
 # Falcon's published files do not have it; of the others transformers has another default.
@@ -239,11 +241,25 @@ def test_the_text_of_models_of_text_and_images() -> None:
         text_config(other)
 
 
-def test_llama4s_context_is_one_chunk() -> None:
-    config = {**tiny_config("llama4"), "attention_chunk_size": 64}
-    assert build_model(config, "float32").config.lengths == (64, 64)
-    without = build_model({**config, "attention_chunk_size": None}, "float32")
-    assert without.config.lengths == (512, 512)
+def test_llama4s_chunks() -> None:
+    """Layers that rotate attend within chunks, or those that ``layer_types`` names; a context of
+    one chunk has none.
+    """
+
+    def chunks(length: int | None, **keys: Any) -> list[int | None]:
+        config = {**tiny_config("llama4"), "attention_chunk_size": 64, **keys}
+        model = build_model(config, "float32", length)
+        assert model.config.lengths == (512, 512)
+        mixers = [layer.mixer for layer in model.config.layers]
+        return [mixer.chunk for mixer in mixers if isinstance(mixer, AttentionConfig)]
+
+    assert chunks(None) == [64, None]
+    assert chunks(64) == [None, None]
+    assert chunks(None, attention_chunk_size=None) == [None, None]
+    kinds = ["full_attention", "chunked_attention"]
+    assert chunks(None, layer_types=kinds) == [None, 64]
+    with pytest.raises(ConfigError, match="'chunked_attention', but 'attention_chunk_size' is nu"):
+        chunks(None, layer_types=kinds, attention_chunk_size=None)
 
 
 @pytest.mark.parametrize(("length", "scale"), [(256, 1.2), (257, 1.3)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from math import gcd
 from typing import Any
 
 import msgspec
@@ -160,13 +161,28 @@ def _limits(config: EngineConfig, model: Model) -> Limits:
         )
     state, names = model.state, () if config.tap_points is None else config.tap_points.split(",")
     return limits_of(
-        config,
+        replace(config, page_size=_page_size(config, model)),
         _context(config, model),
         state.groups,
         has_slot_state=state.bytes_per_slot > 0,
         align=state.align,
         points=points_named(names, model.config),
     )
+
+
+def _page_size(config: EngineConfig, model: Model) -> int:
+    """The tokens of a page; raises ``ConfigError`` if chunks of the context do not begin pages."""
+    states = [layer.mixer.state(model.config.dtype) for layer in model.config.layers]
+    chunk = gcd(*[state.chunk or 0 for state in states])
+    if config.page_size is None:
+        return gcd(DEFAULT_PAGE_SIZE, chunk)
+    if chunk % config.page_size:
+        raise ConfigError(
+            f"page_size is {config.page_size}, and layers of this {model.architecture} attend "
+            f"within chunks of {chunk} tokens, which have to be whole pages; set page_size to "
+            f"{gcd(config.page_size, chunk)}, or leave it out"
+        )
+    return config.page_size
 
 
 def _reuses_prefixes(config: EngineConfig) -> bool:

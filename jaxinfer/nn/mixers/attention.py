@@ -28,6 +28,7 @@ from jaxinfer.nn.context import Angles, PlainOutput, StepContext
 from jaxinfer.nn.decoder_config import AttentionConfig
 from jaxinfer.nn.linear import Norm, Stream, block_output, divided_rms_norm, linear
 from jaxinfer.nn.mixers import heads as on_heads
+from jaxinfer.nn.mixers.chunks import last_in_chunks, prompts_in_chunks
 from jaxinfer.nn.state import LayerArrays
 from jaxinfer.nn.weight import param, take_rows, weight
 from pallas_kernels.append_decode.api import DecodeArgs, append_decode
@@ -65,6 +66,12 @@ class HeadTerms(NamedTuple):
 
 
 _NO_TERMS = HeadTerms()
+
+
+class Chunk(NamedTuple):
+    """Chunks of the context within which tokens attend, in place of a window."""
+
+    size: int  # tokens
 
 
 class Attention(nn.Module):
@@ -120,6 +127,7 @@ class Attention(nn.Module):
             qk_norm=QKNorm(norms, norm.eps),
             scale=c.scale,
             window=c.window,
+            chunk=c.chunk,
             cap=c.cap,
             values=c.values,
             terms=HeadTerms(
@@ -165,6 +173,7 @@ def attend(
     terms: HeadTerms = _NO_TERMS,
     only: jax.Array | None = None,  # int32[B]
     cap: float | None = None,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, LayerArrays | None]:  # [T, N, H], or with only [B, N, H]
     """Append this step's keys and values to the pages and attend over them.
 
@@ -176,24 +185,30 @@ def attend(
         qkv = with_values(qkv, num_kv_heads, values, qk_norm.eps)
         values = "projected"
     if state is None:
-        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, window, terms, only, cap)
+        reach = window if chunk is None else Chunk(chunk)
+        return _dense(qkv, ctx, qk_norm, num_kv_heads, scale, reach, terms, only, cap)
     pages, d = ctx.pages[0], ctx.num_decodes
+    last = prompts = ctx
+    if chunk is not None:
+        page_size = state["k"].shape[1]
+        last = last_in_chunks(ctx, chunk, page_size)
+        prompts = prompts_in_chunks(ctx, chunk, page_size) if qkv.shape[0] > d else ctx
     static: dict[str, Any] = {"scale": scale, "window": window, "cap": cap}
     if qkv.shape[0] == d:
-        return _decode(qkv, state, ctx, angles, qk_norm, values, terms, **static)
+        return _decode(qkv, state, last, angles, qk_norm, values, terms, **static)
     # Append the keys and values of prompts before pages are read, as a write after a read makes XLA
     # copy the pools. (``append_decode`` writes and reads within one kernel.)
     slots, norms = pages.slot_mapping[d:], _Norms(qk_norm, values)
     q, state = _append(qkv[d:], state, slots, ctx, angles, *norms)
     if only is not None:  # a decode of all rows, which appends their last tokens again
         angles = None if angles is None else angles.take(only)
-        return _decode(qkv[only], state, ctx, angles, *norms, terms, **static)
+        return _decode(qkv[only], state, last, angles, *norms, terms, **static)
     parts: list[jax.Array] = []
     if d:
         first = None if angles is None else angles.take(slice(d))
-        out, state = _decode(qkv[:d], state, ctx, first, *norms, terms, **static)
+        out, state = _decode(qkv[:d], state, last, first, *norms, terms, **static)
         parts.append(out)
-    parts.append(prefill(q, state, ctx, terms, **static))
+    parts.append(prefill(q, state, prompts, terms, **static))
     return jnp.concatenate(parts) if d else parts[0], state
 
 
@@ -302,7 +317,7 @@ def _dense(
     qk_norm: QKNorm,
     num_kv_heads: int,
     scale: float,
-    window: int | None,
+    window: int | Chunk | None,
     terms: HeadTerms,
     only: jax.Array | None,  # int32[B]
     cap: float | None,
@@ -324,7 +339,7 @@ def dense_attention(
     v: jax.Array,  # [T, K, V]
     ctx: StepContext,
     scale: float,
-    window: int | None,
+    window: int | Chunk | None,
     terms: HeadTerms = _NO_TERMS,
     cap: float | None = None,
 ) -> jax.Array:  # [T, N, V]
@@ -334,7 +349,10 @@ def dense_attention(
     scores = jnp.einsum("TKGH,SKH->KGTS", grouped, k, preferred_element_type=jnp.float32)
     distance = jnp.arange(t)[:, None] - jnp.arange(t)[None, :]  # [T, S]
     visible = distance >= 0
-    if window is not None:
+    if isinstance(window, Chunk):
+        of_token = jnp.arange(t) // window.size
+        visible &= of_token[:, None] == of_token
+    elif window is not None:
         visible &= distance < window
     slopes = None if terms.slopes is None else terms.slopes.reshape(*scores.shape[:2], 1, 1)
     scores = biased(capped(scores * scale, cap), slopes, distance)

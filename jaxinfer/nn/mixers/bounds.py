@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfer.nn.block import StepShape
 from jaxinfer.nn.decoder_config import AttentionConfig
+from jaxinfer.nn.mixers.chunks import most_chunks
 from jaxinfer.nn.mixers.delta_spec import DeltaConfig
 from jaxinfer.nn.mixers.gated_conv_spec import GatedConvConfig
 from jaxinfer.nn.mixers.lightning_spec import LightningConfig
@@ -36,7 +37,9 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
     if not step.num_prompts or step.x.shape[0] > MOST_MIXED:
         return 0
     of: Any = jax.ShapeDtypeStruct
-    x, op = step.x, paged_prefill.OP
+    x, op, rows = step.x, paged_prefill.OP, step.num_prompts
+    if config.chunk is not None:
+        rows *= most_chunks(x.shape[0], config.chunk)
     head = config.head_dim
     page_dtype = config.page_dtype or x.dtype
     pool = of((1, 16, config.num_kv_heads, head), page_dtype)
@@ -45,9 +48,9 @@ def attention_bytes(config: AttentionConfig, step: StepShape) -> int:
         q=of((min(x.shape[0], FEW_TOKENS), config.num_heads, head), x.dtype),
         k_pages=pool,
         v_pages=pool,
-        page_table=of((step.num_prompts, MOST_PAGES), jnp.int32),
-        seq_lens=of((step.num_prompts,), jnp.int32),
-        query_start_loc=of((step.num_prompts + 1,), jnp.int32),
+        page_table=of((rows, MOST_PAGES), jnp.int32),
+        seq_lens=of((rows,), jnp.int32),
+        query_start_loc=of((rows + 1,), jnp.int32),
         sinks=of((config.num_heads,), x.dtype) if config.sinks else None,
         k_scales=scales,
         v_scales=scales,
